@@ -1,0 +1,1 @@
+"""Build helpers used by setup.py: toolchain probes and the ninja file writer."""

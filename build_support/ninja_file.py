@@ -1,0 +1,156 @@
+"""Writes and runs one ninja file per build variant.
+
+A variant is (CUDA or not) x (sanitizer). Each has its own folder under build/, so that switching back and forth
+never links a stale object.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_support.cuda_toolkit import CudaToolkit, select_toolkit
+
+ROOT = Path(__file__).resolve().parents[1]
+SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread", "undefined": "undefined"}
+DEFAULT_CUDA_ARCHS = "80;90;100+PTX"
+WARNINGS = "-Wall -Wextra -Werror"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one build folder holds."""
+
+    toolkit: CudaToolkit | None
+    sanitizer: str
+
+    @property
+    def name(self) -> str:
+        return f"{'cuda' if self.toolkit else 'cpu'}{'-' + self.sanitizer if self.sanitizer else ''}"
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "build" / self.name
+
+    @classmethod
+    def from_environment(cls) -> Variant:
+        """The variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for.
+
+        Raises:
+            ValueError: FLEXKV_SANITIZE names no known sanitizer.
+        """
+        sanitizer = os.environ.get("FLEXKV_SANITIZE", "")
+        if sanitizer not in SANITIZERS:
+            allowed = ", ".join(repr(s) for s in SANITIZERS)
+            raise ValueError(f"FLEXKV_SANITIZE={sanitizer!r}: allowed are {allowed}")
+        return cls(select_toolkit(os.environ.get("FLEXKV_CUDA", "auto")), sanitizer)
+
+
+def _gencode(archs: str) -> str:
+    flags = []
+    for arch in archs.replace(",", ";").split(";"):
+        number = arch.removesuffix("+PTX")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if arch.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return " ".join(flags)
+
+
+def _sources(variant: Variant) -> list[Path]:
+    """Every .cpp under csrc; .cu files with a toolkit, *_stub.cpp (same symbols, no CUDA) without."""
+    cpp = sorted((ROOT / "csrc").rglob("*.cpp"))
+    if variant.toolkit:
+        return [s for s in cpp if not s.name.endswith("_stub.cpp")] + sorted((ROOT / "csrc").rglob("*.cu"))
+    return cpp
+
+
+class NinjaFile:
+    """Rules and targets of one variant: the extension, and the native test programs on request."""
+
+    def __init__(self, variant: Variant) -> None:
+        import pybind11
+
+        self.variant = variant
+        sanitize = SANITIZERS[variant.sanitizer]
+        optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g -O1" if sanitize else "-O3 -g1"
+        if "undefined" in sanitize:
+            optimise += " -fno-sanitize-recover=undefined"
+        cuda_define = "-DFLEXKV_WITH_CUDA=1" if variant.toolkit else "-DFLEXKV_WITH_CUDA=0"
+        includes = (
+            f"-I{ROOT}/csrc -isystem {pybind11.get_include()} -isystem {sysconfig.get_paths()['include']}"
+        )
+        cuda_include, cuda_libs = "", ""
+        if variant.toolkit:
+            home = variant.toolkit.home
+            cuda_include = f" -isystem {home}/targets/x86_64-linux/include -isystem {home}/include"
+            cuda_libs = (
+                f"-L{home}/targets/x86_64-linux/lib -L{home}/lib64 -L{home}/lib "
+                "-lcudart_static -Wl,--exclude-libs,ALL "
+            )
+        self.compiler = os.environ.get("CXX", "g++")
+        self.link_flags = f"-fsanitize={sanitize}" if sanitize else ""
+        self.libs = f"{cuda_libs}-ldl -lrt -lpthread"
+        self.lines = [
+            "ninja_required_version = 1.8",
+            f"cxxflags = -std=c++20 {optimise} -fPIC -fvisibility=hidden {WARNINGS} {cuda_define} {includes}{cuda_include}",
+            "rule cxx",
+            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = CXX $out",
+            "rule so",
+            f"  command = {self.compiler} -shared {self.link_flags} -o $out $in {self.libs}",
+            "  description = LINK $out",
+            "rule exe",
+            f"  command = {self.compiler} {self.link_flags} -o $out $in {self.libs}",
+            "  description = LINK $out",
+        ]
+        if variant.toolkit:
+            archs = os.environ.get("FLEXKV_CUDA_ARCHS", DEFAULT_CUDA_ARCHS)
+            self.lines += [
+                "nvccflags = -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Werror all-warnings "
+                f"-lineinfo --threads 2 {_gencode(archs)} {cuda_define} -I{ROOT}/csrc",
+                "rule nvcc",
+                f"  command = {variant.toolkit.nvcc} -MD -MF $out.d $nvccflags -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+                "  description = NVCC $out",
+            ]
+
+    def _object(self, source: Path) -> str:
+        name = source.relative_to(ROOT).as_posix().replace("/", ".") + ".o"
+        self.lines.append(f"build {name}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}")
+        return name
+
+    def add_extension(self, file_name: str) -> Path:
+        """Adds the Python extension as a default target; returns where it will lie."""
+        objects = [self._object(s) for s in _sources(self.variant)]
+        self.lines += [f"build {file_name}: so {' '.join(objects)}", f"default {file_name}"]
+        return self.variant.folder / file_name
+
+    def add_native_tests(self) -> Path:
+        """Adds one doctest program of tests/native/*.cpp over the core (without bindings)."""
+        core = [s for s in _sources(self.variant) if "bindings" not in s.parts]
+        tests = sorted((ROOT / "tests" / "native").glob("*.cpp"))
+        objects = [self._object(s) for s in [*core, *tests]]
+        self.lines += [f"build native_tests: exe {' '.join(objects)}", "default native_tests"]
+        return self.variant.folder / "native_tests"
+
+    def run(self) -> None:
+        """Writes build.ninja and runs it; MAX_JOBS bounds the jobs.
+
+        Raises:
+            subprocess.CalledProcessError: a compile or link step failed.
+        """
+        folder = self.variant.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text("\n".join([*self.lines, ""]))
+        ninja = shutil.which("ninja")
+        command = [ninja] if ninja else [sys.executable, "-m", "ninja"]
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        subprocess.check_call([*command, "-C", str(folder), *jobs])

@@ -1,0 +1,31 @@
+// The exception family of the native core; bindings map each class to its twin in flexkv/errors.py.
+// Expected outcomes are Status values (base/status.h), never exceptions.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+namespace flexkv {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+#define FLEXKV_ERROR_CLASS(Name)    \
+  class Name : public Error {       \
+   public:                          \
+    using Error::Error;             \
+  }
+
+FLEXKV_ERROR_CLASS(ConfigError);
+FLEXKV_ERROR_CLASS(GeometryError);
+FLEXKV_ERROR_CLASS(CapacityError);
+FLEXKV_ERROR_CLASS(BlockRangeError);
+FLEXKV_ERROR_CLASS(TokenError);
+FLEXKV_ERROR_CLASS(KeySchemeError);
+FLEXKV_ERROR_CLASS(ClosedError);
+FLEXKV_ERROR_CLASS(ContractError);
+
+#undef FLEXKV_ERROR_CLASS
+
+}  // namespace flexkv

@@ -1,0 +1,251 @@
+"""The control plane's contracts: what an adapter may ask of a cache manager, and what it gets.
+
+One manager serves one ownership unit. It is driven by a single thread (the engine's scheduler), never blocks, and
+never touches a byte of KV: it hands out transfer graphs and is told how their ops ended.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
+
+KEY_BYTES = 16
+
+Keys = NDArray[np.uint8]
+"""Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
+
+
+class GroupPolicy(Enum):
+    """Which stored blocks make a prefix restorable for a KV group."""
+
+    PREFIX = "prefix"
+    """Full attention: every block from the start to the hit's end."""
+    TRAILING_WINDOW = "trailing_window"
+    """Sliding window: the last `window_tokens` before the hit's end."""
+    EXACT_BOUNDARY = "exact_boundary"
+    """Recurrent state: the one block that ends exactly at the hit's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV group of the unit.
+
+    Attributes:
+        block_tokens: tokens a block.
+        slots: host slots of this group's pool once all of it is up.
+        window_tokens: only for TRAILING_WINDOW.
+    """
+
+    block_tokens: int
+    slots: int
+    policy: GroupPolicy = GroupPolicy.PREFIX
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """Bounds of one manager; every queue and wait has one.
+
+    Attributes:
+        ranks: workers that must report each op before it counts as ended.
+        inflight_store_pages: stores beyond this many pages in flight are dropped and counted (BUSY).
+        inflight_load_pages: promises beyond this many reserved pages are cut to what fits.
+        lease_s: a lookup's lease expires after this long without a load.
+    """
+
+    ranks: int = 1
+    inflight_store_pages: int = 65_536
+    inflight_load_pages: int = 65_536
+    lease_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TailCandidates:
+    """Keys under which the tokens after the last whole block may be stored, longest first.
+
+    Attributes:
+        keys: shape [candidates, KEY_BYTES].
+        tokens: valid tokens of each candidate, descending, int32, each in [1, block_tokens).
+        base_block: number of the block that the candidates would fill (whole blocks before it).
+    """
+
+    keys: Keys
+    tokens: NDArray[np.int32]
+    base_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """What one group can restore after `MatchResult.start_block`.
+
+    Attributes:
+        blocks: whole blocks restorable from `start_block` on.
+        slots: their host slots, in order, int32 [blocks].
+        tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
+        tail_slot: host slot of that tail, or -1.
+    """
+
+    blocks: int
+    slots: SlotIds
+    tail_tokens: int = 0
+    tail_slot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """The answer to a lookup. All named slots are leased under `request_id` until they are loaded or released.
+
+    Attributes:
+        groups: one entry per group of the manager.
+        blocks: whole blocks that every group can restore (the length an adapter may promise).
+        tail_tokens: partial-tail tokens that every group can restore after those blocks.
+    """
+
+    request_id: str
+    start_block: int
+    groups: tuple[GroupMatch, ...]
+    blocks: int
+    tail_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What `begin_store` decided.
+
+    Attributes:
+        graph: None when nothing needs to move.
+        stored: positions (into the blocks offered) that the graph stores, int32 ascending.
+        known: blocks that were stored or in flight already.
+        dropped: blocks that found no slot or no queue place (BUSY); the caller may offer them again later.
+    """
+
+    graph: TransferGraph | None
+    stored: NDArray[np.int32]
+    known: int
+    dropped: int
+
+
+class OpRole(Enum):
+    """What an op did for its request."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An op's end over all ranks. The engine blocks it leased may be reused from now on.
+
+    Attributes:
+        blocks: the engine blocks of the op (all of its pages).
+        failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
+        published: for a store, the positions of the op's pages that became visible.
+    """
+
+    op_id: OpId
+    request_id: str
+    role: OpRole
+    group: int
+    blocks: BlockIds
+    failed_blocks: BlockIds
+    published: NDArray[np.int32]
+    reason: str = ""
+
+
+class CacheManager(ABC):
+    """The control plane of one ownership unit."""
+
+    @abstractmethod
+    def match(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None = None,
+    ) -> MatchResult:
+        """Looks up the longest restorable prefix after `start_block` whole blocks and leases it for `request_id`.
+
+        Asking again replaces the former lease. A hit is only what is in host memory, published and verified.
+
+        Args:
+            keys: per group, keys of all whole blocks of the request from its first token on.
+            tail: per group, partial-tail candidates: only those whose `base_block` equals the end of the match count.
+        """
+
+    @abstractmethod
+    def begin_load(self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False) -> TransferGraph | None:
+        """Turns the first `len(blocks[g])` matched blocks into a load to those engine blocks and ends the lookup lease.
+
+        With `tail`, the last engine block of each group takes the matched partial tail. The engine may take fewer
+        blocks than were promised; the rest is released. None when there is nothing to load. Never BUSY.
+
+        Raises:
+            ContractError: the request has no lease, or asks for more than it was promised.
+        """
+
+    @abstractmethod
+    def begin_store(
+        self, request_id: str, group: int, keys: Keys, blocks: BlockIds, first_block: int
+    ) -> StorePlan:
+        """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
+
+        Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
+        slot. The engine blocks stay leased by the caller until the op's `Completion`.
+        """
+
+    @abstractmethod
+    def complete(self, rank: int, result: OpResult) -> Completion | None:
+        """Takes one rank's terminal result of an op; returns the Completion once every rank has reported.
+
+        Store: pages that ended OK on every rank, of the current epoch and not discarded, become visible; other slots
+        are freed. Load: pages that failed on any rank are forgotten, so that the next lookup misses them.
+
+        Raises:
+            ContractError: unknown op, unknown rank, or a second report of the same rank.
+        """
+
+    @abstractmethod
+    def discard_from(self, request_id: str, first_block: int) -> int:
+        """Bars the request's in-flight stores of blocks numbered `first_block` or higher from being published.
+
+        For blocks that were computed from a failed load's target. Returns how many pages were barred.
+        """
+
+    @abstractmethod
+    def release(self, request_id: str) -> None:
+        """Ends the request's lookup lease, if any. Ops in flight are not touched. Idempotent."""
+
+    @abstractmethod
+    def forget(self, group: int, keys: Keys) -> int:
+        """Makes these keys misses; leased slots are freed when their last lease ends. Returns how many were known."""
+
+    @abstractmethod
+    def reset(self) -> int:
+        """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch."""
+
+    @abstractmethod
+    def grow(self, group: int, slots: int) -> None:
+        """The first `slots` slots of the group's host pool are up and may be used. Never shrinks."""
+
+    @abstractmethod
+    def expire(self) -> int:
+        """Ends lookup leases older than `ManagerLimits.lease_s`; returns how many."""
+
+    @abstractmethod
+    def inflight_ops(self) -> int:
+        """Ops that have been planned and have not ended on every rank."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Checks every invariant of index, pools, leases and ops.
+
+        Raises:
+            ContractError: an invariant is broken; the message names it.
+        """

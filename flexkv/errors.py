@@ -1,0 +1,39 @@
+"""The exceptions flexkv raises. Expected outcomes (a miss, a full tier, a failed page) are statuses, not exceptions."""
+
+from __future__ import annotations
+
+
+class FlexKVError(Exception):
+    """Base of every exception flexkv raises on purpose."""
+
+
+class ConfigError(FlexKVError, ValueError):
+    """A setting is unknown or has a value that is not allowed; names it, its source and what is allowed."""
+
+
+class GeometryError(FlexKVError, ValueError):
+    """A KV pool's shape, dtype, strides, alignment or block count is not what the layout needs."""
+
+
+class CapacityError(FlexKVError, MemoryError):
+    """A pool or buffer cannot hold even one unit of what it is for."""
+
+
+class BlockRangeError(FlexKVError, IndexError):
+    """A block, slot or layer number lies outside its pool."""
+
+
+class TokenError(FlexKVError, TypeError):
+    """A token id is not an integer in [0, 2**32)."""
+
+
+class KeySchemeError(FlexKVError, ValueError):
+    """Block keys have the wrong length, or come from a hash that is not cryptographic."""
+
+
+class ClosedError(FlexKVError, RuntimeError):
+    """The engine, pool or manager was closed before this call."""
+
+
+class ContractError(FlexKVError, AssertionError):
+    """A caller broke a stated contract, or `check_integrity` found a broken invariant: a bug, not an event."""

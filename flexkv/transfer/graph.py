@@ -1,0 +1,119 @@
+"""Transfer graphs: the one border between the control plane, which plans them, and the data plane, which runs them.
+
+A graph carries no tokens, no policy and no bytes: only block and slot numbers. It is plain NumPy, so that it
+pickles in microseconds and travels to worker processes as part of an engine's own metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+OpId = NewType("OpId", int)
+"""Number of an op, unique for the life of the manager that planned it. Never reused."""
+
+BlockIds = NDArray[np.int32]
+"""Engine block ids, shape [pages], int32, C-contiguous."""
+
+SlotIds = NDArray[np.int32]
+"""Slot numbers in a tier, shape [pages], int32, C-contiguous."""
+
+
+class OpKind(IntEnum):
+    """What an op moves. The number is also the lane's number in `flexkv.c_ext`."""
+
+    H2D = 0
+    D2H = 1
+    DISK_READ = 2
+    DISK_WRITE = 3
+    REMOTE_GET = 4
+    REMOTE_PUT = 5
+    GDS_READ = 6
+    GDS_WRITE = 7
+    DROP = 8
+
+
+class Priority(IntEnum):
+    """Lower runs first within a lane: a load before a delete before a store."""
+
+    LOAD = 0
+    DELETE = 1
+    STORE = 2
+
+
+class EdgeKind(IntEnum):
+    """How a successor waits for its predecessor."""
+
+    BARRIER = 0
+    """The successor starts when every page of the predecessor ended OK."""
+    STREAM = 1
+    """Page i of the successor may start when page i of the predecessor ended OK (both have the same pages)."""
+
+
+class OpStatus(IntEnum):
+    """How an op ended; the same codes as `csrc/base/status.h`."""
+
+    OK = 0
+    FAILED = 1
+    CANCELLED = 2
+    SKIPPED = 3
+    LANE_DOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOp:
+    """One kind of movement over a list of pages: page i is `blocks[i]` <-> `slots[i]`.
+
+    Attributes:
+        group: KV group (attention type); selects the view and the slot pool.
+        blocks: engine blocks, or empty for an op without a device side.
+        slots: host slots, as many as pages.
+    """
+
+    op_id: OpId
+    kind: OpKind
+    group: int
+    priority: Priority
+    blocks: BlockIds
+    slots: SlotIds
+
+    @property
+    def pages(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`after` waits for `before`; both are positions in `TransferGraph.ops`, and `before < after`."""
+
+    before: int
+    after: int
+    kind: EdgeKind
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGraph:
+    """A DAG of ops that carries out one load or one store. `ops` is in a valid order of execution."""
+
+    ops: tuple[TransferOp, ...]
+    edges: tuple[Edge, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpResult:
+    """The terminal result of one op on one rank: sent once, after its last byte has stopped moving.
+
+    Attributes:
+        failed: positions within the op's pages that must not be used, ascending, int32. Empty when `status` is OK;
+            every page when it is CANCELLED, SKIPPED or LANE_DOWN.
+        reason: what went wrong, for a person; empty when `status` is OK.
+    """
+
+    op_id: OpId
+    status: OpStatus
+    failed: NDArray[np.int32]
+    reason: str = ""

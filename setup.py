@@ -1,0 +1,37 @@
+"""setuptools front end of the native core: our own ninja file, no torch, no CUDA needed.
+
+FLEXKV_CUDA=auto|1|0, FLEXKV_CUDA_ARCHS='80;90;100+PTX', FLEXKV_SANITIZE=address|thread|undefined, MAX_JOBS=n.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from build_support.ninja_file import NinjaFile, Variant  # noqa: E402
+
+
+class NinjaBuild(build_ext):
+    """Builds `flexkv.c_ext` in build/<variant> and copies it to where setuptools wants it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        variant = Variant.from_environment()
+        toolkit = variant.toolkit
+        cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} at {toolkit.home}" if toolkit else "no CUDA"
+        print(f"flexkv: building variant {variant.name} ({cuda})", file=sys.stderr)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        ninja = NinjaFile(variant)
+        library = ninja.add_extension(target.name)
+        ninja.run()
+        # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
+        shutil.copy(library, target)
+
+
+setup(ext_modules=[Extension("flexkv.c_ext", sources=[])], cmdclass={"build_ext": NinjaBuild})
