@@ -72,6 +72,8 @@ class TransferOp:
         group: KV group (attention type); selects the view and the slot pool.
         blocks: engine blocks, or empty for an op without a device side.
         slots: host slots, as many as pages.
+        layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
+            page by page, which is faster and lets stream edges start early.
     """
 
     op_id: OpId
@@ -80,6 +82,7 @@ class TransferOp:
     priority: Priority
     blocks: BlockIds
     slots: SlotIds
+    layerwise: bool = False
 
     @property
     def pages(self) -> int:
