@@ -11,10 +11,10 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-#define FLEXKV_ERROR_CLASS(Name)    \
-  class Name : public Error {       \
-   public:                          \
-    using Error::Error;             \
+#define FLEXKV_ERROR_CLASS(Name) \
+  class Name : public Error {    \
+   public:                       \
+    using Error::Error;          \
   }
 
 FLEXKV_ERROR_CLASS(ConfigError);

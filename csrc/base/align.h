@@ -1,0 +1,14 @@
+// The alignment of everything that is handed to O_DIRECT, cuFile or a DMA engine.
+#pragma once
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace flexkv {
+
+// Unit: bytes. The largest logical block size of the disks we meet, cuFile's unit, and the host's page size.
+inline constexpr int64_t kIoAlignBytes = 4096;
+
+FLEXKV_HD constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace flexkv

@@ -1,0 +1,9 @@
+// FLEXKV_HD marks functions that g++ and nvcc both compile, so that a kernel and the host run the same
+// arithmetic.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FLEXKV_HD __host__ __device__
+#else
+#define FLEXKV_HD
+#endif

@@ -1,0 +1,9 @@
+// One function an area, each in its own bind_<area>.cpp; module.cpp calls them.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace flexkv {
+
+void bind_layout(pybind11::module_& m);
+
+}  // namespace flexkv

@@ -1,0 +1,65 @@
+#include "bindings/errors.h"
+
+#include <exception>
+
+#include "base/error.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+// Borrowed for the life of the process: flexkv.errors is never unloaded, and a translator may run during
+// shutdown.
+struct Classes {
+  PyObject* base;
+  PyObject* config;
+  PyObject* geometry;
+  PyObject* capacity;
+  PyObject* block_range;
+  PyObject* token;
+  PyObject* key_scheme;
+  PyObject* closed;
+  PyObject* contract;
+};
+
+Classes* classes = nullptr;
+
+void translate(std::exception_ptr pending) {
+  const auto set = [](PyObject* type, const std::exception& e) { PyErr_SetString(type, e.what()); };
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const ConfigError& e) {
+    set(classes->config, e);
+  } catch (const GeometryError& e) {
+    set(classes->geometry, e);
+  } catch (const CapacityError& e) {
+    set(classes->capacity, e);
+  } catch (const BlockRangeError& e) {
+    set(classes->block_range, e);
+  } catch (const TokenError& e) {
+    set(classes->token, e);
+  } catch (const KeySchemeError& e) {
+    set(classes->key_scheme, e);
+  } catch (const ClosedError& e) {
+    set(classes->closed, e);
+  } catch (const ContractError& e) {
+    set(classes->contract, e);
+  } catch (const Error& e) {
+    set(classes->base, e);
+  }
+}
+
+}  // namespace
+
+void bind_errors(py::module_&) {
+  const auto errors = py::module_::import("flexkv.errors");
+  const auto get = [&](const char* name) { return py::object(errors.attr(name)).release().ptr(); };
+  static Classes loaded{get("FlexKVError"),    get("ConfigError"),     get("GeometryError"),
+                        get("CapacityError"),  get("BlockRangeError"), get("TokenError"),
+                        get("KeySchemeError"), get("ClosedError"),     get("ContractError")};
+  classes = &loaded;
+  py::register_local_exception_translator(translate);
+}
+
+}  // namespace flexkv

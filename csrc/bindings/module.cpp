@@ -1,0 +1,42 @@
+// flexkv.c_ext: the native core's Python module.
+#include <pybind11/pybind11.h>
+
+#include "bindings/bindings.h"
+#include "bindings/errors.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+constexpr const char* sanitizer() {
+#if defined(__SANITIZE_ADDRESS__)
+  return "address";
+#elif defined(__SANITIZE_THREAD__)
+  return "thread";
+#else
+  return "";
+#endif
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["cuda"] = FLEXKV_WITH_CUDA != 0;
+  info["sanitizer"] = sanitizer();
+  info["compiler"] = __VERSION__;
+  info["cpp_standard"] = __cplusplus;
+  return info;
+}
+
+}  // namespace
+}  // namespace flexkv
+
+PYBIND11_MODULE(c_ext, m) {
+  m.doc() = "Native core of flexkv.";
+  const std::string suffix = *flexkv::sanitizer() ? std::string("-") + flexkv::sanitizer() : "";
+  m.attr("__variant__") = (FLEXKV_WITH_CUDA ? "cuda" : "cpu") + suffix;
+  m.def("build_info", &flexkv::build_info,
+        "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
+  flexkv::bind_errors(m);
+  flexkv::bind_layout(m);
+}

@@ -1,0 +1,52 @@
+// How the runs of a block of one KV group are found in one rank's pool. The data plane knows nothing else.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout/segment.h"
+
+namespace flexkv {
+
+// Immutable. Holds addresses, not memory: whoever attaches a view keeps the pool alive.
+class KvView {
+ public:
+  // `runs` are uncoalesced, in any order; blocks are numbered [first_block, num_blocks) (SGLang reserves page
+  // 0). Throws GeometryError unless sizes are positive, the runs fill [0, stripe_bytes) of the stripe
+  // exactly, and no two runs of any blocks share a byte of the pool.
+  KvView(std::vector<Segment> runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block = 0);
+
+  // Uncoalesced, ascending by page offset. Digests restart at each of these.
+  const std::vector<Segment>& runs() const { return runs_; }
+  // Coalesced, ascending by page offset: what a copy loops over.
+  const std::vector<Segment>& segments() const { return segments_; }
+  // Coalesced among the runs of layers [lo, hi). Throws BlockRangeError unless 0 <= lo < hi <= num_layers().
+  std::vector<Segment> segments_of_layers(int32_t lo, int32_t hi) const;
+
+  int32_t num_layers() const { return num_layers_; }
+  int64_t first_block() const { return first_block_; }
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t stripe_bytes() const { return stripe_bytes_; }
+
+  bool has_block(int64_t block) const { return block >= first_block_ && block < num_blocks_; }
+  // Throws BlockRangeError, naming `what`, if the view has no such block.
+  void require_block(int64_t block, const char* what = "block") const;
+
+  // Checks the constructor's promises again. Throws GeometryError.
+  void check() const;
+
+ private:
+  std::vector<Segment> runs_;
+  std::vector<Segment> segments_;
+  int64_t num_blocks_;
+  int64_t stripe_bytes_;
+  int64_t first_block_;
+  int32_t num_layers_ = 0;
+};
+
+// Merges neighbours that continue each other; `runs` ascend by page offset.
+std::vector<Segment> coalesce(const std::vector<Segment>& runs);
+
+std::string to_string(const Segment& segment);
+
+}  // namespace flexkv

@@ -1,0 +1,33 @@
+// Where the runs of a block lie: in the engine's pool and in the page. Compiled by g++ and nvcc alike.
+#pragma once
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace flexkv {
+
+// One run for every block b: run_bytes bytes at base + b * block_stride, kept at page_offset in the stripe.
+// All sizes are in bytes. `layer` numbers the layers of the KV group from 0; a coalesced segment that spans
+// several layers carries the lowest of them.
+struct Segment {
+  uintptr_t base = 0;
+  int64_t block_stride = 0;
+  int64_t run_bytes = 0;
+  int64_t page_offset = 0;
+  int32_t layer = 0;
+
+  bool operator==(const Segment&) const = default;
+};
+
+FLEXKV_HD inline uintptr_t run_address(const Segment& segment, int64_t block) {
+  return segment.base + static_cast<uintptr_t>(block * segment.block_stride);
+}
+
+// Whether `next` continues `segment` in memory and in the page for every block, so that both are one copy.
+FLEXKV_HD inline bool continues(const Segment& segment, const Segment& next) {
+  return next.block_stride == segment.block_stride &&
+         next.base == segment.base + static_cast<uintptr_t>(segment.run_bytes) &&
+         next.page_offset == segment.page_offset + segment.run_bytes;
+}
+
+}  // namespace flexkv

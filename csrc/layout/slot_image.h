@@ -1,0 +1,38 @@
+// The geometry of a slot image: [stripe of rank 0]...[stripe of rank n-1][trailer], every part on a 4 KiB
+// boundary. The same in the host pool, GPU staging (one stripe), the slab and the remote value.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flexkv {
+
+class SlotImage {
+ public:
+  // Sizes in bytes, one stripe a rank; no trailer if `trailer_bytes` is 0. The trailer has sectors of its
+  // own, so that it can be written after the stripes (the commit) without rewriting any of their bytes.
+  // Throws GeometryError if there is no stripe, one is not positive, or the trailer is negative.
+  explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
+
+  int32_t ranks() const { return static_cast<int32_t>(stripes_.size()); }
+  // Throws BlockRangeError for a rank that is not in [0, ranks()).
+  int64_t stripe_offset(int32_t rank) const { return offsets_[checked(rank)]; }
+  int64_t stripe_bytes(int32_t rank) const { return stripes_[checked(rank)]; }
+  int64_t trailer_offset() const { return trailer_offset_; }
+  int64_t trailer_bytes() const { return trailer_bytes_; }
+  // A multiple of 4 KiB.
+  int64_t total_bytes() const { return total_bytes_; }
+
+  bool operator==(const SlotImage&) const = default;
+
+ private:
+  size_t checked(int32_t rank) const;
+
+  std::vector<int64_t> stripes_;
+  std::vector<int64_t> offsets_;
+  int64_t trailer_bytes_;
+  int64_t trailer_offset_ = 0;
+  int64_t total_bytes_ = 0;
+};
+
+}  // namespace flexkv
