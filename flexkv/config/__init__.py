@@ -1,0 +1,34 @@
+"""One configuration: typed, validated, frozen.
+
+Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra config.
+Read once, in one place, and passed in; nothing else in flexkv reads settings from the environment.
+"""
+
+from flexkv.config.load import load_config
+from flexkv.config.memory import MemoryState, read_memory, resolve_host_bytes
+from flexkv.config.model import FlexKVConfig, SettingRow
+from flexkv.config.sections import (
+    HostConfig,
+    IdentityConfig,
+    IndexConfig,
+    LoadConfig,
+    ObserveConfig,
+    StoreConfig,
+    TransferConfig,
+)
+
+__all__ = [
+    "FlexKVConfig",
+    "HostConfig",
+    "IdentityConfig",
+    "IndexConfig",
+    "LoadConfig",
+    "MemoryState",
+    "ObserveConfig",
+    "SettingRow",
+    "StoreConfig",
+    "TransferConfig",
+    "load_config",
+    "read_memory",
+    "resolve_host_bytes",
+]

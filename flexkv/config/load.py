@@ -1,0 +1,116 @@
+"""Puts the sources together: defaults < YAML file < environment < the engine's extra config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flexkv.config.model import SECTIONS, FlexKVConfig, environment_name, setting_fields
+from flexkv.config.names import ALIASES, shown, unknown_setting
+from flexkv.config.sources import (
+    CONFIG_FILE_VARIABLE,
+    EXTRA_ORIGIN,
+    RawSetting,
+    read_environment,
+    read_mapping,
+    read_yaml,
+)
+from flexkv.errors import ConfigError
+
+ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
+"""Two ways to say the same thing: one source may use one of them, and a stronger source's choice replaces both."""
+
+Layer = dict[str, tuple[object, str]]
+"""Dotted key -> (checked value, origin) of one source."""
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+) -> FlexKVConfig:
+    """The configuration from every source.
+
+    Args:
+        extra: the engine's extra config (vLLM: `kv_connector_extra_config`): dotted keys, nested sections, aliases.
+        environ: the environment; `os.environ` when None.
+
+    Raises:
+        ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value,
+            and what is allowed or the nearest right name. Every source is checked, also where a stronger one
+            overrides it.
+    """
+    environ = os.environ if environ is None else environ
+    variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
+    layers: list[Layer] = []
+    if CONFIG_FILE_VARIABLE in environ:
+        layers.append(_check_layer(read_yaml(Path(environ[CONFIG_FILE_VARIABLE]).expanduser())))
+    layers.append(_check_layer(read_environment(environ, variables)))
+    layers.append(_check_layer(read_mapping({} if extra is None else extra, EXTRA_ORIGIN)))
+
+    merged: Layer = {}
+    for layer in layers:
+        if any(layer.get(key, (None, ""))[0] is not None for key in ALTERNATIVES):
+            for key in ALTERNATIVES:
+                merged.pop(key, None)
+        merged.update(layer)
+    values: dict[str, dict[str, object]] = {}
+    for key, (value, _) in merged.items():
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = value
+    return FlexKVConfig.with_origins(values, {key: origin for key, (_, origin) in merged.items()})
+
+
+def _check_layer(settings: Iterable[RawSetting]) -> Layer:
+    """One source's settings under their dotted keys, each value checked; refuses contradictions within the source."""
+    fields = setting_fields()
+    layer: Layer = {}
+    given_as: dict[str, RawSetting] = {}
+    for setting in settings:
+        alias = ALIASES.get(setting.name)
+        key = alias.key if alias else setting.name
+        if key in SECTIONS:
+            raise ConfigError(
+                f"{key!r} from {setting.origin} is a section: expected a mapping of "
+                f"{', '.join(SECTIONS[key].model_fields)}, got {shown(setting.value)}"
+            )
+        if key not in fields:
+            raise unknown_setting(setting.name, setting.origin, [*fields, *ALIASES], setting.value)
+        try:
+            translated = alias.translate(setting.value) if alias else setting.value
+            value = _check_value(key, translated)
+        except ValueError as error:
+            raise ConfigError(
+                f"{setting.name!r} from {setting.origin} has the value {shown(setting.value)}: {error}"
+            ) from error
+        if key in layer and layer[key][0] != value:
+            raise _contradiction(given_as[key], setting)
+        layer[key] = (value, setting.origin)
+        given_as[key] = setting
+    chosen = [given_as[key] for key in ALTERNATIVES if layer.get(key, (None, ""))[0] is not None]
+    if len(chosen) > 1:
+        raise _contradiction(chosen[0], chosen[1])
+    return layer
+
+
+def _check_value(key: str, value: object) -> object:
+    """`value` as the type of the setting `key`, checked by its section's own model.
+
+    Raises:
+        ValueError: says what is allowed.
+    """
+    section, name = key.split(".")
+    try:
+        model = SECTIONS[section].model_validate({name: value})
+    except ValidationError as error:
+        reasons = dict.fromkeys(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        raise ValueError("; or ".join(reasons)) from error
+    return getattr(model, name)
+
+
+def _contradiction(first: RawSetting, second: RawSetting) -> ConfigError:
+    return ConfigError(
+        f"{first.name!r} = {shown(first.value)} from {first.origin} and {second.name!r} = {shown(second.value)} from "
+        f"{second.origin} contradict each other: give one of them"
+    )

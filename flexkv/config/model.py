@@ -1,0 +1,95 @@
+"""The whole configuration, and where each of its values came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import PrivateAttr
+from pydantic.fields import FieldInfo
+
+from flexkv.config.names import unknown_setting
+from flexkv.config.sections import (
+    HostConfig,
+    IdentityConfig,
+    IndexConfig,
+    LoadConfig,
+    ObserveConfig,
+    Section,
+    StoreConfig,
+    TransferConfig,
+)
+
+DEFAULT_ORIGIN = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting as `flexkv config show` prints it."""
+
+    key: str
+    value: Any
+    origin: str
+    environment_name: str
+    description: str
+
+
+class FlexKVConfig(Section):
+    """Every setting of one flexkv instance. Frozen, picklable; made by `load_config`."""
+
+    host: HostConfig = HostConfig()
+    store: StoreConfig = StoreConfig()
+    load: LoadConfig = LoadConfig()
+    transfer: TransferConfig = TransferConfig()
+    index: IndexConfig = IndexConfig()
+    identity: IdentityConfig = IdentityConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def with_origins(cls, values: dict[str, dict[str, object]], origins: dict[str, str]) -> FlexKVConfig:
+        """The configuration of `values` (section -> field -> value), remembering the origin of each dotted key."""
+        config = cls.model_validate(values)
+        config._origins.update(origins)
+        return config
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from: "default", "file X line N", "env NAME" or "engine extra config".
+
+        Raises:
+            ConfigError: there is no such setting.
+        """
+        if key not in setting_fields():
+            raise unknown_setting(key, "origin()", setting_fields())
+        return self._origins.get(key, DEFAULT_ORIGIN)
+
+    def rows(self) -> Iterator[SettingRow]:
+        """Every setting with value and origin, in the order of the sections."""
+        for key, field in setting_fields().items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            yield SettingRow(key, value, self.origin(key), environment_name(key), field.description or "")
+
+
+def environment_name(key: str) -> str:
+    """FLEXKV_HOST_BYTES for "host.bytes"."""
+    return "FLEXKV_" + key.replace(".", "_").upper()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation
+    for name, info in FlexKVConfig.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+"""Section name -> its model."""
+
+
+def setting_fields() -> dict[str, FieldInfo]:
+    """Dotted key -> field, for every setting."""
+    return {
+        f"{section}.{name}": field
+        for section, model in SECTIONS.items()
+        for name, field in model.model_fields.items()
+    }

@@ -1,0 +1,83 @@
+"""Names of settings: aliases that other systems use, and the error for a name that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from flexkv.errors import ConfigError
+
+TRUE_WORDS = {True, "true", "1", "yes", "on"}
+FALSE_WORDS = {False, "false", "0", "no", "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another system's name for one of our settings.
+
+    Attributes:
+        key: the dotted key it stands for.
+        translate: its value in our words; raises ValueError saying what is allowed.
+        meaning: for the documentation.
+    """
+
+    key: str
+    translate: Callable[[object], object]
+    meaning: str
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _choice(when_true: str, when_false: str) -> Callable[[object], object]:
+    def translate(value: object) -> object:
+        word = value.lower() if isinstance(value, str) else value
+        if isinstance(word, (bool, int, str)):
+            if word in TRUE_WORDS:
+                return when_true
+            if word in FALSE_WORDS:
+                return when_false
+        raise ValueError("expected true or false")
+
+    return translate
+
+
+ALIASES: dict[str, Alias] = {
+    "cpu_bytes_to_use_per_rank": Alias("host.bytes_per_rank", _same, "the same value"),
+    "lazy_offload": Alias("store.mode", _choice("lazy", "eager"), "true: `lazy`, false: `eager`"),
+    "save_decode_cache": Alias("store.tokens", _choice("all", "prompt"), "true: `all`, false: `prompt`"),
+    "save_partial_blocks": Alias("store.partial_blocks", _same, "the same value"),
+    "save_unfull_chunk": Alias("store.partial_blocks", _same, "the same value"),
+}
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name most like `name` (case aside), or None if nothing is near.
+
+    A name without its section ("bytes") is compared with the last parts as well.
+    """
+    names = list(allowed)
+    by_folded = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.6)
+    if close:
+        return by_folded[close[0]]
+    by_last = {n.rsplit(".", 1)[-1].lower(): n for n in reversed(names)}
+    close = difflib.get_close_matches(name.rsplit(".", 1)[-1].lower(), by_last, n=1, cutoff=0.75)
+    return by_last[close[0]] if close else None
+
+
+def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
+    """The error for a setting that does not exist."""
+    names = list(allowed)
+    near = nearest(name, names)
+    hint = f"did you mean {near!r}?" if near else f"allowed are {', '.join(names)}"
+    given = "" if value is None else f" (value {shown(value)})"
+    return ConfigError(f"unknown setting {name!r} from {origin}{given}: {hint}")
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut to a line."""
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

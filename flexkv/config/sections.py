@@ -1,0 +1,214 @@
+"""The settings, one frozen model a section. A field's description is its documentation and says why it exists.
+
+The environment name of a field is FLEXKV_<SECTION>_<FIELD>.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from flexkv.config.sizes import parse_size
+
+MIB = 1 << 20
+GIB = 1 << 30
+SMALL_MACHINE_CPUS = 4
+"""Up to this many CPUs a second copy thread takes time from the engine's own threads."""
+
+
+def _no_bool(value: object) -> object:
+    """A bool is an int to Python; `units_per_node: true` is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a true/false value")
+    return value
+
+
+def _off_is_a_word(value: object) -> object:
+    """YAML 1.1 reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+def _none_is_a_word(value: object) -> object:
+    """An environment variable has no null."""
+    return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+
+def _auto_or_count(value: object) -> object:
+    """One message instead of one for each branch of the union."""
+    text = str(value).strip()
+    if isinstance(value, (int, str)) and text.isdecimal() and int(text) >= 1:
+        return int(text)
+    if value != "auto":
+        raise ValueError("expected 'auto' or a whole number from 1")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1)]
+OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(_none_is_a_word)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class HostConfig(Section):
+    """The tier in host memory."""
+
+    bytes: OptionalSizeBytes = Field(
+        None,
+        description="Host memory of one ownership unit (in vLLM: one data-parallel rank with all its tensor-parallel "
+        "ranks). Unset: `memory_share` decides. Excludes `bytes_per_rank`.",
+    )
+    bytes_per_rank: OptionalSizeBytes = Field(
+        None,
+        description="The same, per rank: it is multiplied by the unit's ranks. For settings sized per worker. "
+        "Excludes `bytes`.",
+    )
+    memory_share: Share = Field(
+        0.5,
+        description="Share of the memory free at start that all units of the node take together when no size is given; "
+        "half leaves room for the engine's own weights loading and the page cache.",
+    )
+    units_per_node: Count = Field(
+        1,
+        description="Ownership units that start on this node; each takes its part of `memory_share`. They cannot see "
+        "each other at start, so someone has to say how many there are.",
+    )
+    extent_bytes: SizeBytes = Field(
+        GIB,
+        ge=2 * MIB,
+        le=GIB,
+        multiple_of=2 * MIB,
+        description="The pool comes up, is pinned and is bound to a NUMA node in extents of this size. Smaller ones "
+        "are usable sooner; above 1 GiB the kernel refuses to register one for I/O.",
+    )
+    huge_pages: Annotated[Literal["auto", "off"], BeforeValidator(_off_is_a_word)] = Field(
+        "auto",
+        description="`auto` takes 2 MiB pages where the machine gives them and says what it got; `off` is for machines "
+        "where compaction stalls are worse than slower copies.",
+    )
+    verify: bool = Field(
+        False,
+        description="Make a digest of every stored page and check it at every load; a page that does not match is "
+        "recomputed. Costs one more pass over the bytes; for machines whose memory is in doubt.",
+    )
+
+
+class StoreConfig(Section):
+    """What is stored, and when."""
+
+    mode: Literal["eager", "lazy"] = Field(
+        "eager",
+        description="`eager` stores a block as soon as its KV is certain; `lazy` stores what the engine is about to "
+        "evict, which moves fewer bytes and loses what is in the engine when it stops.",
+    )
+    tokens: Literal["all", "prompt"] = Field(
+        "all",
+        description="`prompt` stores only prompt blocks; `all` also what was generated, which the next turn of a "
+        "conversation asks for.",
+    )
+    partial_blocks: bool = Field(
+        False,
+        description="Also store the tail that fills no whole block. Saves less than a block of recompute a hit and "
+        "costs a slot a request, so it pays for short prompts only.",
+    )
+    max_reference_share: Share = Field(
+        0.25,
+        description="Share of the engine's blocks that stores in flight may hold at most; a held block cannot serve a "
+        "running request, so more of it makes the engine preempt.",
+    )
+    inflight_pages: Count = Field(
+        65_536,
+        description="Pages of stores in flight at most; beyond it a store is dropped and counted, because a cache must "
+        "never make the engine wait.",
+    )
+
+
+class LoadConfig(Section):
+    """How hits are loaded."""
+
+    mode: Literal["async", "sync"] = Field(
+        "async",
+        description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, which "
+        "has the lowest latency with one request at a time.",
+    )
+    deadline_s: Seconds = Field(
+        30.0,
+        description="A load that takes longer is given up and recomputed. Its blocks stay leased until the last byte "
+        "has stopped moving.",
+    )
+    lease_s: Seconds = Field(
+        60.0,
+        description="A lookup keeps its slots from eviction for this long when the engine never follows it up.",
+    )
+    inflight_pages: Count = Field(
+        65_536,
+        description="Pages promised or loading at most; a longer hit is cut to what fits, because a promise must be "
+        "kept.",
+    )
+
+
+class TransferConfig(Section):
+    """The data plane."""
+
+    queue_ops: Count = Field(
+        1024,
+        description="Operations that may wait in each lane; beyond it new stores are dropped and counted.",
+    )
+    copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(_auto_or_count)] = Field(
+        "auto",
+        description="Threads that copy where the engine's pool is plain memory. `auto`: 1, or 2 with more than 4 CPUs.",
+    )
+    stuck_s: Seconds = Field(
+        60.0,
+        description="An operation that has not ended after this long takes its lane down and its slots out of use; "
+        "what is in flight cannot be recalled.",
+    )
+    close_s: Seconds = Field(
+        10.0,
+        description="How long a shutdown waits for operations in flight before it leaves them and says so.",
+    )
+
+    def copy_thread_count(self, cpus: int | None = None) -> int:
+        """`copy_threads` with `auto` decided for `cpus` (default: those this process may run on)."""
+        if self.copy_threads != "auto":
+            return int(self.copy_threads)
+        count = cpus if cpus is not None else len(os.sched_getaffinity(0))
+        return 2 if count > SMALL_MACHINE_CPUS else 1
+
+
+class IndexConfig(Section):
+    """The index of what is stored."""
+
+    policy: Literal["lru"] = Field(
+        "lru", description="What is evicted first when the host tier is full: the least recently used."
+    )
+
+
+class IdentityConfig(Section):
+    """What keeps two models or callers apart."""
+
+    model: str = Field(
+        "",
+        description="Mixed into the model's fingerprint, beside what the engine's configuration says: a weights "
+        "revision or digest, for weights that change under the same name.",
+    )
+    namespace: str = Field(
+        "", description="Mixed into every key: caches of different namespaces never share a block."
+    )
+
+
+class ObserveConfig(Section):
+    """What flexkv says about itself."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info",
+        description="Least severe message that is logged. Nothing is logged per request above `debug`.",
+    )

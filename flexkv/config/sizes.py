@@ -1,0 +1,48 @@
+"""Byte counts as people write them: 42949672960, "40GiB", "1.5 TB"."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
+ALLOWED = (
+    "a whole number of bytes, or a number with B, KB, MB, GB, TB (powers of 1000) "
+    "or KiB, MiB, GiB, TiB (powers of 1024)"
+)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(value: object) -> object:
+    """`value` in bytes where it is a size in words; any other type is returned as it is, for the type check to judge.
+
+    A bare "40G" is refused: half of the world means 1000**3 by it and the other half 1024**3.
+
+    Raises:
+        ValueError: a string that is no size, or not a whole number of bytes.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"expected {ALLOWED}")
+    size = Fraction(match[1]) * unit
+    if size.denominator != 1:
+        raise ValueError(f"{value!r} is {float(size)} bytes; expected {ALLOWED}")
+    return int(size)
+
+
+def format_size(size_bytes: int) -> str:
+    """The size for a person, in the largest power of 1024 that leaves at least 1: "40.0 GiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

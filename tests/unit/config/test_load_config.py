@@ -1,0 +1,232 @@
+"""Sources, their order, aliases, origins, and the errors for what is not allowed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flexkv.config import FlexKVConfig, load_config
+from flexkv.config.model import environment_name, setting_fields
+from flexkv.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def write(tmp_path: Path, text: str) -> dict[str, str]:
+    """An environment that names a YAML file with `text`."""
+    path = tmp_path / "flexkv.yaml"
+    path.write_text(text)
+    return {"FLEXKV_CONFIG": str(path)}
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    config = load_config(None, {})
+    assert config == FlexKVConfig()
+    assert {row.origin for row in config.rows()} == {"default"}
+    assert config.host.bytes is None
+    assert config.host.memory_share == 0.5
+
+
+def test_the_stronger_source_wins_and_each_origin_is_told(tmp_path: Path) -> None:
+    environ = write(
+        tmp_path, "host:\n  bytes: 1GiB\n  verify: true\nload:\n  deadline_s: 1\nstore: {mode: lazy}\n"
+    )
+    environ |= {"FLEXKV_HOST_BYTES": "2GiB", "FLEXKV_LOAD_DEADLINE_S": "2"}
+    config = load_config({"host.bytes": "3GiB"}, environ)
+    assert (config.host.bytes, config.load.deadline_s, config.host.verify) == (3 * GIB, 2.0, True)
+    assert config.origin("host.bytes") == "engine extra config"
+    assert config.origin("load.deadline_s") == "env FLEXKV_LOAD_DEADLINE_S"
+    assert config.origin("host.verify") == f"file {tmp_path}/flexkv.yaml line 3"
+    assert config.origin("store.mode") == f"file {tmp_path}/flexkv.yaml line 6"
+    assert config.origin("store.tokens") == "default"
+
+
+@pytest.mark.parametrize("key", list(setting_fields()))
+def test_every_setting_can_be_given_by_its_environment_name(key: str) -> None:
+    section, name = key.split(".")
+    default = getattr(getattr(FlexKVConfig(), section), name)
+    config = load_config(None, {environment_name(key): "none" if default is None else str(default)})
+    assert getattr(getattr(config, section), name) == default
+    assert config.origin(key) == f"env {environment_name(key)}"
+
+
+def test_every_setting_says_why_it_exists() -> None:
+    assert all(row.description for row in FlexKVConfig().rows())
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "value"),
+    [
+        ({"cpu_bytes_to_use_per_rank": 3 * GIB}, "host.bytes_per_rank", 3 * GIB),
+        ({"cpu_bytes_to_use_per_rank": 3.0 * GIB}, "host.bytes_per_rank", 3 * GIB),
+        ({"lazy_offload": True}, "store.mode", "lazy"),
+        ({"lazy_offload": "false"}, "store.mode", "eager"),
+        ({"save_decode_cache": False}, "store.tokens", "prompt"),
+        ({"save_decode_cache": True}, "store.tokens", "all"),
+        ({"save_partial_blocks": True}, "store.partial_blocks", True),
+        ({"save_unfull_chunk": True}, "store.partial_blocks", True),
+        ({"save_unfull_chunk": True, "store.partial_blocks": True}, "store.partial_blocks", True),
+        ({"host": {"bytes": "40GiB"}}, "host.bytes", 40 * GIB),
+        ({"host.bytes": 123}, "host.bytes", 123),
+        ({"host": {"huge_pages": False}}, "host.huge_pages", "off"),
+        ({"transfer.copy_threads": "3"}, "transfer.copy_threads", 3),
+    ],
+)
+def test_extra_config_spellings(extra: Mapping[str, object], key: str, value: object) -> None:
+    config = load_config(extra, {})
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == value
+    assert config.origin(key) == "engine extra config"
+
+
+def test_aliases_work_in_yaml_and_environment(tmp_path: Path) -> None:
+    config = load_config(None, write(tmp_path, "lazy_offload: yes\n") | {"FLEXKV_SAVE_DECODE_CACHE": "0"})
+    assert (config.store.mode, config.store.tokens) == ("lazy", "prompt")
+    assert config.origin("store.tokens") == "env FLEXKV_SAVE_DECODE_CACHE"
+
+
+def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
+    config = load_config({"cpu_bytes_to_use_per_rank": 5}, {"FLEXKV_HOST_BYTES": "7"})
+    assert (config.host.bytes, config.host.bytes_per_rank) == (None, 5)
+    assert config.origin("host.bytes") == "default"
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        ({"host.byts": 1}, ["'host.byts'", "engine extra config", "value 1", "did you mean 'host.bytes'"]),
+        ({"bytes_per_rank": 1}, ["'bytes_per_rank'", "did you mean 'host.bytes_per_rank'"]),
+        ({"lazy_ofload": True}, ["did you mean 'lazy_offload'"]),
+        ({"zzzz": 1}, ["unknown setting 'zzzz'", "allowed are", "host.bytes", "store.mode"]),
+        ({"host": {"bytes": {"x": 1}}}, ["'host.bytes.x'"]),
+        ({"host": 3}, ["'host'", "section", "memory_share"]),
+        ({"host.bytes": "40G"}, ["'host.bytes'", "'40G'", "GiB"]),
+        ({"host.bytes": 0}, ["'host.bytes'", "value 0", "greater than or equal to 1"]),
+        ({"host.bytes": "0.3B"}, ["'host.bytes'", "0.3"]),
+        ({"host.memory_share": 1.5}, ["'host.memory_share'", "1.5", "less than or equal to 1"]),
+        ({"host.units_per_node": True}, ["'host.units_per_node'", "True", "expected a number"]),
+        ({"host.extent_bytes": "3MB"}, ["'host.extent_bytes'", "multiple of 2097152"]),
+        ({"host.extent_bytes": "2GiB"}, ["'host.extent_bytes'", "less than or equal to 1073741824"]),
+        ({"store.mode": "eagre"}, ["'store.mode'", "'eagre'", "'eager' or 'lazy'"]),
+        ({"lazy_offload": "perhaps"}, ["'lazy_offload'", "'perhaps'", "true or false"]),
+        ({"load.deadline_s": float("nan")}, ["'load.deadline_s'", "nan"]),
+        ({"load.deadline_s": float("inf")}, ["'load.deadline_s'", "inf"]),
+        ({"transfer.copy_threads": "two"}, ["'transfer.copy_threads'", "'two'", "'auto'"]),
+        ({"identity.model": 1.5}, ["'identity.model'", "1.5", "string"]),
+        ({"lazy_offload": True, "store.mode": "eager"}, ["'lazy_offload'", "'store.mode'", "contradict"]),
+        ({"host.bytes": 1, "host": {"bytes": 2}}, ["contradict"]),
+        ({"save_unfull_chunk": True, "save_partial_blocks": False}, ["contradict"]),
+        ({"host.bytes": 1, "cpu_bytes_to_use_per_rank": 2}, ["'host.bytes'", "'cpu_bytes_to_use_per_rank'"]),
+        ({1: 2}, ["setting names are strings", "1"]),
+        ([1], ["expected a mapping", "list"]),
+    ],
+)
+def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: object, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(extra, {})  # type: ignore[arg-type]
+    for part in parts:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "parts"),
+    [
+        ("FLEXKV_HOST_BYTE", "1", ["'FLEXKV_HOST_BYTE'", "environment", "'FLEXKV_HOST_BYTES'"]),
+        ("FLEXKV_LAZY", "1", ["'FLEXKV_LAZY'"]),
+        ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
+        ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
+        ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
+    ],
+)
+def test_bad_environment(variable: str, value: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {variable: value})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_variables_that_are_no_settings_are_left_alone() -> None:
+    environ = {
+        "FLEXKV_CUDA": "0",
+        "FLEXKV_SANITIZE": "address",
+        "FLEXKV_SERVICE_HOST": "10.0.0.1",
+        "FLEXKV_PORT": "tcp://10.0.0.1:80",
+        "FLEXKV_CACHE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "PATH": "/bin",
+    }
+    assert load_config(None, environ) == FlexKVConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("host:\n  bytes: 1\n  bytes: 2\n", ["line 3", "'host.bytes'", "line 2"]),
+        ("host:\n  bytes: 1\nhost.bytes: 2\n", ["line 2", "line 3", "contradict"]),
+        ("host:\n  byts: 1\n", ["line 2", "'host.byts'", "'host.bytes'"]),
+        ("host: 5\n", ["'host'", "line 1", "section"]),
+        ("- host\n", ["line 1", "expected a mapping", "sequence"]),
+        ("host:\n  bytes: [1, 2]\n", ["line 2", "'host.bytes'", "single value"]),
+        ("host:\n  bytes:\n    x: 1\n", ["line 3", "'host.bytes'", "mapping"]),
+        ("a: &a\n  b: *a\n", ["line 1"]),
+        ("[1]: 2\n", ["line 1", "strings"]),
+        ("host: {bytes\n", ["not valid YAML", "line"]),
+        ("host:\n  bytes: !!python/object/apply:os.getpid []\n", ["host.bytes"]),
+        ("host:\n  verify: !!python/name:os.getpid\n", ["not valid YAML", "python/name"]),
+    ],
+)
+def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, write(tmp_path, text))
+    for part in (*parts, "flexkv.yaml"):
+        assert part in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"FLEXKV_CONFIG=.*missing\.yaml.*No such file"):
+        load_config(None, {"FLEXKV_CONFIG": str(tmp_path / "missing.yaml")})
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(None, {"FLEXKV_CONFIG": str(tmp_path)})
+    (tmp_path / "latin.yaml").write_bytes(b"host:\n  # caf\xe9\n")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(None, {"FLEXKV_CONFIG": str(tmp_path / "latin.yaml")})
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "host:\nstore:\n", "host:\n  bytes: null\n"])
+def test_empty_files_and_sections_set_nothing(tmp_path: Path, text: str) -> None:
+    assert load_config(None, write(tmp_path, text)).host == FlexKVConfig().host
+
+
+def test_a_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:
+    assert load_config(None, write(tmp_path, "host:\n  huge_pages: off\n")).host.huge_pages == "off"
+
+
+def test_a_bad_value_is_found_even_where_a_stronger_source_overrides_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        load_config({"host.bytes": 1}, write(tmp_path, "host:\n  bytes: many\n"))
+
+
+def test_configuration_is_frozen_and_pickles_with_its_origins() -> None:
+    config = load_config({"host.bytes": "1GiB", "lazy_offload": True}, {})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.host.bytes = 5  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.host = FlexKVConfig().host  # type: ignore[misc]
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.origin("store.mode") == "engine extra config"
+
+
+def test_origin_of_an_unknown_key_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'host\.bytes'"):
+        FlexKVConfig().origin("host.byte")
+
+
+def test_copy_threads_auto_leaves_small_machines_to_the_engine() -> None:
+    transfer = FlexKVConfig().transfer
+    assert [transfer.copy_thread_count(cpus) for cpus in (1, 4, 5, 64)] == [1, 1, 2, 2]
+    assert load_config({"transfer.copy_threads": 3}, {}).transfer.copy_thread_count(1) == 3
