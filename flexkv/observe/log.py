@@ -1,0 +1,41 @@
+"""Logging under the name `flexkv`. Nothing is logged per request above DEBUG."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+ROOT = "flexkv"
+FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+
+_warned: set[str] = set()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module of flexkv (`name` is its `__name__`)."""
+    return logging.getLogger(name)
+
+
+def configure_logging(level: str) -> None:
+    """Sets the least severe level, and prints to stderr unless the program has set up logging already.
+
+    An engine configures its own loggers and usually not the root; then messages of another package would be shown
+    from WARNING up and without a format.
+
+    Args:
+        level: "debug", "info", "warning" or "error".
+    """
+    logger = logging.getLogger(ROOT)
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(FORMAT))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> None:
+    """Logs a warning the first time `key` comes up in this process; the keys are few and fixed."""
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message, *args)

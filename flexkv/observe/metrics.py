@@ -1,0 +1,138 @@
+"""The table of metrics: the one place that names them. Prometheus hooks and the documentation are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+
+class MetricKind(Enum):
+    """How values of a metric add up."""
+
+    COUNTER = "counter"
+    """Only grows; the values of ranks and intervals are added."""
+    GAUGE = "gauge"
+    """A level; the latest value counts. Only the manager's process sets gauges, so no two ranks ever meet."""
+    HISTOGRAM = "histogram"
+    """Single observations; those of ranks and intervals are put together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: Prometheus name; counters end in `_total`, and the unit comes before that.
+        labels: label name -> the values it may have. Bounded on purpose: no request, model or key is ever a label.
+        buckets: upper bounds of a histogram.
+    """
+
+    name: str
+    kind: MetricKind
+    unit: str
+    help: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def series(self, labels: dict[str, str]) -> str:
+        """The series of these label values: the values in the table's order, joined by commas.
+
+        Raises:
+            ValueError: a label is missing, unknown, or has a value that is not in the table.
+        """
+        if set(labels) != {name for name, _ in self.labels}:
+            raise ValueError(
+                f"{self.name} takes the labels {[n for n, _ in self.labels]}, got {sorted(labels)}"
+            )
+        for name, allowed in self.labels:
+            if labels[name] not in allowed:
+                raise ValueError(f"{self.name}: {name}={labels[name]!r}: allowed are {', '.join(allowed)}")
+        return ",".join(labels[name] for name, _ in self.labels)
+
+    def label_values(self, series: str) -> tuple[str, ...]:
+        """The label values of a series, in the table's order."""
+        return tuple(series.split(",")) if self.labels else ()
+
+
+_DIRECTION = ("direction", ("load", "store"))
+# From a hit of a few blocks (under a millisecond) to the default load deadline.
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+_TABLE = (
+    Metric(
+        "flexkv_lookup_tokens_total",
+        MetricKind.COUNTER,
+        "tokens",
+        "Tokens that the engine did not have and asked for.",
+    ),
+    Metric("flexkv_hit_tokens_total", MetricKind.COUNTER, "tokens", "Tokens promised from host memory."),
+    Metric(
+        "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes moved and verified.", (_DIRECTION,)
+    ),
+    Metric(
+        "flexkv_moved_pages_total", MetricKind.COUNTER, "pages", "Pages moved and verified.", (_DIRECTION,)
+    ),
+    Metric(
+        "flexkv_transfer_seconds",
+        MetricKind.HISTOGRAM,
+        "seconds",
+        "From a load's or store's start to its end on one rank.",
+        (_DIRECTION,),
+        _SECONDS,
+    ),
+    Metric(
+        "flexkv_failed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that did not arrive: moved wrongly, never issued, behind a failed one, on a dead lane, or too late.",
+        (_DIRECTION, ("reason", ("failed", "cancelled", "skipped", "lane_down", "deadline"))),
+    ),
+    Metric(
+        "flexkv_dropped_store_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages not stored so that the engine need not wait: queues full, no free slot, or too many engine blocks held.",
+        (("reason", ("busy", "no_slot", "reference_limit")),),
+    ),
+    Metric(
+        "flexkv_unpublished_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages stored and thrown away, because a load that their step consumed had failed, or the weights changed.",
+    ),
+    Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted to make room."),
+    Metric(
+        "flexkv_expired_leases_total",
+        MetricKind.COUNTER,
+        "leases",
+        "Lookups that the engine never followed up.",
+    ),
+    Metric("flexkv_resets_total", MetricKind.COUNTER, "resets", "Times everything stored became invalid."),
+    Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Slots of the host tier that are up."),
+    Metric("flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Slots that hold a page or receive one."),
+    Metric(
+        "flexkv_quarantined_slots", MetricKind.GAUGE, "slots", "Slots taken out of use by a stuck transfer."
+    ),
+    Metric(
+        "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."
+    ),
+    Metric(
+        "flexkv_lost_samples_total",
+        MetricKind.COUNTER,
+        "samples",
+        "Histogram observations left out because an interval had too many.",
+    ),
+)
+
+METRICS: MappingProxyType[str, Metric] = MappingProxyType({metric.name: metric for metric in _TABLE})
+"""Every metric by name."""
+
+
+def markdown_table() -> str:
+    """The table of metrics for the documentation."""
+    rows = ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
+    for metric in METRICS.values():
+        labels = "; ".join(f"{name}: {', '.join(values)}" for name, values in metric.labels)
+        rows.append(f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {labels} | {metric.help} |")
+    return "\n".join(rows)
