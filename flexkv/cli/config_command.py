@@ -1,0 +1,87 @@
+"""`flexkv config`: what the settings are, and where each came from."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flexkv.config import FlexKVConfig, SettingRow, load_config
+from flexkv.config.names import ALIASES
+from flexkv.config.sizes import format_size
+from flexkv.config.sources import OTHER_VARIABLES
+from flexkv.errors import ConfigError
+
+
+@click.group()
+def command() -> None:
+    """Show or document the settings."""
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--extra",
+    metavar="JSON",
+    help="The engine's extra config, as you would pass it in kv_connector_extra_config.",
+)
+def show(as_json: bool, extra: str | None) -> None:
+    """Print every setting, its value and where the value came from."""
+    config = load_config(_parse_extra(extra))
+    rows = list(config.rows())
+    if as_json:
+        values = {row.key: {"value": row.value, "origin": row.origin} for row in rows}
+        click.echo(json.dumps(values, indent=2))
+        return
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for row in rows:
+        style = "dim" if row.origin == "default" else ""
+        table.add_row(row.key, show_value(row), row.origin, style=style)
+    Console(markup=False, highlight=False).print(table)
+
+
+@command.command()
+def docs() -> None:
+    """Print the reference of all settings in Markdown."""
+    click.echo(markdown_reference())
+
+
+def show_value(row: SettingRow) -> str:
+    """The value as a person reads it."""
+    if row.value is None:
+        return "unset"
+    if row.value == "":
+        return '""'
+    if isinstance(row.value, bool):
+        return str(row.value).lower()
+    if isinstance(row.value, int) and row.key.rsplit(".", 1)[-1].startswith(("bytes", "extent_bytes")):
+        return f"{row.value} ({format_size(row.value)})"
+    return str(row.value)
+
+
+def markdown_reference() -> str:
+    """The settings, aliases and other variables as Markdown tables; docs/configuration.md holds this text."""
+    lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
+    for row in FlexKVConfig().rows():
+        lines.append(f"| `{row.key}` | `{row.environment_name}` | {show_value(row)} | {row.description} |")
+    lines += ["", "Names that other systems use, accepted in every source:", ""]
+    lines += ["| name | setting | value |", "|---|---|---|"]
+    lines += [f"| `{name}` | `{alias.key}` | {alias.meaning} |" for name, alias in ALIASES.items()]
+    lines += ["", "Variables with the same prefix that are no settings:", ""]
+    lines += ["| variable | use |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in OTHER_VARIABLES.items()]
+    return "\n".join(lines)
+
+
+def _parse_extra(text: str | None) -> dict[str, object] | None:
+    if text is None:
+        return None
+    try:
+        extra = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--extra: not valid JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra: expected a JSON object of settings, got {text[:80]!r}")
+    return extra

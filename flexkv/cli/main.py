@@ -1,0 +1,71 @@
+"""The `flexkv` command: finds its subcommands by name and imports only the one that is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+import flexkv
+from flexkv.errors import FlexKVError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("flexkv.cli.config_command", "Show or document the settings."),
+    "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
+}
+"""Command -> (module with a click command named `command`, one line of help)."""
+
+USAGE_EXIT_CODE = 2
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on use, so that `flexkv config` does not pay for the others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        command = importlib.import_module(module).command
+        assert isinstance(command, click.Command), module
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(flexkv.__version__, prog_name="flexkv")
+def cli() -> None:
+    """KV-cache transfer engine for LLM inference."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit code. An error of flexkv's own is one line and exit code 2."""
+    try:
+        result = cli.main(args=arguments, prog_name="flexkv", standalone_mode=False)
+    except FlexKVError as error:
+        message = escape(" ".join(str(error).split()))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {message}")
+        return USAGE_EXIT_CODE
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
