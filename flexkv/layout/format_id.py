@@ -1,0 +1,87 @@
+"""The encoding of a page. Two pools with equal format ids hold the same bytes for the same block."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+
+from flexkv.c_ext import KvView
+from flexkv.errors import GeometryError
+
+GEOMETRY_DIGEST_BYTES = 8
+
+
+class Interior(Enum):
+    """What the bytes of one layer of a block mean. H heads, N tokens, D head size."""
+
+    KV_SPLIT_NHD = "kv-nhd"
+    """K then V, each [N, H, D] (SGLang)."""
+    KV_SPLIT_HND = "kv-hnd"
+    """K then V, each [H, N, D] (TensorRT-LLM)."""
+    KV_JOINED_HND = "hnd"
+    """[H, N, K then V of one token and head] (vLLM, *HNC orders)."""
+    KV_JOINED_NHD = "nhd"
+    """[N, H, K then V of one token and head] (vLLM, *NHC orders)."""
+    LATENT = "latent"
+    """[N, latent] without heads (MLA)."""
+    OPAQUE = "opaque"
+    """Known only to the engine that wrote it; `FormatId.owner` says which."""
+
+
+class PageOrder(Enum):
+    """How the layers of a block follow each other in a stripe."""
+
+    LAYER_MAJOR = "layer-major"
+    """Each layer's bytes are contiguous, layers ascending: a layer range can be read alone."""
+    NATIVE_BLOCK = "native-block"
+    """As in the engine's pool: one run; layers may be interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatId:
+    """A property of a pool or slab, never part of a key. Hashable; `str()` is fit for a folder name.
+
+    Attributes:
+        interior_tokens: tokens of one interior unit: the block's, or the kernel block's where a block is
+            split.
+        ranks: stripes of a page.
+        geometry: hex digest of every run's layer, page offset and size, in page order.
+        owner: who can read an OPAQUE interior; empty for the others.
+    """
+
+    interior: Interior
+    interior_tokens: int
+    page_order: PageOrder
+    ranks: int
+    geometry: str
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.interior is Interior.OPAQUE) != bool(self.owner):
+            raise GeometryError(f"owner {self.owner!r}: only an opaque interior has one, and it must name it")
+        if self.ranks < 1:
+            raise GeometryError(f"ranks is {self.ranks}: must be at least 1")
+
+    @classmethod
+    def of_view(
+        cls, view: KvView, interior: Interior, interior_tokens: int, ranks: int, owner: str = ""
+    ) -> FormatId:
+        """The format of pages made through `view`; the page order is read off it."""
+        runs = view.runs
+        layers = runs[:, 4]
+        order = PageOrder.LAYER_MAJOR if bool((layers[1:] >= layers[:-1]).all()) else PageOrder.NATIVE_BLOCK
+        # Joined per layer, so that a layer split into several runs in one pool and whole in another has one
+        # format.
+        framed = [f"{view.stripe_bytes}"]
+        previous = -1
+        for _, _, _, offset, layer in runs.tolist():
+            if layer != previous:
+                framed.append(f"{layer}@{offset}")
+                previous = layer
+        digest = hashlib.blake2b(";".join(framed).encode(), digest_size=GEOMETRY_DIGEST_BYTES).hexdigest()
+        return cls(interior, interior_tokens, order, ranks, digest, owner)
+
+    def __str__(self) -> str:
+        interior = f"{self.interior.value}{f'~{self.owner}' if self.owner else ''}{self.interior_tokens}"
+        return f"{interior}.{self.page_order.value}.r{self.ranks}.{self.geometry}"

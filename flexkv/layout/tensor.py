@@ -1,0 +1,101 @@
+"""What the handlers ask of an engine's tensor. torch tensors fit; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flexkv.errors import GeometryError
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes an element of the dtypes engines keep KV in."""
+
+
+class TensorLike(Protocol):
+    """The part of torch.Tensor the handlers use. Strides and offsets are in elements, addresses in bytes."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+    def data_ptr(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def storage_offset(self) -> int: ...
+
+
+def dtype_name(tensor: TensorLike) -> str:
+    return str(tensor.dtype).rpartition(".")[2]
+
+
+def check_tensor(name: str, tensor: TensorLike, rank: int) -> None:
+    """Checks that `tensor` (called `name` in errors) has `rank` dimensions, a KV dtype and an aligned
+    address.
+
+    Raises:
+        GeometryError: naming the value found and what is allowed.
+    """
+    shape = tuple(tensor.shape)
+    if len(shape) != rank:
+        raise GeometryError(f"{name}: shape {shape} has {len(shape)} dimensions, {rank} are needed")
+    if not all(size > 0 for size in shape):
+        raise GeometryError(f"{name}: shape {shape} has an empty dimension")
+    dtype = dtype_name(tensor)
+    if dtype not in DTYPE_BYTES:
+        raise GeometryError(f"{name}: dtype {dtype}; allowed are {', '.join(DTYPE_BYTES)}")
+    if tensor.element_size() != DTYPE_BYTES[dtype]:
+        raise GeometryError(
+            f"{name}: element size {tensor.element_size()} does not fit dtype {dtype}, "
+            f"which has {DTYPE_BYTES[dtype]} bytes"
+        )
+    if tensor.data_ptr() == 0 or tensor.data_ptr() % tensor.element_size():
+        raise GeometryError(
+            f"{name}: address {tensor.data_ptr():#x} is null or not aligned to {tensor.element_size()} bytes"
+        )
+
+
+def byte_strides(tensor: TensorLike) -> tuple[int, ...]:
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
+
+
+def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """Byte strides of a C-contiguous array of `shape`."""
+    strides = [item_bytes] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return tuple(strides)
+
+
+def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> None:
+    """Compares byte strides; those of dimensions of size 1 mean nothing and may differ.
+
+    Raises:
+        GeometryError: naming both.
+    """
+    if any(size > 1 and f != e for size, f, e in zip(shape, found, expected, strict=True)):
+        raise GeometryError(
+            f"{name}: byte strides {tuple(found)} of shape {tuple(shape)}; expected are {tuple(expected)}"
+        )
+
+
+def storage_base(tensor: TensorLike) -> int:
+    """Address of the first byte of the allocation behind `tensor`."""
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+
+
+def storage_bytes(tensor: TensorLike) -> int | None:
+    """Size of the allocation behind `tensor`, or None if it does not say."""
+    storage = getattr(tensor, "untyped_storage", None)
+    return None if storage is None else int(storage().nbytes())

@@ -1,0 +1,173 @@
+"""TensorRT-LLM's KV pools: one block-first pool, or regions of slots.
+
+TrtllmHandler.from_pool(pool, TrtllmModel(kv_heads=(8,) * 32, head_size=128, tokens_per_block=32))
+TrtllmHandler.from_regions([TrtllmRegion(base, size, stride, num_slots, buffers=...)], ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexkv.errors import GeometryError
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.group_table import GroupLayout, GroupTable
+from flexkv.layout.run_list import RunList
+from flexkv.layout.tensor import TensorLike, byte_strides, check_strides, check_tensor, dense_strides
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmModel:
+    """What the runtime's arguments say; checked against the pool, which is the truth.
+
+    Attributes:
+        kv_heads: KV heads on this rank, per layer. Empty where the caller does not know (then not checked).
+        head_size: elements of one head, K or V; for MLA rank + rope. 0 if not known.
+        tokens_per_block: as the pool has it: MLA forces 64 whatever the arguments say. 0 if not known.
+        latent: MLA (kv_factor 1).
+        scale_pools: pools of block scales beside the data (NVFP4).
+        indexer_pools: pools of indexer keys beside the data.
+    """
+
+    kv_heads: tuple[int, ...] = ()
+    head_size: int = 0
+    tokens_per_block: int = 0
+    latent: bool = False
+    scale_pools: int = 0
+    indexer_pools: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmBuffer:
+    """One layer's bytes within a slot of a region."""
+
+    layer: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmRegion:
+    """Slot i lies at `base + i * stride` and has `size` bytes. All in bytes.
+
+    Attributes:
+        buffers: what the slot is made of; empty takes it as one buffer of layer 0, so that no layer can be
+            waited for before the whole slot is there.
+    """
+
+    base: int
+    size: int
+    stride: int
+    num_slots: int
+    buffers: tuple[TrtllmBuffer, ...] = ()
+
+
+class TrtllmHandler(GroupTable):
+    """One rank's pool. Made by `from_pool` or `from_regions`."""
+
+    @classmethod
+    def from_pool(cls, pool: TensorLike, model: TrtllmModel, ranks: int = 1) -> TrtllmHandler:
+        """The primary pool, shape [num_blocks, layers, kv_factor, block_elems], C-contiguous.
+
+        Raises:
+            GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the
+                model's
+                KV: the rest would be lost without a word.
+        """
+        _refuse_partial(model)
+        check_tensor("pool", pool, 4)
+        shape = tuple(int(size) for size in pool.shape)
+        check_strides("pool", shape, byte_strides(pool), dense_strides(shape, pool.element_size()))
+        num_blocks, layers, kv_factor, elements = shape
+        allowed = 1 if model.latent else 2
+        if kv_factor != allowed:
+            raise GeometryError(
+                f"pool: kv_factor is {kv_factor}; allowed is {allowed} (latent={model.latent})"
+            )
+        if model.kv_heads and len(model.kv_heads) != layers:
+            raise GeometryError(
+                f"pool: has {layers} layers, the model {len(model.kv_heads)}: other pools hold the rest"
+            )
+        tokens = _tokens_per_block(elements, model)
+        run_bytes = elements * pool.element_size()
+        block_bytes = run_bytes * kv_factor * layers
+        runs = RunList()
+        for layer in range(layers):
+            for kv in range(kv_factor):
+                runs.add(
+                    pool.data_ptr() + (layer * kv_factor + kv) * run_bytes, block_bytes, run_bytes, layer
+                )
+        view = runs.view(num_blocks)
+        interior = Interior.LATENT if model.latent else Interior.KV_SPLIT_HND
+        return cls([GroupLayout(view, FormatId.of_view(view, interior, tokens, ranks))])
+
+    @classmethod
+    def from_regions(
+        cls,
+        regions: Sequence[TrtllmRegion],
+        tokens_per_block: int,
+        interior: Interior,
+        ranks: int = 1,
+        owner: str = "",
+    ) -> TrtllmHandler:
+        """One layer group whose slots lie in `regions`: slot i of every region together is block i.
+
+        Raises:
+            GeometryError: no regions, different slot counts, a buffer outside its slot, gaps or overlaps.
+        """
+        counts = sorted({region.num_slots for region in regions})
+        if len(counts) != 1:
+            raise GeometryError(
+                f"the regions have {counts} slots; one count over at least one region is needed"
+            )
+        runs = RunList()
+        for number, region in enumerate(regions):
+            if region.stride < region.size:
+                raise GeometryError(
+                    f"region {number}: stride {region.stride} is less than its size {region.size}"
+                )
+            end = 0
+            for buffer in region.buffers or (TrtllmBuffer(0, 0, region.size),):
+                if buffer.offset != end or buffer.size < 1:
+                    raise GeometryError(
+                        f"region {number}: {buffer} must be positive and start at {end}, "
+                        "where the one before ends"
+                    )
+                end += buffer.size
+                runs.add(region.base + buffer.offset, region.stride, buffer.size, buffer.layer)
+            if end != region.size:
+                raise GeometryError(f"region {number}: its buffers end at {end}, its slots at {region.size}")
+        view = runs.view(counts[0])
+        return cls([GroupLayout(view, FormatId.of_view(view, interior, tokens_per_block, ranks, owner))])
+
+
+def _refuse_partial(model: TrtllmModel) -> None:
+    """Only the primary pool is handed over: refuse every model that keeps KV in others too."""
+    if len(set(model.kv_heads)) > 1:
+        raise GeometryError(
+            f"layers have {sorted(set(model.kv_heads))} KV heads: each count has a pool of its own "
+            "and only one is handed over"
+        )
+    if model.scale_pools:
+        raise GeometryError(
+            f"{model.scale_pools} scale pools (NVFP4) are not handed over: KV would lose its scales"
+        )
+    if model.indexer_pools:
+        raise GeometryError(
+            f"{model.indexer_pools} indexer pools are not handed over: sparse attention would break"
+        )
+
+
+def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
+    """Tokens a block, from the pool's shape where the model says enough, else as the model says."""
+    heads = 1 if model.latent else (model.kv_heads[0] if model.kv_heads else 0)
+    per_token = heads * model.head_size
+    if not per_token:
+        return model.tokens_per_block
+    tokens, rest = divmod(elements, per_token)
+    if rest or (model.tokens_per_block and tokens != model.tokens_per_block):
+        raise GeometryError(
+            f"pool: {elements} elements a block are not {model.tokens_per_block or 'whole'} tokens "
+            f"of {per_token} ({heads} heads x {model.head_size})"
+        )
+    return tokens

@@ -1,0 +1,72 @@
+"""vLLM's six physical orders of the logical axes [L, B, H, N, C]: layers, blocks, heads, tokens, content
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+AXES = "LBHNC"
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+def strides_of_order(
+    order: str, shape: Sequence[int], layer_stride: int, block_stride: int
+) -> tuple[int, int, int, int, int]:
+    """Byte strides of [L, B, H, N, C]; those of L and B are fixed, the others follow from the axes inside
+    them.
+    """
+    fixed = {"L": layer_stride, "B": block_stride}
+    strides = dict.fromkeys(AXES, 0)
+    inside = 1
+    for axis in reversed(order):
+        strides[axis] = fixed.get(axis, inside)
+        inside = strides[axis] * shape[AXES.index(axis)]
+    return strides["L"], strides["B"], strides["H"], strides["N"], strides["C"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """One block of one layer: `pieces` kernel blocks of [heads, tokens, content], sizes and strides in
+    bytes.
+    """
+
+    pieces: int
+    heads: int
+    tokens: int
+    content_bytes: int
+    piece_stride: int
+    head_stride: int
+    token_stride: int
+
+    @classmethod
+    def raw(cls, page_bytes: int, block_stride: int) -> PageShape:
+        """A page without inner structure."""
+        return cls(1, 1, 1, page_bytes, block_stride, page_bytes, page_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pieces * self.heads * self.tokens * self.content_bytes
+
+
+def runs_of_page(page: PageShape) -> Iterator[tuple[int, int]]:
+    """The page's contiguous runs as (offset from the page's first byte, bytes), outer axes first."""
+    # Dimensions of size 1 have no stride that means anything, so they never split a run.
+    dims = [
+        (count, stride)
+        for count, stride in (
+            (page.pieces, page.piece_stride),
+            (page.heads, page.head_stride),
+            (page.tokens, page.token_stride),
+        )
+        if count > 1
+    ]
+    dims.sort(key=lambda dim: dim[1])
+    run_bytes = page.content_bytes
+    while dims and dims[0][1] == run_bytes:
+        run_bytes *= dims.pop(0)[0]
+    outer = [[i * stride for i in range(count)] for count, stride in reversed(dims)]
+    for offsets in product(*outer):
+        yield sum(offsets), run_bytes

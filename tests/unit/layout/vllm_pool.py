@@ -1,0 +1,140 @@
+"""vLLM pools of random geometry in NumPy: the placements, the tensors, and page bytes by plain indexing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from fake_tensor import FakeTensor, fake_tensor
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from flexkv.layout.vllm import VllmGroup, VllmHandler
+
+AXES = "LBHNC"
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Placement:
+    size: int
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Same-shaped layers; `content` in bytes."""
+
+    layers: int
+    heads: int
+    tokens: int
+    content: int
+
+    @property
+    def page(self) -> int:
+        return self.heads * self.tokens * self.content
+
+
+@dataclass
+class Pool:
+    order: str
+    blocks: int
+    item: int
+    raw: Bytes
+    placements: list[Placement] = field(default_factory=list)
+    logical: list[Bytes] = field(default_factory=list)
+    tensors: dict[str, FakeTensor] = field(default_factory=dict)
+
+    def handler(self, groups: list[VllmGroup] | None = None, **changes: object) -> VllmHandler:
+        groups = groups or [VllmGroup(tuple(p.layers)) for p in self.placements]
+        arguments: dict[str, object] = {
+            "caches": self.tensors,
+            "placements": self.placements,
+            "groups": groups,
+            "num_blocks": self.blocks,
+            "order": self.order,
+        }
+        return VllmHandler(**(arguments | changes))  # type: ignore[arg-type]
+
+    def page_view(self, index: int, block: int) -> Bytes:
+        """The block's bytes of placement `index`, axes in page order; a view of the pool."""
+        view = self.logical[index][:, block]
+        inner = self.order.replace("B", "")
+        if inner[0] != "L" and self.order[0] != "B":
+            inner = "L" + inner.replace("L", "")
+        return view.transpose(["LHNC".index(axis) for axis in inner])
+
+    def read_page(self, index: int, block: int) -> Bytes:
+        return np.ascontiguousarray(self.page_view(index, block)).reshape(-1)
+
+    def write_page(self, index: int, block: int, page: Bytes) -> None:
+        view = self.page_view(index, block)
+        view[...] = page.reshape(view.shape)
+
+
+def build_pool(
+    order: str, blocks: int, shapes: list[Shape], item: int, padding: int = 0, lead: int = 0
+) -> Pool:
+    """One allocation that holds `shapes` one after the other, as vLLM places them.
+
+    `padding` bytes follow each page (layer-outermost LB orders only), `lead` bytes precede the first
+    placement.
+    """
+    packed = sum(shape.layers * shape.page for shape in shapes)
+    block_outermost = order[0] == "B"
+    if block_outermost:
+        size = blocks * packed
+    else:
+        size = lead + sum(s.layers * blocks * (s.page + padding) for s in shapes)
+    raw = np.zeros(size, np.uint8)
+    pool, offset = Pool(order, blocks, item, raw), 0 if block_outermost else lead
+    for number, shape in enumerate(shapes):
+        sizes = {"L": shape.layers, "B": blocks, "H": shape.heads, "N": shape.tokens, "C": shape.content}
+        physical = [sizes[axis] for axis in order]
+        if block_outermost:
+            span = shape.layers * shape.page
+            part = raw.reshape(blocks, packed)[:, offset : offset + span].reshape(physical)
+            layer_stride = shape.page if order[1] == "L" else shape.tokens * shape.content
+            block_stride = packed
+        elif padding:
+            region = raw[offset : offset + shape.layers * blocks * (shape.page + padding)]
+            part = region.reshape(shape.layers, blocks, -1)[:, :, : shape.page].reshape(physical)
+            layer_stride, block_stride = blocks * (shape.page + padding), shape.page + padding
+            span = region.size
+        else:
+            span = shape.layers * blocks * shape.page
+            part = raw[offset : offset + span].reshape(physical)
+            layer_stride = blocks * shape.page
+            block_stride = shape.page if order[1] == "B" else shape.tokens * shape.content
+        assert np.shares_memory(part, raw)
+        logical = part.transpose([order.index(axis) for axis in AXES])
+        names = [f"p{number}.l{i}" for i in range(shape.layers)]
+        pool.placements.append(Placement(size, names, layer_stride, block_stride, offset))
+        pool.logical.append(logical)
+        pool.tensors |= {name: fake_tensor(logical[i], raw, item) for i, name in enumerate(names)}
+        offset += span
+    return pool
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    return Shape(
+        draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5)), 4 * draw(st.integers(1, 9))
+    )
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Pool:
+    order = draw(st.sampled_from(["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]))
+    padded = order in ("LBHNC", "LBNHC")
+    return build_pool(
+        order,
+        draw(st.integers(1, 6)),
+        draw(st.lists(shapes(), min_size=1, max_size=3)),
+        draw(st.sampled_from([1, 2, 4])),
+        padding=4 * draw(st.integers(0, 3)) if padded else 0,
+        lead=4 * draw(st.integers(0, 5)),
+    )
