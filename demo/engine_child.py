@@ -1,0 +1,226 @@
+"""The far side of `EngineProcess`: one vLLM engine that does what it is told, one JSON message at a time.
+
+Modules named at the start may add operations of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+Operation = Callable[..., dict[str, Any]]
+"""Called with the engine (`vllm.LLM`) and the command's arguments; returns what the reply carries."""
+
+CLOSE = "close"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RequestTracker:
+    """Adds requests to an engine and collects what comes out of its steps."""
+
+    def __init__(self, llm: Any) -> None:
+        self.engine = llm.llm_engine
+        self._results: dict[str, dict[str, Any]] = {}
+        self._added_at: dict[str, float] = {}
+
+    def add(self, name: str, request: dict[str, Any]) -> None:
+        """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args)."""
+        from vllm import SamplingParams
+
+        prompt: dict[str, Any] = {"prompt_token_ids": request["ids"]}
+        if request.get("salt"):
+            prompt["cache_salt"] = request["salt"]
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=request.get("max_tokens", 1),
+            ignore_eos=True,
+            extra_args=request.get("extra"),
+        )
+        self._results[name] = {
+            "tokens": [],
+            "finish": None,
+            "cached": None,
+            "ttft_s": None,
+            "prompt": len(request["ids"]),
+        }
+        self._added_at[name] = time.perf_counter()
+        self.engine.add_request(name, prompt, params)
+
+    def step(self) -> bool:
+        """One engine step; False when no request is left."""
+        if not self.engine.has_unfinished_requests():
+            return False
+        for output in self.engine.step():
+            result = self._results[output.request_id]
+            result["tokens"] = list(output.outputs[0].token_ids)
+            if result["ttft_s"] is None and result["tokens"]:
+                result["ttft_s"] = time.perf_counter() - self._added_at[output.request_id]
+            if output.num_cached_tokens is not None:
+                result["cached"] = output.num_cached_tokens
+            if output.finished:
+                result["finish"] = output.outputs[0].finish_reason
+        return True
+
+    def results(self) -> list[dict[str, Any]]:
+        """One entry a request, in the order they were added."""
+        return list(self._results.values())
+
+
+def generate(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs the requests together to their end."""
+    tracker = RequestTracker(llm)
+    started = time.perf_counter()
+    for number, request in enumerate(requests):
+        tracker.add(f"r{number}-{time.monotonic_ns()}", request)
+    while tracker.step():
+        pass
+    return {"requests": tracker.results(), "seconds": time.perf_counter() - started}
+
+
+def reset(llm: Any, connector: bool = False, running: bool = False) -> dict[str, Any]:
+    """Drops the engine's own prefix cache, and the connector's if asked."""
+    return {"done": bool(llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))}
+
+
+def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
+    """Steps an in-process engine until its scheduler has nothing left. A separate core does so itself."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    steps, ends_at = 0, time.monotonic() + deadline_s
+    while scheduler.has_requests():
+        if time.monotonic() > ends_at:
+            return {"drained": False, "steps": steps}
+        llm.llm_engine.step()
+        steps += 1
+        time.sleep(0.001)
+    return {"drained": True, "steps": steps}
+
+
+def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
+    """Sums of all counters and gauges whose name contains a text."""
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if contains in metric.name and value is not None:
+            values[metric.name] = values.get(metric.name, 0.0) + float(value)
+    return {"values": values}
+
+
+def processor_seconds(llm: Any) -> dict[str, Any]:
+    """CPU time (user and system, all threads) used so far by the engine's processes."""
+    import psutil  # type: ignore[import-untyped]
+
+    process = psutil.Process()
+    family = [process, *process.children(recursive=True)]
+    used = 0.0
+    for member in family:
+        times = member.cpu_times()
+        used += times.user + times.system
+    return {"seconds": used, "processes": len(family)}
+
+
+def idle(llm: Any, seconds: float) -> dict[str, Any]:
+    """Waits, and reports the CPU time that the engine's processes used meanwhile."""
+    before, started = processor_seconds(llm)["seconds"], time.perf_counter()
+    time.sleep(seconds)
+    elapsed = time.perf_counter() - started
+    used = processor_seconds(llm)["seconds"] - before
+    return {"seconds": elapsed, "cpu_seconds": used, "cpu_share": used / elapsed}
+
+
+BASE_OPERATIONS: dict[str, Operation] = {
+    "generate": generate,
+    "reset": reset,
+    "drain": drain,
+    "metrics": metrics,
+    "processor_seconds": processor_seconds,
+    "idle": idle,
+}
+
+
+def _operations(modules: list[str]) -> dict[str, Operation]:
+    operations = dict(BASE_OPERATIONS)
+    for name in modules:
+        operations |= importlib.import_module(name).OPERATIONS
+    return operations
+
+
+def _die_with_parent() -> None:
+    """Ends this process with the fork server, which ends with the process that steers us."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def serve(
+    connection: Connection,
+    engine: dict[str, Any],
+    modules: list[str],
+    environment: dict[str, str],
+    paths: list[str],
+    log: str,
+) -> None:
+    """Runs in the new process: starts the engine, answers, then obeys until told to close."""
+    os.setsid()  # a group of its own, so that a stuck engine goes down with all its workers
+    _die_with_parent()
+    _redirect_output(log)
+    os.environ.update(environment)
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+
+    def reply(work: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            content = {"ok": True, **work()}
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            content = {"ok": False, "error": message, "trace": traceback.format_exc()}
+        connection.send_bytes(json.dumps(content).encode())
+        return bool(content["ok"])
+
+    operations: dict[str, Operation] = {}
+    engines: list[Any] = []
+
+    def start() -> dict[str, Any]:
+        operations.update(_operations(modules))
+        from vllm import LLM
+
+        started = time.perf_counter()
+        engines.append(LLM(**engine))
+        return {"start_s": time.perf_counter() - started}
+
+    def stop() -> dict[str, Any]:
+        engines[0].llm_engine.engine_core.shutdown()
+        return {}
+
+    if not reply(start):
+        return
+    while True:
+        command = json.loads(connection.recv_bytes())
+        operation = command.pop("op")
+        if operation == CLOSE:
+            reply(stop)
+            return
+        reply(partial(_run, operations, operation, engines[0], command))
+
+
+def _run(
+    operations: dict[str, Operation], operation: str, llm: Any, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    if operation not in operations:
+        raise KeyError(f"no operation {operation!r}; there are {sorted(operations)}")
+    return operations[operation](llm, **arguments)

@@ -1,0 +1,171 @@
+"""Writes small random-weight Llama models that any engine loads like a downloaded one. No hub, no torch.
+
+The weights are drawn wide enough (standard deviation 0.08) that the KV cache decides the generated tokens:
+wrong KV in a block changes the output. An engine's own dummy weights are too small for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+WEIGHT_STD = 0.08
+"""Standard deviation of every projection; a control of the engine tests shows that bad KV is seen."""
+
+FIRST_WORD_TOKEN = 4
+"""Tokens below are <pad>, <s>, </s>, <unk>."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions of a Llama. All float32.
+
+    Attributes:
+        context_tokens: longest sequence the model's rope table covers.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int = 1024
+    context_tokens: int = 8192
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, float32."""
+        return 2 * self.layers * self.kv_heads * self.head_size * 4
+
+
+PRESETS = {
+    # Starts and prefills in moments: for tests and the demo.
+    "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
+    # A cold 4k-token prefill takes about a second on two cores: long enough to measure a hit against.
+    "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
+}
+
+
+def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
+    """Writes the model to `folder`/`preset`-`seed` unless it is there, and returns that path.
+
+    The same preset and seed give the same bytes. Writers may race: the folder appears in one rename.
+
+    Raises:
+        ValueError: no such preset.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"model preset {preset!r} is not one of {sorted(PRESETS)}")
+    target = folder / f"{preset}-{seed}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
+    try:
+        shape = PRESETS[preset]
+        (staging / "config.json").write_text(json.dumps(_config(shape), indent=1))
+        _write_weights(staging / "model.safetensors", shape, seed)
+        _write_tokenizer(staging, shape)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            if not target.exists():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) -> list[int]:
+    """`count` word tokens, the same for the same stream; different streams differ from the first token on."""
+    words = shape.vocabulary - FIRST_WORD_TOKEN
+    drawn = np.random.default_rng([stream, 20]).integers(0, words, size=max(count, 1))
+    drawn[0] = stream % words
+    return [FIRST_WORD_TOKEN + int(word) for word in drawn[:count]]
+
+
+def _config(shape: ModelShape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.context_tokens,
+        "vocab_size": shape.vocabulary,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+
+
+def _write_weights(path: Path, shape: ModelShape, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    generator = np.random.default_rng(seed)
+
+    def drawn(rows: int, columns: int, std: float = WEIGHT_STD) -> NDArray[np.float32]:
+        weights = generator.standard_normal((rows, columns), dtype=np.float32)
+        return np.asarray(weights * np.float32(std), dtype=np.float32)
+
+    ones = np.ones(shape.hidden, dtype=np.float32)
+    query, key_value = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    tensors = {
+        "model.embed_tokens.weight": drawn(shape.vocabulary, shape.hidden, 1.0),
+        "lm_head.weight": drawn(shape.vocabulary, shape.hidden),
+        "model.norm.weight": ones,
+    }
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        tensors |= {
+            prefix + "self_attn.q_proj.weight": drawn(query, shape.hidden),
+            prefix + "self_attn.k_proj.weight": drawn(key_value, shape.hidden),
+            prefix + "self_attn.v_proj.weight": drawn(key_value, shape.hidden),
+            prefix + "self_attn.o_proj.weight": drawn(shape.hidden, query),
+            prefix + "mlp.gate_proj.weight": drawn(shape.intermediate, shape.hidden),
+            prefix + "mlp.up_proj.weight": drawn(shape.intermediate, shape.hidden),
+            prefix + "mlp.down_proj.weight": drawn(shape.hidden, shape.intermediate),
+            prefix + "input_layernorm.weight": ones,
+            prefix + "post_attention_layernorm.weight": ones,
+        }
+    save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    vocabulary |= {f"w{token}": token for token in range(FIRST_WORD_TOKEN, shape.vocabulary)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "model_max_length": shape.context_tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,77 @@
+"""Operations on a vLLM engine's own block pool, in its process: spoil freed blocks, force other ids.
+
+They need the scheduler in the steered process (`IN_PROCESS`); the workers may be others.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from demo.engine_child import Operation
+
+GARBAGE_SCALE = 30.0
+"""Standard deviation of the garbage; K and V stay within a few units, so any use of it changes the output."""
+
+
+def _block_pool(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+
+def _overwrite(worker: Any, blocks: list[int], seed: int) -> int:
+    """Runs in each worker: fills the blocks of every layer with garbage. Returns the bytes written."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    written = 0
+    for cache in worker.model_runner.kv_caches:
+        target = cache[blocks]
+        garbage = torch.randn(target.shape, generator=generator) * GARBAGE_SCALE
+        cache[blocks] = garbage.to(cache.dtype)
+        written += target.nbytes
+    return written
+
+
+def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
+    """Writes garbage over every block that is free and that the engine's own prefix cache does not name."""
+    pool = _block_pool(llm)
+    named = {block for block, hashes in pool.cached_block_hashes_by_block.items() if hashes}
+    blocks = [
+        block.block_id
+        for block in pool.free_block_queue.get_all_free_blocks()
+        if block.block_hash is None and block.block_id not in named
+    ]
+    written = llm.collective_rpc(_overwrite, args=(blocks, seed)) if blocks else []
+    return {"blocks": len(blocks), "bytes": sum(written), "free": pool.get_num_free_blocks()}
+
+
+def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
+    """Writes garbage over the first blocks that the prefix cache names: a control, it breaks hits."""
+    pool = _block_pool(llm)
+    cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
+    llm.collective_rpc(_overwrite, args=(cached[:blocks], seed))
+    return {"cached": len(cached)}
+
+
+def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
+    """Puts the free blocks in random order, so that the next request gets other ids than any before it."""
+    queue = _block_pool(llm).free_block_queue
+    blocks = queue.popleft_n(queue.num_free_blocks)
+    random.Random(seed).shuffle(blocks)
+    queue.append_n(blocks)
+    return {"first": [block.block_id for block in blocks[:8]]}
+
+
+def pool(llm: Any) -> dict[str, Any]:
+    """How the engine's pool stands: total counts its null block, held are the blocks somebody refers to."""
+    blocks = _block_pool(llm)
+    free = blocks.get_num_free_blocks()
+    return {"total": blocks.num_gpu_blocks, "free": free, "held": blocks.num_gpu_blocks - 1 - free}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "scribble": scribble,
+    "spoil_cached": spoil_cached,
+    "shuffle": shuffle,
+    "pool": pool,
+}

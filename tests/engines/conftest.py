@@ -1,0 +1,146 @@
+"""Fixtures of the engine tests: a model, an engine without connector to compare with, engines on demand."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
+from demo.model import write_model
+
+from .session import BLOCK_TOKENS, EngineSession, Reference
+
+PACKAGE = str(__package__)
+PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
+OPERATIONS = (f"{PACKAGE}.block_ops", f"{PACKAGE}.request_ops")
+POOL_BLOCKS = 129
+"""Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
+HOST_BYTES = 96 << 20
+"""Host tier unless a test says otherwise: about 700 blocks of the tiny model."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+def connector(base: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """A `kv_transfer_config` for flexkv; settings are dotted keys with `__` for the dot."""
+    extra = {"host.bytes": HOST_BYTES} | {key.replace("__", "."): value for key, value in settings.items()}
+    return {**(base or FLEXKV), "kv_connector_extra_config": extra}
+
+
+@dataclass
+class Engines:
+    """Starts engines and keeps the last one, because tests in a row often ask for the same."""
+
+    model: Path
+    logs: Path
+    reference: Reference
+    _key: str = ""
+    _session: EngineSession | None = None
+    _started: int = 0
+    _others: list[EngineProcess] = field(default_factory=list)
+
+    def get(
+        self,
+        kv_transfer_config: Mapping[str, Any] | None,
+        environment: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> EngineSession:
+        """The running engine of exactly this configuration, started if it is not the last one asked for."""
+        key = json.dumps([kv_transfer_config, environment, engine], sort_keys=True)
+        if self._session is not None and key == self._key and self._session.process.alive:
+            return self._session
+        self.close()
+        self._session = EngineSession(
+            self._start(kv_transfer_config, environment or {}, engine), self.reference
+        )
+        self._key = key
+        return self._session
+
+    def another(
+        self,
+        kv_transfer_config: Mapping[str, Any] | None,
+        environment: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> EngineSession:
+        """One more engine beside the last; closed by `close_others`."""
+        process = self._start(kv_transfer_config, environment or {}, engine)
+        self._others.append(process)
+        return EngineSession(process, self.reference)
+
+    def close_others(self) -> None:
+        while self._others:
+            self._others.pop().close()
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.process.close()
+            self._session = None
+
+    def _start(
+        self,
+        kv_transfer_config: Mapping[str, Any] | None,
+        environment: Mapping[str, str],
+        engine: Mapping[str, Any],
+    ) -> EngineProcess:
+        self._started += 1
+        arguments = engine_arguments(self.model) | dict(engine)
+        if kv_transfer_config is not None:
+            arguments["kv_transfer_config"] = dict(kv_transfer_config)
+        log = self.logs / f"engine-{self._started}.log"
+        return EngineProcess(arguments, log, OPERATIONS, {**IN_PROCESS, **environment}, [PACKAGE_ROOT])
+
+
+def engine_arguments(model: Path) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2304,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": POOL_BLOCKS,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"), "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    arguments = engine_arguments(model) | {"enable_prefix_caching": False}
+    with EngineProcess(arguments, tmp_path_factory.mktemp("reference") / "engine.log") as process:
+        yield Reference(process)
+
+
+@pytest.fixture(scope="session")
+def all_engines(
+    model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    engines = Engines(model, tmp_path_factory.mktemp("engines"), reference)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def engines(all_engines: Engines) -> Iterator[Engines]:
+    yield all_engines
+    all_engines.close_others()
+
+
+@pytest.fixture
+def stream(request: pytest.FixtureRequest) -> int:
+    """A number for this test's prompts, so that tests on one engine do not hit each other's blocks."""
+    return zlib.crc32(request.node.nodeid.encode())

@@ -1,0 +1,88 @@
+"""Operations that steer requests while they run: abort them at a chosen moment, add others in between."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from demo.engine_child import Operation, RequestTracker
+
+
+def _scheduler(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def _status(scheduler: Any, name: str) -> str:
+    """The scheduler's status of a request; its internal id starts with the name it was given."""
+    for request_id, request in scheduler.requests.items():
+        if request_id.startswith(name):
+            return str(request.status.name)
+    return "GONE"
+
+
+def abort(
+    llm: Any,
+    requests: list[dict[str, Any]],
+    victim: int,
+    status: str = "",
+    steps: int = 0,
+    later: list[dict[str, Any]] | None = None,
+    deadline_s: float = 30.0,
+) -> dict[str, Any]:
+    """Runs requests and aborts one of them, then adds `later` at once and runs everything to its end.
+
+    Args:
+        victim: index of the request to abort.
+        status: abort when the scheduler gives the victim this status (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
+        steps: without a status, abort after so many engine steps.
+    """
+    scheduler, tracker = _scheduler(llm), RequestTracker(llm)
+    names = [f"a{number}-{time.monotonic_ns()}" for number in range(len(requests))]
+    for name, request in zip(names, requests, strict=True):
+        tracker.add(name, request)
+    taken, ends_at = 0, time.monotonic() + deadline_s
+    seen: list[str] = []
+    while True:
+        now = _status(scheduler, names[victim])
+        if not seen or seen[-1] != now:
+            seen.append(now)
+        if (status and now == status) or (not status and taken >= steps):
+            break
+        if not tracker.step() or time.monotonic() > ends_at:
+            return {"aborted": False, "statuses": seen, "requests": tracker.results()}
+        taken += 1
+    llm.llm_engine.abort_request([names[victim]])
+    kept = _status(scheduler, names[victim])
+    for number, request in enumerate(later or []):
+        tracker.add(f"l{number}-{time.monotonic_ns()}", request)
+    while tracker.step():
+        if time.monotonic() > ends_at:
+            raise TimeoutError(f"requests still unfinished {deadline_s:g} s after the abort")
+    return {"aborted": True, "statuses": seen, "after_abort": kept, "requests": tracker.results()}
+
+
+def reset_while_running(
+    llm: Any, requests: list[dict[str, Any]], steps: int, connector: bool, running: bool
+) -> dict[str, Any]:
+    """Resets the caches after some engine steps of the requests, then runs these to their end."""
+    tracker = RequestTracker(llm)
+    for number, request in enumerate(requests):
+        tracker.add(f"w{number}-{time.monotonic_ns()}", request)
+    for _ in range(steps):
+        tracker.step()
+    done = llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+    while tracker.step():
+        pass
+    return {"done": bool(done), "requests": tracker.results()}
+
+
+def requests_held(llm: Any) -> dict[str, Any]:
+    """Requests that the scheduler still keeps (an aborted async load stays until its report)."""
+    return {"held": len(_scheduler(llm).requests)}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "abort": abort,
+    "reset_while_running": reset_while_running,
+    "requests_held": requests_held,
+}

@@ -1,0 +1,136 @@
+"""One running engine as a test sees it: ask, compare with an engine without a connector, forget, spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from demo.engine_process import EngineProcess
+from demo.model import prompt_tokens
+
+BLOCK_TOKENS = 32
+"""The smallest block size that vLLM allows on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+        extra: the sampling parameters' extra_args; "kv_transfer_params" in it reaches the connector.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int = 12
+    salt: str = ""
+    extra: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, count: int, stream: int, **fields: Any) -> Prompt:
+        """`count` tokens; the same stream gives the same tokens, a longer prompt continues a shorter one."""
+        return cls(tuple(prompt_tokens(count, stream)), **fields)
+
+    def first(self, count: int) -> Prompt:
+        """The same request cut to its first tokens."""
+        return Prompt(self.ids[:count], self.max_tokens, self.salt, self.extra)
+
+    def then(self, tokens: Sequence[int]) -> Prompt:
+        """The same request with more tokens, as the next turn of a conversation has them."""
+        return Prompt((*self.ids, *tokens), self.max_tokens, self.salt, self.extra)
+
+    def wire(self) -> dict[str, Any]:
+        return {
+            "ids": list(self.ids),
+            "max_tokens": self.max_tokens,
+            "salt": self.salt,
+            "extra": self.extra,
+        }
+
+    @property
+    def whole_blocks(self) -> int:
+        """Tokens that whole blocks can serve; the engine computes at least the last token itself."""
+        return (len(self.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back for a prompt.
+
+    Attributes:
+        cached: prompt tokens that were not computed: from the engine's prefix cache and from the connector.
+    """
+
+    tokens: tuple[int, ...]
+    cached: int
+    finish: str | None
+    ttft_s: float | None
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> Answer:
+        return cls(tuple(result["tokens"]), result["cached"] or 0, result["finish"], result["ttft_s"])
+
+
+class Reference:
+    """An engine without connector and prefix cache: what every answer must be. Remembers answers."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        key = (prompt.ids, prompt.max_tokens)
+        if key not in self._known:
+            [result] = self._process.generate([Prompt(prompt.ids, prompt.max_tokens).wire()])
+            self._known[key] = tuple(result["tokens"])
+        return self._known[key]
+
+
+class EngineSession:
+    """A running engine and the reference its answers are compared with."""
+
+    def __init__(self, process: EngineProcess, reference: Reference) -> None:
+        self.process = process
+        self.reference = reference
+
+    def ask(self, *prompts: Prompt) -> list[Answer]:
+        """Runs prompts together, without judging the answers."""
+        return [Answer.of(result) for result in self.process.generate([prompt.wire() for prompt in prompts])]
+
+    def check(self, *prompts: Prompt) -> list[Answer]:
+        """Runs prompts together; every answer must be the reference's, token for token, and whole."""
+        answers = self.ask(*prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self.judge(prompt, answer)
+        return answers
+
+    def check_one(self, prompt: Prompt) -> Answer:
+        [answer] = self.check(prompt)
+        return answer
+
+    def judge(self, prompt: Prompt, answer: Answer) -> None:
+        assert answer.finish == "length", f"finished with {answer.finish!r} after {answer.tokens}"
+        assert answer.tokens == self.reference.tokens(prompt), (
+            f"prompt of {len(prompt.ids)} tokens, {answer.cached} of them cached: wrong output"
+        )
+
+    def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        return self.process.call(operation, **arguments)
+
+    def settle(self) -> None:
+        """Lets the engine finish what outlives its requests; nothing may stay behind."""
+        assert self.call("drain")["drained"], "the scheduler still has work long after the last request"
+
+    def forget(self, seed: int = 1) -> None:
+        """Drops the engine's own prefix cache, spoils every free block, and deals the block ids anew."""
+        self.settle()
+        assert self.call("reset")["done"], "no reset: blocks are still referenced"
+        pool = self.call("pool")
+        assert pool["held"] == 0, f"blocks still held with no request left: {pool}"
+        self.call("shuffle", seed=seed)
+        spoiled = self.call("scribble", seed=seed)
+        assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
+
+    def metric(self, name: str) -> float:
+        """The sum of one counter or gauge, 0 when it does not exist."""
+        return self.process.metrics(name).get(name, 0.0)
