@@ -72,3 +72,9 @@ def gather_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) ->
 
 def scatter_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) -> None:
     """Copies layers [lo, hi) of the stripe to a block; the block's other layers are left alone."""
+
+def run_digest(run: Buffer) -> int:
+    """The 64-bit digest of a run's bytes (docs/digest.md)."""
+
+def page_digests(view: KvView, stripe: Buffer) -> NDArray[np.uint64]:
+    """One digest for each of `view.runs`, of their bytes in `stripe` (exactly view.stripe_bytes bytes)."""

@@ -7,10 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "layout/kv_view.h"
+#include "layout/page_digest.h"
 #include "layout/slot_image.h"
 #include "transfer/host_copy.h"
 
@@ -139,12 +141,37 @@ void bind_host_copy(py::module_& m) {
       py::arg("view"), py::arg("lo"), py::arg("hi"), py::arg("block"), py::arg("stripe"));
 }
 
+void bind_digest(py::module_& m) {
+  m.def(
+      "run_digest",
+      [](const py::buffer& run) {
+        const ByteBuffer bytes(run, ByteBuffer::kReadable);
+        py::gil_scoped_release release;
+        return run_digest(bytes.data(), bytes.size());
+      },
+      py::arg("run"));
+  m.def(
+      "page_digests",
+      [](const KvView& view, const py::buffer& stripe) {
+        const ByteBuffer bytes(stripe, ByteBuffer::kReadable);
+        require_stripe(view, bytes.size());
+        std::vector<uint64_t> digests;
+        {
+          py::gil_scoped_release release;
+          digests = page_digests(view, bytes.data());
+        }
+        return py::array_t<uint64_t>(static_cast<py::ssize_t>(digests.size()), digests.data());
+      },
+      py::arg("view"), py::arg("stripe"));
+}
+
 }  // namespace
 
 void bind_layout(py::module_& m) {
   bind_view(m);
   bind_slot_image(m);
   bind_host_copy(m);
+  bind_digest(m);
 }
 
 }  // namespace flexkv

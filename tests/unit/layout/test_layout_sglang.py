@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_tensor import fake_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_check import check_view
 
 from flexkv import c_ext
 from flexkv.errors import BlockRangeError, GeometryError
 from flexkv.layout.format_id import Interior
 from flexkv.layout.sglang import SglangHandler, SglangSidecar
+from tests.unit.layout.fake_tensor import fake_tensor
+from tests.unit.layout.page_check import check_view
 
 
 @settings(deadline=None, max_examples=100)

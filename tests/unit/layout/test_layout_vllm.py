@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_tensor import fake_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_check import check_view
-from vllm_pool import Placement, Pool, Shape, build_pool, pools
 
 from flexkv import c_ext
 from flexkv.errors import BlockRangeError, GeometryError
 from flexkv.layout.format_id import Interior, PageOrder
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.layout.vllm_order import ORDERS
+from tests.unit.layout.fake_tensor import fake_tensor
+from tests.unit.layout.page_check import check_view
+from tests.unit.layout.vllm_pool import Placement, Pool, Shape, build_pool, pools
 
 
 def check_pool(pool: Pool, index: int, view: c_ext.KvView, seed: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from fake_tensor import FakeTensor, fake_tensor
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flexkv.layout.vllm import VllmGroup, VllmHandler
+from tests.unit.layout.fake_tensor import FakeTensor, fake_tensor
 
 AXES = "LBHNC"
 Bytes = NDArray[np.uint8]
@@ -85,10 +85,8 @@ def build_pool(
     """
     packed = sum(shape.layers * shape.page for shape in shapes)
     block_outermost = order[0] == "B"
-    if block_outermost:
-        size = blocks * packed
-    else:
-        size = lead + sum(s.layers * blocks * (s.page + padding) for s in shapes)
+    apart = lead + sum(s.layers * blocks * (s.page + padding) for s in shapes)
+    size = blocks * packed if block_outermost else apart
     raw = np.zeros(size, np.uint8)
     pool, offset = Pool(order, blocks, item, raw), 0 if block_outermost else lead
     for number, shape in enumerate(shapes):

@@ -1,0 +1,89 @@
+// The digest of KV bytes: a tree over 4 KiB leaves whose order of evaluation does not matter. Specified in
+// docs/digest.md. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
+//
+// Everything here is FLEXKV_HD and word by word, so that a CPU core, an AVX2 unit and a GPU warp run one
+// definition.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace flexkv {
+
+inline constexpr int64_t kLeafBytes = 4096;
+inline constexpr int kLeafWords = kLeafBytes / 8;
+// Sums kept apart by word index modulo this: what lets two words of a leaf change without cancelling.
+inline constexpr int kDigestLanes = 8;
+
+// SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction, read at position `i`.
+FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
+  uint64_t z = 0x243F6A8885A308D3u + (i + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// Positions of the constants that follow those of the words 0..511.
+inline constexpr uint64_t kFoldConstantA = kLeafWords;
+inline constexpr uint64_t kFoldConstantB = kFoldConstantA + kDigestLanes;
+inline constexpr uint64_t kLengthConstant = kFoldConstantB + kDigestLanes;
+inline constexpr uint64_t kIndexConstant = kLengthConstant + 1;
+inline constexpr uint64_t kRunConstant = kIndexConstant + 1;
+
+// A bijection in which every input bit reaches every output bit: SplitMix64's finaliser.
+FLEXKV_HD constexpr uint64_t digest_mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return (a * b) ^ __umul64hi(a, b);
+#else
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+#endif
+}
+
+// The sums of one digest lane: the words whose index is congruent to the lane's number. Adding is
+// commutative, so threads may hold parts of them and add up in any order.
+struct LaneSums {
+  uint64_t products = 0;  // sees which word stood where
+  uint64_t words = 0;     // sees every change of a single word, whatever the product does
+
+  // `key` is digest_constant(i) for word i of the leaf, little-endian, zero-filled past the leaf's end.
+  FLEXKV_HD void add(uint64_t word, uint64_t key) {
+    const uint64_t x = word ^ key;
+    products += (x & 0xFFFFFFFFu) * (x >> 32);
+    words += word;
+  }
+  FLEXKV_HD void add(const LaneSums& other) {
+    products += other.products;
+    words += other.words;
+  }
+  FLEXKV_HD uint64_t folded(int lane) const {
+    return multiply_fold(products ^ digest_constant(kFoldConstantA + static_cast<uint64_t>(lane)),
+                         words ^ digest_constant(kFoldConstantB + static_cast<uint64_t>(lane)));
+  }
+};
+
+// What a leaf adds to its run: `folded` is the sum of folded() over the lanes, `bytes` in [1, 4096].
+FLEXKV_HD inline uint64_t leaf_term(uint64_t folded, uint64_t index, uint64_t bytes) {
+  return digest_mix(digest_mix(folded + bytes * digest_constant(kLengthConstant)) +
+                    (index + 1) * digest_constant(kIndexConstant));
+}
+
+// The digest of a run from the sum of its leaves' terms, which may be added in any order.
+FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) {
+  return digest_mix(sum_of_terms + run_bytes * digest_constant(kRunConstant));
+}
+
+// Host entry points; AVX2 where the CPU has it. `bytes` may be 0.
+uint64_t run_digest(const void* data, size_t bytes);
+// The same bits, one word at a time.
+uint64_t run_digest_scalar(const void* data, size_t bytes);
+bool digest_uses_avx2();
+
+}  // namespace flexkv
