@@ -1,6 +1,7 @@
 """setuptools front end of the native core: our own ninja file, no torch, no CUDA needed.
 
-FLEXKV_CUDA=auto|1|0, FLEXKV_CUDA_ARCHS='80;90;100+PTX', FLEXKV_SANITIZE=address|thread|undefined, MAX_JOBS=n.
+FLEXKV_CUDA=auto|1|0, FLEXKV_CUDA_ARCHS='80;90;100+PTX', FLEXKV_SANITIZE=address|thread|undefined,
+FLEXKV_WERROR=1 (warnings are errors), CXX=compiler, MAX_JOBS=n.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build_support.ninja_file import NinjaFile, Variant  # noqa: E402
+from build_support.ninja_file import NinjaFile, Variant
 
 
 class NinjaBuild(build_ext):

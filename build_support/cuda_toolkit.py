@@ -32,7 +32,9 @@ def find_nvcc() -> str | None:
     """The first executable nvcc among FLEXKV_NVCC, CUDA_HOME, CUDA_PATH, PATH and the usual folders."""
     candidates: list[str | None] = [os.environ.get("FLEXKV_NVCC")]
     candidates += [
-        os.path.join(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)
+        os.path.join(os.environ[name], "bin", "nvcc")
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if os.environ.get(name)
     ]
     candidates += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     candidates += sorted(glob.glob("/usr/local/cuda-*/bin/nvcc"), reverse=True)

@@ -1,15 +1,29 @@
-"""Builds the native test program of the variant in FLEXKV_CUDA / FLEXKV_SANITIZE and prints its path."""
+"""Builds the native test program of a variant.
+
+As a program: of the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints its path.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from build_support.ninja_file import NinjaFile, Variant
 
 
-def main() -> None:
-    ninja = NinjaFile(Variant.from_environment())
+def build(variant: Variant) -> Path:
+    """The path of the up-to-date program.
+
+    Raises:
+        subprocess.CalledProcessError: the build failed.
+    """
+    ninja = NinjaFile(variant)
     program = ninja.add_native_tests()
     ninja.run()
-    print(program)
+    return program
+
+
+def main() -> None:
+    print(build(Variant.from_environment()))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,9 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
-    def begin_load(self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False) -> TransferGraph | None:
+    def begin_load(
+        self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
+    ) -> TransferGraph | None:
         """Turns the first `len(blocks[g])` matched blocks into a load to those engine blocks and ends the lookup lease.
 
         With `tail`, the last engine block of each group takes the matched partial tail. The engine may take fewer

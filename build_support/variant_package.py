@@ -1,0 +1,62 @@
+"""A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
+
+The copy is build/<variant>/tree: links to everything, except that its `flexkv` has that variant's extension. The
+extension in the working tree is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from build_support.ninja_file import ROOT, NinjaFile, Variant
+from build_support.preflight import compiler
+
+LINKED = ("tests", "build_support", "configs", "docs", "pyproject.toml")
+RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
+
+
+def make_tree(variant: Variant) -> Path:
+    """Builds the extension of `variant` and returns the folder of the copy, ready to be a working directory.
+
+    Raises:
+        subprocess.CalledProcessError: the build failed.
+    """
+    ninja = NinjaFile(variant)
+    library = ninja.add_extension(f"c_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
+    ninja.run()
+    tree = variant.folder / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    package = tree / "flexkv"
+    package.mkdir(parents=True)
+    for name in LINKED:
+        (tree / name).symlink_to(ROOT / name)
+    for entry in (ROOT / "flexkv").iterdir():
+        if entry.suffix != ".so" and entry.name != "__pycache__":
+            (package / entry.name).symlink_to(entry)
+    (package / library.name).symlink_to(library)
+    return tree
+
+
+def sanitizer_environment(sanitizer: str) -> dict[str, str]:
+    """The environment in which an uninstrumented Python loads an extension built with `sanitizer`."""
+    # The runtime must come before everything else, and libstdc++ with it: it intercepts __cxa_throw.
+    program = (compiler() or "g++").split()
+    libraries = [
+        subprocess.run(
+            [*program, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in (RUNTIMES[sanitizer], "libstdc++.so")
+    ]
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "LD_PRELOAD": " ".join(libraries),
+        # Python itself leaks at exit; its own allocator would hide overruns from the sanitizer.
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
+        "PYTHONMALLOC": "malloc",
+    }

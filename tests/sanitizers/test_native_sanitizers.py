@@ -1,0 +1,61 @@
+"""The C++ tests under AddressSanitizer + UndefinedBehaviorSanitizer, and under ThreadSanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from build_support.native_tests import build
+from build_support.ninja_file import Variant
+from build_support.preflight import compiler
+
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
+}
+RUN_S = 900
+
+CONTROLS = {
+    "address": (
+        "int main(int n, char**) { int* a = new int[4]; int x = a[n + 3]; delete[] a; return x & 0; }",
+        "heap-",
+    ),
+    "undefined": (
+        "int main(int n, char**) { int x = 2147483647; x += n; return x & 0; }",
+        "signed integer overflow",
+    ),
+    "thread": (
+        "#include <thread>\nint x;\nint main() { std::thread t([] { x = 1; }); x = 2; t.join(); return 0; }",
+        "data race",
+    ),
+}
+"""Sanitizer -> (program with the kind of error it is for, what it must say)."""
+
+
+@pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
+    program = build(Variant(None, sanitizer))
+    environ = {**os.environ, **OPTIONS}
+    done = subprocess.run([program], capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=RUN_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
+    assert "0 failed" in done.stdout
+
+
+@pytest.mark.parametrize("sanitizer", list(CONTROLS))
+def test_the_sanitizer_would_have_spoken(sanitizer: str, tmp_path: Path) -> None:
+    source, words = CONTROLS[sanitizer]
+    (tmp_path / "control.cpp").write_text(source)
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-g", "-O0", "-pthread"]
+    command = [*(compiler() or "g++").split(), "-std=c++20", *flags, "-o", "control", "control.cpp"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    environ = {**os.environ, **OPTIONS}
+    done = subprocess.run(
+        ["./control"], capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=60
+    )
+    assert done.returncode != 0
+    assert words in done.stderr

@@ -1,0 +1,42 @@
+"""The Python tests of the native core again, on an extension built with a sanitizer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from build_support.ninja_file import ROOT, Variant
+from build_support.variant_package import make_tree, sanitizer_environment
+
+RUN_S = 1500
+
+# What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
+FOLDERS = {
+    "address": ("tests/unit/layout", "tests/unit/index", "tests/unit/transfer"),
+    "thread": ("tests/unit/transfer",),
+}
+
+
+@pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize("sanitizer", list(FOLDERS))
+def test_python_tests_are_clean(sanitizer: str) -> None:
+    tree = make_tree(Variant(None, sanitizer))
+    environ = sanitizer_environment(sanitizer)
+    which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
+    told = subprocess.run(
+        [sys.executable, "-c", which], capture_output=True, text=True, cwd=tree, env=environ, timeout=120
+    )
+    assert told.returncode == 0, told.stderr
+    variant, path = told.stdout.split()
+    assert variant == f"cpu-{sanitizer}"
+    assert Path(path).is_relative_to(tree)
+
+    folders = [folder for folder in FOLDERS[sanitizer] if (ROOT / folder).is_dir()]
+    assert folders
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environ, timeout=RUN_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
+    assert " passed" in done.stdout

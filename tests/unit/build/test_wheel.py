@@ -1,0 +1,86 @@
+"""What gets installed: a wheel, a source archive, and an editable install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD_S = 600
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=BUILD_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-10_000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(2 * BUILD_S)
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+    )
+    (wheel,) = tmp_path.glob("flexkv-*.whl")
+    assert "none-any" not in wheel.name
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {str(p.relative_to(ROOT)) for s in ("*.py", "*.pyi") for p in (ROOT / "flexkv").rglob(s)}
+    (library,) = (name for name in names if name.endswith(".so"))
+    assert names == sources | {"flexkv/py.typed", library}
+
+    # It works away from the working tree, with nothing beside it but what it depends on.
+    target = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(target)
+    program = "import flexkv, flexkv.c_ext as c; print(flexkv.__file__, c.build_info()['cpp_standard'])"
+    environ = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    path, standard = done.stdout.split()
+    assert Path(path).is_relative_to(target)
+    assert int(standard) >= 202002
+
+
+def test_source_archive_can_be_built_from(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path))
+    (archive,) = tmp_path.glob("flexkv-*.tar.gz")
+    with tarfile.open(archive) as content:
+        names = {name.split("/", 1)[1] for name in content.getnames() if "/" in name}
+    wanted = [
+        p
+        for folder in ("csrc", "build_support")
+        for p in (ROOT / folder).rglob("*")
+        if "__pycache__" not in p.parts
+    ]
+    assert {str(p.relative_to(ROOT)) for p in wanted} <= names
+
+
+@pytest.mark.timeout(2 * BUILD_S)
+def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(environment))
+    python = environment / "bin" / "python"
+    # The new environment sees the packages of this one (a venv of a venv sees only the system's).
+    site = next(environment.glob("lib/python*/site-packages"))
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "outer.pth").write_text("\n".join(here) + "\n")
+    run(str(python), "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q", "-e", ".")
+    program = "import flexkv.c_ext as c, flexkv.config; print(c.__file__)"
+    assert Path(run(str(python), "-c", program, cwd=tmp_path).strip()).parent == ROOT / "flexkv"
+    assert "Commands" in run(str(environment / "bin" / "flexkv"), "--help", cwd=tmp_path)
