@@ -36,7 +36,9 @@ def test_every_requirements_file_is_used() -> None:
     assert set(environment.REQUIREMENTS.glob("*.txt")) <= used
 
 
-def test_only_changed_steps_and_those_after_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_steps_and_those_after_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [tmp_path / name for name in "abc"]
     for path in files:
         path.write_text("1")
@@ -81,7 +83,9 @@ def test_fingerprint_follows_content_and_arguments(tmp_path: Path) -> None:
     assert before != fingerprint(Step("a", (), (tmp_path / "a",)))
 
 
-def test_the_engine_can_be_chosen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_can_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FLEXKV_ENGINE", "none")
     assert preflight.engine_name() == "none"
     monkeypatch.delenv("FLEXKV_ENGINE")
