@@ -16,7 +16,7 @@ RUN_S = 1500
 # What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
 FOLDERS = {
     "address": ("tests/unit/layout", "tests/unit/index", "tests/unit/transfer"),
-    "thread": ("tests/unit/transfer",),
+    "thread": ("tests/unit/layout", "tests/unit/transfer"),
 }
 
 
