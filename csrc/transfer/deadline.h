@@ -1,0 +1,27 @@
+// Deadlines as callers state them: seconds from now.
+#pragma once
+#include <algorithm>
+#include <chrono>
+
+namespace flexkv {
+
+using Clock = std::chrono::steady_clock;
+
+// Unit: seconds. Longer waits would overflow the clock's arithmetic; nobody waits 100 days.
+inline constexpr double kLongestWaitS = 1e7;
+
+inline std::chrono::nanoseconds to_duration(double seconds) {
+  // The comparison is this way round so that NaN becomes 0.
+  const double bounded = seconds > 0 ? std::min(seconds, kLongestWaitS) : 0.0;
+  return std::chrono::nanoseconds(static_cast<int64_t>(bounded * 1e9));
+}
+
+inline Clock::time_point deadline_in(double seconds) { return Clock::now() + to_duration(seconds); }
+
+inline double seconds_until(Clock::time_point when) {
+  return std::chrono::duration<double>(when - Clock::now()).count();
+}
+
+inline double seconds_since(Clock::time_point when) { return -seconds_until(when); }
+
+}  // namespace flexkv

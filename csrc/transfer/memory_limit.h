@@ -1,0 +1,23 @@
+// How much memory this process may still take, before it takes it: an overcommitted pool dies by the OOM killer, and
+// then takes the engine with it.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+struct MemoryLimit {
+  int64_t available_bytes = 0;
+  std::string source;  // which limit binds, for the error message: "MemAvailable" or the control group's file
+};
+
+// The least of MemAvailable and what every control group above this process (v1 or v2) has left, counting its
+// inactive page cache as free. The roots are parameters so that tests can lay out their own.
+// Throws ContractError when `proc_root`/meminfo cannot be read.
+MemoryLimit available_memory(const std::string& proc_root = "/proc",
+                             const std::string& cgroup_root = "/sys/fs/cgroup");
+
+// Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2 MiB.
+int64_t free_hugetlb_bytes(const std::string& proc_root = "/proc");
+
+}  // namespace flexkv

@@ -1,0 +1,34 @@
+#include "transfer/pool_header.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cmath>
+#include <ctime>
+
+namespace flexkv {
+namespace {
+
+// Not FUTEX_PRIVATE: waiters may be in another process. std::atomic::wait is private.
+long shared_futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void announce(PoolHeader& header) {
+  header.generation.fetch_add(1, std::memory_order_release);
+  shared_futex(header.generation, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void await_change(PoolHeader& header, uint32_t seen, double timeout_s) {
+  if (timeout_s <= 0) return;
+  const double whole = std::floor(timeout_s);
+  const timespec timeout{static_cast<time_t>(whole), static_cast<long>((timeout_s - whole) * 1e9)};
+  // EAGAIN (changed already), EINTR and ETIMEDOUT all mean: look again.
+  shared_futex(header.generation, FUTEX_WAIT, seen, &timeout);
+}
+
+}  // namespace flexkv

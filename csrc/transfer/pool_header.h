@@ -1,0 +1,34 @@
+// The first page of a shared pool's memfd: how another process knows that it mapped the right pool, and how far the
+// creator has got. A private pool has one too, on the heap, so that both kinds wait the same way.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace flexkv {
+
+using PoolToken = std::array<uint8_t, 16>;  // random, so that a recycled pid or fd number is never taken for the pool
+
+struct PoolHeader {
+  uint64_t magic = 0;
+  PoolToken token{};
+  int64_t slot_bytes = 0;
+  int64_t slots = 0;
+  int64_t extent_bytes = 0;
+  int64_t slots_offset = 0;           // of slot 0 in the file
+  std::atomic<int64_t> ready_slots{0};  // slots [0, ready) are up; only grows
+  std::atomic<uint32_t> generation{0};  // bumped at every change; what waiters sleep on (a futex)
+  std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, at the end or short of it
+};
+
+inline constexpr uint64_t kPoolMagic = 0x31304C4F4F504B46;  // "FKPOOL01", little-endian
+static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "shared between processes");
+
+// Wakes every waiter of every process that maps this header.
+void announce(PoolHeader& header);
+
+// Sleeps until `generation` is no longer `seen`, or `timeout_s` has passed. May wake early.
+void await_change(PoolHeader& header, uint32_t seen, double timeout_s);
+
+}  // namespace flexkv

@@ -1,0 +1,56 @@
+// The address range of a host pool: anonymous memory of this process, or a sealed memfd that others can map.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+// Unit: bytes. The huge page size of x86-64 and of arm64 with 4 KiB pages.
+inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+enum class PageSource {
+  kAnonymous,  // private; transparent huge pages by MADV_HUGEPAGE
+  kMemfd,      // shared; huge pages by touching, then MADV_COLLAPSE
+  kHugetlb,    // shared; reserved huge pages
+};
+
+class PoolMapping {
+ public:
+  // `bytes` of anonymous memory on a 2 MiB boundary. Throws CapacityError.
+  static PoolMapping anonymous(int64_t bytes, bool huge_pages);
+  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS): of reserved
+  // huge pages when all of it fits them and `huge_pages`, else of shared memory. Throws CapacityError.
+  static PoolMapping memfd(int64_t bytes, bool huge_pages);
+  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes the fd over, also when it throws. Throws
+  // ClosedError when it is another file, CapacityError when it cannot be mapped.
+  static PoolMapping of_fd(int fd, int64_t bytes, const std::string& what);
+
+  PoolMapping(PoolMapping&& other) noexcept;
+  PoolMapping& operator=(PoolMapping&&) = delete;
+  ~PoolMapping();
+
+  std::byte* base() const { return base_; }
+  int64_t bytes() const { return bytes_; }
+  int fd() const { return fd_; }
+  PageSource source() const { return source_; }
+
+  // Gives [offset, offset + bytes) its memory now. Throws CapacityError instead of leaving a SIGBUS for later.
+  void populate(int64_t offset, int64_t bytes);
+  // Makes touched 2 MiB at `offset` one huge page, if the kernel can. 0, or an errno.
+  int collapse(int64_t offset);
+  // Bytes of the mapping that this process maps by huge pages, as the kernel reports it.
+  int64_t huge_bytes() const;
+
+ private:
+  PoolMapping(std::byte* base, int64_t bytes, int fd, PageSource source)
+      : base_(base), bytes_(bytes), fd_(fd), source_(source) {}
+  static PoolMapping map(int64_t bytes, int fd, PageSource source);
+
+  std::byte* base_;
+  int64_t bytes_;
+  int fd_;
+  PageSource source_;
+};
+
+}  // namespace flexkv
