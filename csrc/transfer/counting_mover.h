@@ -1,0 +1,32 @@
+// Counts what a mover did, a kind at a time.
+#pragma once
+#include <array>
+#include <atomic>
+#include <memory>
+
+#include "transfer/page_mover.h"
+
+namespace flexkv {
+
+struct MoveCount {
+  int64_t moves = 0;   // calls that ended OK; a layerwise page is one call a layer
+  int64_t failed = 0;  // calls that did not
+  int64_t bytes = 0;   // of the calls that ended OK
+  double busy_s = 0;   // summed over threads
+};
+
+class CountingMover : public PageMover {
+ public:
+  explicit CountingMover(std::shared_ptr<PageMover> inner) : inner_(std::move(inner)) {}
+  MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
+  MoveCount count(OpKind kind) const;
+
+ private:
+  struct Cell {
+    std::atomic<int64_t> moves{0}, failed{0}, bytes{0}, busy_ns{0};
+  };
+  std::shared_ptr<PageMover> inner_;
+  std::array<Cell, kOpKinds> cells_;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,183 @@
+#include "transfer/engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "base/error.h"
+#include "transfer/host_lane.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: seconds. How long a destructor waits for pieces under way; one of 8 MiB takes about a millisecond.
+constexpr double kDestructorWaitS = 2.0;
+// Unit: threads. Beyond this host copies only contend for memory bandwidth.
+constexpr int32_t kMostCopyThreads = 64;
+// Unit: ops. Bounds one (kind, priority) queue's memory at some tens of MiB.
+constexpr int32_t kMostQueueOps = 1 << 20;
+
+EngineOptions checked(const EngineOptions& options) {
+  const auto require = [](const char* name, int32_t value, int32_t most) {
+    if (value >= 1 && value <= most) return;
+    throw ConfigError(std::string(name) + "=" + std::to_string(value) + ": must be in [1, " + std::to_string(most) +
+                      "]");
+  };
+  require("queue_ops", options.queue_ops, kMostQueueOps);
+  require("copy_threads", options.copy_threads, kMostCopyThreads);
+  return options;
+}
+
+std::string place(const OpSpec& op, size_t position) {
+  return "op " + std::to_string(op.op_id) + " (number " + std::to_string(position) + " of its graph)";
+}
+
+// Throws BlockRangeError unless every id lies in [low, high).
+void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, const char* what, const OpSpec& op,
+                 size_t position, const std::string& note) {
+  const auto bad = std::find_if(ids.begin(), ids.end(), [&](int32_t id) { return id < low || id >= high; });
+  if (bad == ids.end()) return;
+  throw BlockRangeError(std::string(what) + " " + std::to_string(*bad) + " at page " +
+                        std::to_string(bad - ids.begin()) + " of " + place(op, position) + ": allowed are [" +
+                        std::to_string(low) + ", " + std::to_string(high) + ")" + note);
+}
+
+template <typename Enum>
+bool in_range(Enum value, int count) {
+  return static_cast<int>(value) >= 0 && static_cast<int>(value) < count;
+}
+
+}  // namespace
+
+TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options)
+    : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
+      op_stuck_s_(options.op_stuck_s) {
+  // The lanes of GPUs, disks and remote stores join here.
+  lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
+  for (const auto& lane : lanes_) {
+    scheduler_->add_lane(lane);
+    kinds_ |= lane->kinds();
+  }
+  started_.resize(lanes_.size());
+}
+
+TransferEngine::~TransferEngine() {
+  if (close(kDestructorWaitS)) return;
+  for (const auto& lane : lanes_) lane->abandon();
+  if (watchdog_.joinable()) watchdog_.join();  // it never waits for a lane
+}
+
+void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
+                                 int64_t stripe_offset) {
+  if (pool->closed()) throw ClosedError("attach_view: the host pool of group " + std::to_string(group) + " was closed");
+  auto attached = std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset);
+  const std::lock_guard lock(views_mutex_);
+  if (scheduler_->closing()) throw ClosedError("attach_view: the transfer engine was closed");
+  if (!views_.emplace(group, std::move(attached)).second) {
+    throw ContractError("group " + std::to_string(group) + " has a view already: detach it first");
+  }
+}
+
+void TransferEngine::detach_view(int32_t group) {
+  const std::lock_guard lock(views_mutex_);
+  if (views_.erase(group) == 0) throw ContractError("group " + std::to_string(group) + " has no view");
+}
+
+void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
+  if (!in_range(op.kind, kOpKinds) || (kinds_ & kind_bit(op.kind)) == 0) {
+    throw ContractError(place(op, position) + ": no lane for " + to_string(op.kind) + " (" +
+                        std::to_string(static_cast<int>(op.kind)) + "); this engine has " + to_string_set(kinds_));
+  }
+  if (!in_range(op.priority, kPriorities)) {
+    throw ContractError(place(op, position) + ": priority " + std::to_string(static_cast<int>(op.priority)) +
+                        ": must be in [0, " + std::to_string(kPriorities) + ")");
+  }
+  if (view == nullptr) {
+    throw ContractError(place(op, position) + ": group " + std::to_string(op.group) + " has no view attached");
+  }
+  const size_t blocks = has_device_side(op.kind) ? op.slots.size() : 0;
+  if (op.blocks.size() != blocks) {
+    throw ContractError(place(op, position) + ": " + std::to_string(op.blocks.size()) + " blocks for " +
+                        std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
+                        std::to_string(blocks));
+  }
+  if (view->pool().closed()) {
+    throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) + " was closed");
+  }
+  check_range(op.blocks, view->view().first_block(), view->view().num_blocks(), "block", op, position, "");
+  const int64_t ready = view->pool().ready_slots();
+  const int64_t slots = view->pool().geometry().slots;
+  check_range(op.slots, 0, ready, "slot", op, position,
+              ready < slots ? " (ready), of " + std::to_string(slots) : std::string());
+}
+
+void TransferEngine::check_edges(const GraphSpec& graph) const {
+  for (const EdgeSpec& edge : graph.edges) {
+    const std::string name = "edge " + std::to_string(edge.before) + " -> " + std::to_string(edge.after);
+    if (edge.before < 0 || edge.after <= edge.before || static_cast<size_t>(edge.after) >= graph.ops.size()) {
+      throw ContractError(name + ": must lead forward between ops [0, " + std::to_string(graph.ops.size()) + ")");
+    }
+    if (!in_range(edge.kind, 2)) {
+      throw ContractError(name + ": kind " + std::to_string(static_cast<int>(edge.kind)) + ": must be 0 or 1");
+    }
+    const size_t before = graph.ops[static_cast<size_t>(edge.before)].slots.size();
+    const size_t after = graph.ops[static_cast<size_t>(edge.after)].slots.size();
+    if (edge.kind == EdgeKind::kStream && before != after) {
+      throw ContractError(name + ": a stream edge needs as many pages on both sides, given " + std::to_string(before) +
+                          " and " + std::to_string(after));
+    }
+  }
+}
+
+void TransferEngine::start_lanes(const GraphSpec& graph) {
+  KindSet used = 0;
+  for (const OpSpec& op : graph.ops) used |= kind_bit(op.kind);
+  const std::lock_guard lock(lifecycle_);
+  if (ended_) throw ClosedError("submit: the transfer engine was closed");
+  try {
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      if (started_[i] || (lanes_[i]->kinds() & used) == 0) continue;
+      lanes_[i]->start(scheduler_, static_cast<int32_t>(i));
+      started_[i] = true;
+    }
+    if (op_stuck_s_ > 0 && !watchdog_.joinable()) {
+      watchdog_ = std::thread([scheduler = scheduler_] { scheduler->watch(); });
+      pthread_setname_np(watchdog_.native_handle(), "flexkv-watch");
+    }
+  } catch (const std::system_error& error) {
+    throw CapacityError(std::string("submit: no thread for a lane: ") + error.what());
+  }
+}
+
+std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
+  std::vector<std::shared_ptr<const AttachedView>> views;
+  views.reserve(graph.ops.size());
+  {
+    const std::lock_guard lock(views_mutex_);
+    for (const OpSpec& op : graph.ops) {
+      const auto found = views_.find(op.group);
+      views.push_back(found == views_.end() ? nullptr : found->second);
+    }
+  }
+  if (scheduler_->closing()) throw ClosedError("submit: the transfer engine was closed");
+  for (size_t i = 0; i < graph.ops.size(); ++i) check_op(graph.ops[i], i, views[i].get());
+  check_edges(graph);
+  start_lanes(graph);
+  return scheduler_->submit(std::move(graph), views);
+}
+
+bool TransferEngine::close(double deadline_s) {
+  const auto deadline = deadline_in(deadline_s);
+  scheduler_->begin_close();
+  if (!scheduler_->wait_quiet(seconds_until(deadline))) return false;
+  const std::lock_guard lock(lifecycle_);
+  ended_ = true;
+  for (const auto& lane : lanes_) lane->join();
+  if (watchdog_.joinable()) watchdog_.join();
+  const std::lock_guard views_lock(views_mutex_);
+  views_.clear();
+  return true;
+}
+
+}  // namespace flexkv

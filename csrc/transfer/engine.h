@@ -1,0 +1,76 @@
+// The data plane: takes transfer graphs, checks them, has its lanes move the pages, and tells how each op ended.
+#pragma once
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transfer/host_pool.h"
+#include "transfer/lane.h"
+#include "transfer/op.h"
+#include "transfer/page_mover.h"
+#include "transfer/scheduler.h"
+
+namespace flexkv {
+
+struct EngineOptions {
+  int32_t queue_ops = 1024;  // places for each (kind, priority); held until an op's result is polled
+  int32_t copy_threads = 1;  // shared by both directions of host copies
+  double op_stuck_s = 30.0;  // a piece without progress for longer takes its lane down; <= 0: never
+};
+
+// All methods may be called from any thread.
+class TransferEngine {
+ public:
+  // Throws ConfigError for options out of range.
+  TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options);
+  // Closes. Threads whose bytes still move then go on alone, with the memory that they use.
+  ~TransferEngine();
+  TransferEngine(const TransferEngine&) = delete;
+  TransferEngine& operator=(const TransferEngine&) = delete;
+
+  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`. Throws GeometryError when it does
+  // not fit, ContractError when the group has a view.
+  void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
+                   int64_t stripe_offset);
+  // Ops in flight keep using the view. Throws ContractError for an unknown group.
+  void detach_view(int32_t group);
+
+  // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws before
+  // anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths), ClosedError.
+  std::optional<int64_t> submit(GraphSpec graph);
+  std::vector<OpResult> poll(size_t max_results) { return scheduler_->poll(max_results); }
+  int event_fd() const { return scheduler_->event_fd(); }
+  bool wait(int64_t ticket, double deadline_s) { return scheduler_->wait(ticket, deadline_s); }
+  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s) {
+    return scheduler_->wait_layer(ticket, layer, deadline_s);
+  }
+  int64_t cancel(int64_t ticket) { return scheduler_->cancel(ticket); }
+  std::vector<LaneState> lanes() const { return scheduler_->lanes(); }
+
+  // Cancels what is queued and waits for what moves. True: nothing moves, the threads have ended. False: something
+  // still does, and its memory must stay; call again. Results can be polled after it.
+  bool close(double deadline_s);
+
+ private:
+  void check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
+  void check_edges(const GraphSpec& graph) const;
+  void start_lanes(const GraphSpec& graph);
+
+  std::shared_ptr<Scheduler> scheduler_;  // shared with threads that may outlive this
+  std::vector<std::shared_ptr<Lane>> lanes_;
+  KindSet kinds_ = 0;
+  const double op_stuck_s_;
+  std::mutex lifecycle_;  // guards started_, watchdog_, ended_: starting and joining threads
+  std::vector<bool> started_;
+  std::thread watchdog_;
+  bool ended_ = false;
+  mutable std::mutex views_mutex_;
+  std::map<int32_t, std::shared_ptr<const AttachedView>> views_;
+};
+
+}  // namespace flexkv

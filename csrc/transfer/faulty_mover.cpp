@@ -1,0 +1,110 @@
+#include "transfer/faulty_mover.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "transfer/deadline.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: ops. More than any queue holds at once, so that an op in flight keeps its ordinal.
+constexpr size_t kRememberedOps = 16384;
+constexpr std::byte kDamage{0x5A};
+
+template <typename T, typename U>
+bool agrees(const std::optional<T>& wanted, const U& given) {
+  return !wanted || *wanted == given;
+}
+
+}  // namespace
+
+FaultyMover::FaultyMover(std::shared_ptr<PageMover> inner, std::vector<FaultRule> rules)
+    : inner_(std::move(inner)), rules_(std::move(rules)) {}
+
+std::optional<FaultRule> FaultyMover::match(const PageMove& page, int32_t layer_lo, int32_t layer_hi) {
+  auto [at, is_new] = ordinals_.try_emplace(page.op_id);
+  if (is_new) {
+    at->second = {ops_seen_++, ops_seen_of_[page.kind]++};
+  }
+  const auto [of_all, of_kind] = at->second;
+  if (ordinals_.size() > kRememberedOps) ordinals_.erase(ordinals_.begin());
+  for (FaultRule& rule : rules_) {
+    const bool layer_agrees = !rule.layer || (*rule.layer >= layer_lo && *rule.layer < layer_hi);
+    if (rule.times == 0 || !layer_agrees || !agrees(rule.kind, page.kind) ||
+        !agrees(rule.nth_op, rule.kind ? of_kind : of_all) || !agrees(rule.page, page.position) ||
+        !agrees(rule.block, page.block) || !agrees(rule.slot, page.slot)) {
+      continue;
+    }
+    if (rule.action == FaultAction::kStall && released_) continue;
+    if (rule.times > 0) --rule.times;
+    return rule;
+  }
+  return std::nullopt;
+}
+
+MoveResult FaultyMover::move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) {
+  std::unique_lock lock(mutex_);
+  ++calls_;
+  const std::optional<FaultRule> rule = match(page, layer_lo, layer_hi);
+  if (!rule) {
+    lock.unlock();
+    return inner_->move(page, layer_lo, layer_hi);
+  }
+  ++acted_;
+  if (rule->action == FaultAction::kFail) return {Status::kFailed, rule->reason};
+  if (rule->action == FaultAction::kStall) {
+    ++stalled_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return released_; });  // the one wait without a deadline: it plays a hung device
+    --stalled_;
+  }
+  lock.unlock();
+  if (rule->action == FaultAction::kDelay) std::this_thread::sleep_for(to_duration(rule->delay_s));
+  MoveResult result = inner_->move(page, layer_lo, layer_hi);
+  if (rule->action == FaultAction::kCorrupt && result.status == Status::kOk) {
+    corrupt(page, layer_lo, layer_hi, rule->corrupt_bytes);
+  }
+  return result;
+}
+
+void FaultyMover::corrupt(const PageMove& page, int32_t layer_lo, int32_t layer_hi, int64_t bytes) const {
+  int64_t left = bytes > 0 ? bytes : INT64_MAX;
+  for (const Segment& segment : page.view->segments(layer_lo, layer_hi)) {
+    std::byte* arrived = page.kind == OpKind::kH2D
+                             ? reinterpret_cast<std::byte*>(run_address(segment, page.block))
+                             : page.view->stripe(page.slot) + segment.page_offset;
+    const int64_t here = std::min(left, segment.run_bytes);
+    for (int64_t i = 0; i < here; ++i) arrived[i] ^= kDamage;
+    left -= here;
+    if (left == 0) return;
+  }
+}
+
+void FaultyMover::release() {
+  const std::lock_guard lock(mutex_);
+  released_ = true;
+  changed_.notify_all();
+}
+
+int64_t FaultyMover::calls() const {
+  const std::lock_guard lock(mutex_);
+  return calls_;
+}
+
+int64_t FaultyMover::stalled() const {
+  const std::lock_guard lock(mutex_);
+  return stalled_;
+}
+
+int64_t FaultyMover::acted() const {
+  const std::lock_guard lock(mutex_);
+  return acted_;
+}
+
+bool FaultyMover::wait_stalled(int64_t count, double deadline_s) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return stalled_ >= count; });
+}
+
+}  // namespace flexkv

@@ -1,0 +1,49 @@
+#include "transfer/host_lane.h"
+
+#include <pthread.h>
+
+#include <exception>
+
+namespace flexkv {
+namespace {
+
+MoveResult move_page(PageMover& mover, const Piece& piece, size_t index) {
+  try {
+    return mover.move(piece.page(index), piece.layer_lo(), piece.layer_hi());
+  } catch (const std::exception& error) {
+    return {Status::kFailed, error.what()};
+  }
+}
+
+void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMover>& mover, int32_t lane) {
+  std::vector<MoveResult> results;
+  while (const std::shared_ptr<Piece> piece = source->take(lane)) {
+    results.clear();
+    for (size_t i = 0; i < piece->positions().size(); ++i) {
+      results.push_back(move_page(*mover, *piece, i));
+      piece->touch();
+    }
+    source->finish(piece, results);
+  }
+}
+
+}  // namespace
+
+void HostLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
+  while (running_.size() < static_cast<size_t>(threads_)) {  // also after a start that ran out of threads
+    running_.emplace_back([source, mover = mover_, lane] { run(source, mover, lane); });
+    pthread_setname_np(running_.back().native_handle(), "flexkv-copy");
+  }
+}
+
+void HostLane::join() {
+  for (std::thread& thread : running_) thread.join();
+  running_.clear();
+}
+
+void HostLane::abandon() {
+  for (std::thread& thread : running_) thread.detach();
+  running_.clear();
+}
+
+}  // namespace flexkv

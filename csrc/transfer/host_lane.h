@@ -1,0 +1,30 @@
+// Copies pages of H2D and D2H ops on threads of this process, where the engine's pool is plain memory.
+#pragma once
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "transfer/lane.h"
+
+namespace flexkv {
+
+class HostLane : public Lane {
+ public:
+  // Both directions share `threads`, loads first: with few cores a second thread would only take the engine's.
+  HostLane(std::shared_ptr<PageMover> mover, int32_t threads) : mover_(std::move(mover)), threads_(threads) {}
+  ~HostLane() override { abandon(); }
+
+  const char* name() const override { return "host copy"; }
+  KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
+  int32_t concurrency() const override { return threads_; }
+  void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
+  void join() override;
+  void abandon() override;
+
+ private:
+  std::shared_ptr<PageMover> mover_;
+  int32_t threads_;
+  std::vector<std::thread> running_;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,78 @@
+// The border between the scheduler, which knows what may move, and the lanes, which move it.
+//
+// Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous device (a GPU
+// stream, an io_uring) keeps several pieces under way with try_take() and is woken by wake(). Priority, preemption,
+// cancel and deadlines are decided here once, for all of them.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transfer/deadline.h"
+#include "transfer/op_state.h"
+#include "transfer/page_mover.h"
+
+namespace flexkv {
+
+// Unit: bytes. What a lane takes at once: a waiting load gets in after at most this much of a store (~0.5 ms of host
+// copy, 0.2 ms of PCIe 5), while a take (~1 us) stays below 1 % of a piece.
+inline constexpr int64_t kSubBatchBytes = int64_t{8} << 20;
+
+// Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's memory stays
+// mapped until finish().
+class Piece {
+ public:
+  OpKind kind() const { return kind_; }
+  const std::vector<int32_t>& positions() const { return positions_; }
+  int32_t layer_lo() const { return layer_lo_; }
+  int32_t layer_hi() const { return layer_hi_; }
+  PageMove page(size_t index) const;
+  void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+
+ private:
+  friend class Scheduler;
+  std::shared_ptr<OpState> op_;
+  std::shared_ptr<const AttachedView> view_;
+  OpKind kind_ = OpKind::kH2D;
+  int32_t lane_ = 0;
+  int32_t layer_lo_ = 0;
+  int32_t layer_hi_ = 0;
+  std::vector<int32_t> positions_;
+  std::atomic<Clock::rep> last_moved_{0};
+  bool stuck_ = false;  // guarded by the scheduler's lock
+};
+
+class WorkSource {
+ public:
+  virtual ~WorkSource() = default;
+  // Blocks until there is a piece for lane `lane`; null when the engine is closing: the thread must then end.
+  virtual std::shared_ptr<Piece> take(int32_t lane) = 0;
+  // Null when there is none now.
+  virtual std::shared_ptr<Piece> try_take(int32_t lane) = 0;
+  // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be finished.
+  virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;
+};
+
+// Executes the ops of some kinds. Registered with the engine before the first submit.
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  virtual const char* name() const = 0;
+  virtual KindSet kinds() const = 0;
+  // Pieces that can be under way at once: when as many are stuck, nothing else of this lane can move either.
+  virtual int32_t concurrency() const = 0;
+  // Called once, when the first op of these kinds is submitted: threads are started here, not before. What they use
+  // they must own (`source` too): they may outlive the lane object when a device hangs for good.
+  virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
+  // There may be a piece to try_take(). Called under the scheduler's lock: only signal.
+  virtual void wake() {}
+  // After take() has returned null and no piece is under way: joins the threads.
+  virtual void join() = 0;
+  // Instead of join() when pieces are stuck: lets the threads go on alone.
+  virtual void abandon() = 0;
+};
+
+}  // namespace flexkv

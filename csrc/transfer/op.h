@@ -1,0 +1,76 @@
+// What callers hand in and get back; the native twins of flexkv/transfer/graph.py, with the same numbers.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace flexkv {
+
+enum class OpKind : int32_t {
+  kH2D = 0,
+  kD2H = 1,
+  kDiskRead = 2,
+  kDiskWrite = 3,
+  kRemoteGet = 4,
+  kRemotePut = 5,
+  kGdsRead = 6,
+  kGdsWrite = 7,
+  kDrop = 8,
+};
+inline constexpr int kOpKinds = 9;
+const char* to_string(OpKind kind);
+
+// A set of kinds, one bit each.
+using KindSet = uint32_t;
+constexpr KindSet kind_bit(OpKind kind) { return KindSet{1} << static_cast<int>(kind); }
+std::string to_string_set(KindSet kinds);
+
+// Whether ops of this kind read or write the engine's blocks.
+constexpr bool has_device_side(OpKind kind) {
+  constexpr KindSet device =
+      kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite);
+  return (device & kind_bit(kind)) != 0;
+}
+
+// Lower runs first.
+enum class Priority : int32_t { kLoad = 0, kDelete = 1, kStore = 2 };
+inline constexpr int kPriorities = 3;
+
+enum class EdgeKind : int32_t {
+  kBarrier = 0,  // `after` starts when every page of `before` ended OK
+  kStream = 1,   // page i of `after` may start when page i of `before` ended OK
+};
+
+struct OpSpec {
+  int64_t op_id = 0;
+  OpKind kind = OpKind::kH2D;
+  int32_t group = 0;
+  Priority priority = Priority::kLoad;
+  std::vector<int32_t> blocks;  // as many as slots, or none for a kind without a device side
+  std::vector<int32_t> slots;
+  bool layerwise = false;
+};
+
+struct EdgeSpec {
+  int32_t before = 0;
+  int32_t after = 0;
+  EdgeKind kind = EdgeKind::kBarrier;
+};
+
+struct GraphSpec {
+  std::vector<OpSpec> ops;
+  std::vector<EdgeSpec> edges;
+};
+
+// The terminal result of one op.
+struct OpResult {
+  int64_t op_id = 0;
+  int64_t ticket = 0;
+  Status status = Status::kOk;
+  std::vector<int32_t> failed;  // positions of pages that must not be used, ascending
+  std::string reason;
+};
+
+}  // namespace flexkv

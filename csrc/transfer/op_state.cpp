@@ -1,0 +1,117 @@
+#include "transfer/op_state.h"
+
+#include <algorithm>
+
+namespace flexkv {
+
+OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view)
+    : effective_priority(spec.priority),
+      spec_(std::move(spec)),
+      ticket_(ticket),
+      sequence_(sequence),
+      view_(std::move(view)),
+      layers_(view_ ? view_->view().num_layers() : 1),
+      states_(spec_.slots.size(), PageState::kWaiting) {
+  const size_t stages = spec_.layerwise ? static_cast<size_t>(layers_) : 1;
+  if (stages > 1) stage_.assign(states_.size(), 0);
+  ready_.resize(stages);
+  open_pages_ = pages();
+  left_.assign(stages, pages());
+}
+
+std::pair<int32_t, int32_t> OpState::layers_of(int32_t stage) const {
+  if (stages() == 1) return {0, layers_};
+  return {stage, stage + 1};
+}
+
+bool OpState::stage_done(int32_t stage) const {
+  return left_[static_cast<size_t>(std::min(stage, stages() - 1))] == 0;
+}
+
+void OpState::make_ready(int32_t page) {
+  const auto at = static_cast<size_t>(page);
+  states_[at] = PageState::kReady;
+  const int32_t stage = stage_.empty() ? 0 : stage_[at];
+  ready_[static_cast<size_t>(stage)].pages.push_back(page);
+  lowest_ready_ = ready_pages_ == 0 ? stage : std::min(lowest_ready_, stage);
+  ++ready_pages_;
+}
+
+std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
+  while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
+  const int32_t stage = lowest_ready_;
+  ReadyList& list = ready_[static_cast<size_t>(stage)];
+  const int64_t page_bytes = !view_            ? 1
+                             : stages() == 1   ? view_->view().stripe_bytes()
+                                               : view_->layer_bytes(stage);
+  const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
+  const size_t count = std::min(most, list.pages.size() - list.head);
+  const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);
+  std::vector<int32_t> taken(begin, begin + static_cast<std::ptrdiff_t>(count));
+  list.head += count;
+  if (list.empty()) list = {};
+  for (const int32_t page : taken) states_[static_cast<size_t>(page)] = PageState::kMoving;
+  ready_pages_ -= static_cast<int32_t>(count);
+  moving_pages_ += static_cast<int32_t>(count);
+  issued_ = true;
+  return {stage, std::move(taken)};
+}
+
+bool OpState::advance(int32_t page) {
+  const auto at = static_cast<size_t>(page);
+  --moving_pages_;
+  const int32_t stage = stage_.empty() ? 0 : stage_[at]++;
+  const bool done = --left_[static_cast<size_t>(stage)] == 0;
+  if (stage + 1 < stages()) {
+    make_ready(page);
+  } else {
+    states_[at] = PageState::kOk;
+    --open_pages_;
+  }
+  return done;
+}
+
+void OpState::fail(int32_t page, PageState end, const std::string& reason) {
+  const auto at = static_cast<size_t>(page);
+  const int32_t stage = stage_.empty() ? 0 : stage_[at];
+  if (states_[at] == PageState::kMoving) --moving_pages_;
+  if (states_[at] == PageState::kReady) {
+    std::vector<int32_t>& list = ready_[static_cast<size_t>(stage)].pages;
+    // Whole ops are dropped from the last page on, so that what is looked for is at the end.
+    const auto found = std::find(list.rbegin(), list.rend(), page);
+    list.erase(std::next(found).base());
+    --ready_pages_;
+  }
+  states_[at] = end;
+  --open_pages_;
+  for (auto later = static_cast<size_t>(stage); later < left_.size(); ++later) --left_[later];
+  if (reason_.empty()) reason_ = reason;
+}
+
+std::vector<int32_t> OpState::failed_pages() const {
+  std::vector<int32_t> failed;
+  for (int32_t page = 0; page < pages(); ++page) {
+    if (state(page) > PageState::kOk) failed.push_back(page);
+  }
+  return failed;
+}
+
+void OpState::fail_empty(PageState end, const std::string& reason) {
+  empty_end_ = end;
+  reason_ = reason;
+}
+
+OpResult OpState::result() const {
+  OpResult result{spec_.op_id, ticket_, Status::kOk, failed_pages(), reason_};
+  const PageState end = pages() == 0 ? empty_end_ : states_.front();
+  if (pages() == 0 ? end == PageState::kOk : result.failed.empty()) return result;
+  result.status = Status::kFailed;
+  const bool uniform = std::all_of(states_.begin(), states_.end(), [&](PageState state) { return state == end; });
+  if (issued_ || !uniform) return result;
+  if (end == PageState::kCancelled) result.status = Status::kCancelled;
+  if (end == PageState::kSkipped) result.status = Status::kSkipped;
+  if (end == PageState::kLaneDown) result.status = Status::kLaneDown;
+  return result;
+}
+
+}  // namespace flexkv

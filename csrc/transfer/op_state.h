@@ -1,0 +1,101 @@
+// How far one op has got, page by page. No lock, no threads: the scheduler's lock guards it.
+//
+// A page goes through stages: one for each layer when the op is layerwise, else a single one of all layers.
+#pragma once
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transfer/attached_view.h"
+#include "transfer/op.h"
+
+namespace flexkv {
+
+enum class PageState : uint8_t {
+  kWaiting,  // for predecessors
+  kReady,    // to be taken by a lane, at its current stage
+  kMoving,   // its bytes may be moving
+  kOk,
+  kFailed,
+  kCancelled,
+  kSkipped,
+  kLaneDown,
+};
+constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
+
+class OpState : public std::enable_shared_from_this<OpState> {
+ public:
+  // `view` may be null only for a kind without a device side.
+  OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view);
+
+  const OpSpec& spec() const { return spec_; }
+  int64_t ticket() const { return ticket_; }
+  uint64_t sequence() const { return sequence_; }
+  const std::shared_ptr<const AttachedView>& view() const { return view_; }
+  int32_t pages() const { return static_cast<int32_t>(states_.size()); }
+  int32_t stages() const { return static_cast<int32_t>(left_.size()); }
+  int32_t layers() const { return layers_; }
+  // The layers of one stage, [lo, hi).
+  std::pair<int32_t, int32_t> layers_of(int32_t stage) const;
+
+  PageState state(int32_t page) const { return states_[static_cast<size_t>(page)]; }
+  bool has_ready() const { return ready_pages_ > 0; }
+  int32_t moving_pages() const { return moving_pages_; }
+  bool all_settled() const { return open_pages_ == 0; }
+  bool issued() const { return issued_; }
+  // Whether every page has passed (or will never pass) this stage; later stages count for ops with fewer.
+  bool stage_done(int32_t stage) const;
+
+  // kWaiting -> kReady.
+  void make_ready(int32_t page);
+  // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition: has_ready().
+  std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
+  // kMoving -> kReady for its next stage, or kOk after the last. Returns whether that stage is done now.
+  bool advance(int32_t page);
+  // Any open state -> `end`, one of the bad ones. The first reason given is the op's.
+  void fail(int32_t page, PageState end, const std::string& reason);
+
+  // How an op without pages ended that was not let run.
+  void fail_empty(PageState end, const std::string& reason);
+
+  // Precondition: all_settled(). CANCELLED, SKIPPED and LANE_DOWN only if no byte of any page moved.
+  OpResult result() const;
+  std::vector<int32_t> failed_pages() const;
+  // Lets go of the memory that the op could touch. Precondition: all_settled().
+  void release_view() { view_.reset(); }
+
+  // Predecessors of each kind that have not ended, and what waits for this op; kept by the scheduler.
+  int32_t waiting_barriers = 0;
+  std::vector<int32_t> waiting_streams;  // a page, empty when there are no stream edges
+  std::vector<std::pair<OpState*, EdgeKind>> successors;
+  Priority effective_priority = Priority::kLoad;
+  bool cancelled = false;
+  bool ended = false;
+
+ private:
+  struct ReadyList {
+    std::vector<int32_t> pages;
+    size_t head = 0;
+    bool empty() const { return head == pages.size(); }
+  };
+
+  OpSpec spec_;
+  int64_t ticket_;
+  uint64_t sequence_;
+  std::shared_ptr<const AttachedView> view_;
+  int32_t layers_ = 0;
+  std::vector<PageState> states_;
+  std::vector<int32_t> stage_;    // a page, only when there are several stages
+  std::vector<ReadyList> ready_;  // a stage
+  std::vector<int32_t> left_;     // a stage: pages that have not passed it
+  int32_t lowest_ready_ = 0;      // no stage below has a ready page
+  int32_t ready_pages_ = 0;
+  int32_t moving_pages_ = 0;
+  int32_t open_pages_ = 0;
+  bool issued_ = false;
+  PageState empty_end_ = PageState::kOk;
+  std::string reason_;
+};
+
+}  // namespace flexkv

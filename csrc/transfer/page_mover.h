@@ -1,0 +1,35 @@
+// Moves the bytes of one page. Movers are composed: a fault injector around a counter around the real one.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "transfer/attached_view.h"
+#include "transfer/op.h"
+
+namespace flexkv {
+
+// Page `position` of op `op_id`: blocks[position] <-> slots[position].
+struct PageMove {
+  int64_t op_id = 0;
+  OpKind kind = OpKind::kH2D;
+  int32_t position = 0;
+  int32_t block = 0;
+  int32_t slot = 0;
+  const AttachedView* view = nullptr;
+};
+
+struct MoveResult {
+  Status status = Status::kOk;
+  std::string reason;  // for a person; empty when OK
+};
+
+class PageMover {
+ public:
+  virtual ~PageMover() = default;
+  // Moves layers [layer_lo, layer_hi) and returns when their last byte has moved, or when none will any more.
+  // Called from several threads at once, never for the same page at once. What it throws is a failed page.
+  virtual MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) = 0;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,134 @@
+// Which page may move next, and how each op ended. One lock guards everything here; no byte moves under it.
+#pragma once
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "transfer/lane.h"
+#include "transfer/op_state.h"
+
+namespace flexkv {
+
+// Unit: pieces. After this many pieces of loads in a row that a waiting store (or delete) had to let pass, it gets
+// one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
+inline constexpr int32_t kPiecesBeforeAged = 16;
+// Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
+inline constexpr size_t kRememberedGraphs = 256;
+
+struct LayerWait {
+  bool in_time = false;  // false: the deadline passed, the ops go on
+  std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;  // (op id, positions), of ops that have any
+};
+
+struct LaneState {
+  OpKind kind = OpKind::kH2D;
+  std::string lane;
+  bool up = true;
+  std::string reason;           // why it is down
+  int64_t open_ops = 0;         // not ended
+  int64_t held_places = 0;      // not ended, or ended and not polled
+  std::vector<int64_t> stuck;   // op ids whose bytes may still move though the lane is down
+};
+
+class Scheduler : public WorkSource {
+ public:
+  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no piece is ever held to be stuck.
+  Scheduler(int32_t queue_ops, double op_stuck_s);
+  ~Scheduler() override;
+
+  // Lanes, in order of their number; before the first submit.
+  void add_lane(std::shared_ptr<Lane> lane);
+  KindSet kinds() const;
+
+  // Takes a graph that the engine has checked: `views[i]` is the view of op i. A ticket, or nothing when the queue
+  // places it needs are not free. Throws ClosedError, or ContractError when an op id is in flight already.
+  std::optional<int64_t> submit(GraphSpec graph, const std::vector<std::shared_ptr<const AttachedView>>& views);
+  std::vector<OpResult> poll(size_t max_results);
+  // Throw ContractError for a ticket that was never given; wait_layer also for one forgotten.
+  bool wait(int64_t ticket, double deadline_s);
+  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
+  // Drops what no lane has taken. Returns how many pages that were.
+  int64_t cancel(int64_t ticket);
+
+  // Readable exactly while results wait to be polled.
+  int event_fd() const { return event_fd_; }
+  std::vector<LaneState> lanes() const;
+
+  // Refuses submits, cancels what is queued, lets lanes' take() return null. Idempotent.
+  void begin_close();
+  // Whether no piece is under way any more, within the deadline.
+  bool wait_quiet(double deadline_s);
+  bool closing() const;
+
+  // Takes lanes down whose pieces have not moved for `op_stuck_s`, until close. The watchdog thread's whole life: it
+  // sleeps while nothing moves.
+  void watch();
+
+  std::shared_ptr<Piece> take(int32_t lane) override;
+  std::shared_ptr<Piece> try_take(int32_t lane) override;
+  void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) override;
+
+ private:
+  struct Graph {
+    std::vector<std::shared_ptr<OpState>> ops;
+    size_t open = 0;
+    size_t unpolled = 0;
+  };
+  struct KindQueue {
+    int32_t lane = -1;
+    std::array<std::map<uint64_t, OpState*>, kPriorities> runnable;  // by age: ops with a ready page
+    std::array<int32_t, kPriorities> places{};
+    std::map<uint64_t, OpState*> open;  // not ended
+    bool up = true;
+    std::string down_reason;
+  };
+  struct LaneEntry {
+    std::shared_ptr<Lane> lane;
+    std::condition_variable work;
+    int32_t idle = 0;   // threads asleep in take()
+    int32_t woken = 0;  // of these, how many have been notified and not run yet
+    int32_t urgent_streak = 0;
+  };
+
+  KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
+  void require_given(int64_t ticket, const char* what) const;
+  bool places_free(const GraphSpec& graph) const;
+  void start_if_free(OpState& op);
+  bool make_ready(OpState& op, int32_t page);
+  void update_runnable(OpState& op);
+  void end_page(OpState& op, int32_t page, PageState end, const std::string& reason);
+  void end_all_pages(OpState& op, PageState end, const std::string& reason);
+  void page_arrived(OpState& op, int32_t page);
+  void settle(OpState& op);
+  OpState* pick(LaneEntry& entry);
+  std::shared_ptr<Piece> take_locked(int32_t lane);
+  void take_down(OpKind kind, const std::string& reason);
+
+  const int32_t queue_ops_;
+  const double op_stuck_s_;
+  const int event_fd_;
+  mutable std::mutex mutex_;
+  std::condition_variable progress_;   // an op ended, a layer was done, a piece was finished
+  std::condition_variable watchdog_;   // a piece is under way where none was, or closing
+  std::vector<std::unique_ptr<LaneEntry>> lanes_;
+  std::array<KindQueue, kOpKinds> queues_;
+  std::map<int64_t, Graph> graphs_;
+  std::deque<int64_t> remembered_;  // tickets of graphs ended and polled, oldest first
+  std::unordered_set<int64_t> op_ids_;
+  std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
+  std::set<std::shared_ptr<Piece>> moving_;
+  int64_t next_ticket_ = 1;
+  uint64_t next_sequence_ = 1;
+  bool watchdog_idle_ = false;
+  bool closing_ = false;
+};
+
+}  // namespace flexkv
