@@ -5,5 +5,7 @@
 namespace flexkv {
 
 void bind_layout(pybind11::module_& m);
+void bind_pool(pybind11::module_& m);
+void bind_transfer(pybind11::module_& m);
 
 }  // namespace flexkv

@@ -39,4 +39,6 @@ PYBIND11_MODULE(c_ext, m) {
         "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
   flexkv::bind_errors(m);
   flexkv::bind_layout(m);
+  flexkv::bind_pool(m);
+  flexkv::bind_transfer(m);
 }

@@ -11,10 +11,10 @@ AttachedView::AttachedView(int32_t group, std::shared_ptr<const KvView> view, st
   const int64_t slot_bytes = pool_->geometry().slot_bytes;
   if (stripe_offset_ < 0 || stripe_offset_ % kIoAlignBytes != 0 ||
       view_->stripe_bytes() > slot_bytes - stripe_offset_) {
-    throw GeometryError("group " + std::to_string(group_) + ": a stripe of " + std::to_string(view_->stripe_bytes()) +
-                        " bytes at offset " + std::to_string(stripe_offset_) +
-                        " must lie in the pool's slots of " + std::to_string(slot_bytes) + " bytes, at a multiple of " +
-                        std::to_string(kIoAlignBytes));
+    throw GeometryError(
+        "group " + std::to_string(group_) + ": a stripe of " + std::to_string(view_->stripe_bytes()) +
+        " bytes at offset " + std::to_string(stripe_offset_) + " must lie in the pool's slots of " +
+        std::to_string(slot_bytes) + " bytes, at a multiple of " + std::to_string(kIoAlignBytes));
   }
   layer_begin_.push_back(0);
   for (int32_t layer = 0; layer < view_->num_layers(); ++layer) {

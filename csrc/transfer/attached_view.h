@@ -1,4 +1,5 @@
-// A KV group as the engine moves it: the rank's view of the engine's pool, and its stripe in the host pool's slots.
+// A KV group as the engine moves it: the rank's view of the engine's pool, and its stripe in the host pool's
+// slots.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,8 +26,8 @@ class AttachedView {
   int64_t layer_bytes(int32_t layer) const { return layer_bytes_[static_cast<size_t>(layer)]; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }
-  // What a copy of layers [lo, hi) loops over: prepared for all layers and for each single one, else the layers' own
-  // segments one after the other.
+  // What a copy of layers [lo, hi) loops over: prepared for all layers and for each single one, else the
+  // layers' own segments one after the other.
   std::span<const Segment> segments(int32_t lo, int32_t hi) const;
 
  private:
@@ -34,8 +35,8 @@ class AttachedView {
   std::shared_ptr<const KvView> view_;
   std::shared_ptr<HostPool> pool_;
   int64_t stripe_offset_;
-  std::vector<Segment> by_layer_;      // segments of layer 0, then of layer 1, ...
-  std::vector<size_t> layer_begin_;    // into by_layer_, num_layers + 1 entries
+  std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, ...
+  std::vector<size_t> layer_begin_;  // into by_layer_, num_layers + 1 entries
   std::vector<int64_t> layer_bytes_;
 };
 

@@ -1,7 +1,6 @@
-#include "transfer/cuda_device.h"
-
 #include <cuda_runtime.h>
 
+#include "transfer/cuda_device.h"
 #include "transfer/registrar.h"
 
 namespace flexkv {
@@ -19,7 +18,8 @@ class CudaRegistrar : public Registrar {
   }
 
   void remove(void* base) override {
-    if (cudaHostUnregister(base) != cudaSuccess) cudaGetLastError();  // at exit the driver may be gone already
+    if (cudaHostUnregister(base) != cudaSuccess)
+      cudaGetLastError();  // at exit the driver may be gone already
   }
 
  private:

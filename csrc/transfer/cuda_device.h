@@ -1,4 +1,5 @@
-// What this build and this machine have of CUDA. Asking is safe everywhere: nothing is started where there is none.
+// What this build and this machine have of CUDA. Asking is safe everywhere: nothing is started where there is
+// none.
 #pragma once
 #include <string>
 

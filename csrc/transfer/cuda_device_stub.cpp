@@ -13,7 +13,9 @@ class NoRegistrar : public Registrar {
 
 }  // namespace
 
-CudaInfo cuda_info() { return {.built = false, .driver_version = 0, .device_count = 0, .reason = "built without CUDA"}; }
+CudaInfo cuda_info() {
+  return {.built = false, .driver_version = 0, .device_count = 0, .reason = "built without CUDA"};
+}
 
 std::shared_ptr<Registrar> cuda_registrar() { return std::make_shared<NoRegistrar>(); }
 

@@ -21,8 +21,8 @@ constexpr int32_t kMostQueueOps = 1 << 20;
 EngineOptions checked(const EngineOptions& options) {
   const auto require = [](const char* name, int32_t value, int32_t most) {
     if (value >= 1 && value <= most) return;
-    throw ConfigError(std::string(name) + "=" + std::to_string(value) + ": must be in [1, " + std::to_string(most) +
-                      "]");
+    throw ConfigError(std::string(name) + "=" + std::to_string(value) + ": must be in [1, " +
+                      std::to_string(most) + "]");
   };
   require("queue_ops", options.queue_ops, kMostQueueOps);
   require("copy_threads", options.copy_threads, kMostCopyThreads);
@@ -34,8 +34,8 @@ std::string place(const OpSpec& op, size_t position) {
 }
 
 // Throws BlockRangeError unless every id lies in [low, high).
-void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, const char* what, const OpSpec& op,
-                 size_t position, const std::string& note) {
+void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, const char* what,
+                 const OpSpec& op, size_t position, const std::string& note) {
   const auto bad = std::find_if(ids.begin(), ids.end(), [&](int32_t id) { return id < low || id >= high; });
   if (bad == ids.end()) return;
   throw BlockRangeError(std::string(what) + " " + std::to_string(*bad) + " at page " +
@@ -68,10 +68,12 @@ TransferEngine::~TransferEngine() {
   if (watchdog_.joinable()) watchdog_.join();  // it never waits for a lane
 }
 
-void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
-                                 int64_t stripe_offset) {
-  if (pool->closed()) throw ClosedError("attach_view: the host pool of group " + std::to_string(group) + " was closed");
-  auto attached = std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset);
+void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view,
+                                 std::shared_ptr<HostPool> pool, int64_t stripe_offset) {
+  if (pool->closed())
+    throw ClosedError("attach_view: the host pool of group " + std::to_string(group) + " was closed");
+  auto attached =
+      std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset);
   const std::lock_guard lock(views_mutex_);
   if (scheduler_->closing()) throw ClosedError("attach_view: the transfer engine was closed");
   if (!views_.emplace(group, std::move(attached)).second) {
@@ -87,14 +89,16 @@ void TransferEngine::detach_view(int32_t group) {
 void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
   if (!in_range(op.kind, kOpKinds) || (kinds_ & kind_bit(op.kind)) == 0) {
     throw ContractError(place(op, position) + ": no lane for " + to_string(op.kind) + " (" +
-                        std::to_string(static_cast<int>(op.kind)) + "); this engine has " + to_string_set(kinds_));
+                        std::to_string(static_cast<int>(op.kind)) + "); this engine has " +
+                        to_string_set(kinds_));
   }
   if (!in_range(op.priority, kPriorities)) {
     throw ContractError(place(op, position) + ": priority " + std::to_string(static_cast<int>(op.priority)) +
                         ": must be in [0, " + std::to_string(kPriorities) + ")");
   }
   if (view == nullptr) {
-    throw ContractError(place(op, position) + ": group " + std::to_string(op.group) + " has no view attached");
+    throw ContractError(place(op, position) + ": group " + std::to_string(op.group) +
+                        " has no view attached");
   }
   const size_t blocks = has_device_side(op.kind) ? op.slots.size() : 0;
   if (op.blocks.size() != blocks) {
@@ -103,7 +107,8 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
                         std::to_string(blocks));
   }
   if (view->pool().closed()) {
-    throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) + " was closed");
+    throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) +
+                      " was closed");
   }
   check_range(op.blocks, view->view().first_block(), view->view().num_blocks(), "block", op, position, "");
   const int64_t ready = view->pool().ready_slots();
@@ -116,16 +121,18 @@ void TransferEngine::check_edges(const GraphSpec& graph) const {
   for (const EdgeSpec& edge : graph.edges) {
     const std::string name = "edge " + std::to_string(edge.before) + " -> " + std::to_string(edge.after);
     if (edge.before < 0 || edge.after <= edge.before || static_cast<size_t>(edge.after) >= graph.ops.size()) {
-      throw ContractError(name + ": must lead forward between ops [0, " + std::to_string(graph.ops.size()) + ")");
+      throw ContractError(name + ": must lead forward between ops [0, " + std::to_string(graph.ops.size()) +
+                          ")");
     }
     if (!in_range(edge.kind, 2)) {
-      throw ContractError(name + ": kind " + std::to_string(static_cast<int>(edge.kind)) + ": must be 0 or 1");
+      throw ContractError(name + ": kind " + std::to_string(static_cast<int>(edge.kind)) +
+                          ": must be 0 or 1");
     }
     const size_t before = graph.ops[static_cast<size_t>(edge.before)].slots.size();
     const size_t after = graph.ops[static_cast<size_t>(edge.after)].slots.size();
     if (edge.kind == EdgeKind::kStream && before != after) {
-      throw ContractError(name + ": a stream edge needs as many pages on both sides, given " + std::to_string(before) +
-                          " and " + std::to_string(after));
+      throw ContractError(name + ": a stream edge needs as many pages on both sides, given " +
+                          std::to_string(before) + " and " + std::to_string(after));
     }
   }
 }

@@ -1,4 +1,5 @@
-// The data plane: takes transfer graphs, checks them, has its lanes move the pages, and tells how each op ended.
+// The data plane: takes transfer graphs, checks them, has its lanes move the pages, and tells how each op
+// ended.
 #pragma once
 #include <atomic>
 #include <map>
@@ -33,15 +34,16 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`. Throws GeometryError when it does
-  // not fit, ContractError when the group has a view.
+  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`. Throws GeometryError when
+  // it does not fit, ContractError when the group has a view.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset);
   // Ops in flight keep using the view. Throws ContractError for an unknown group.
   void detach_view(int32_t group);
 
-  // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws before
-  // anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths), ClosedError.
+  // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws
+  // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths),
+  // ClosedError.
   std::optional<int64_t> submit(GraphSpec graph);
   std::vector<OpResult> poll(size_t max_results) { return scheduler_->poll(max_results); }
   int event_fd() const { return scheduler_->event_fd(); }
@@ -52,8 +54,8 @@ class TransferEngine {
   int64_t cancel(int64_t ticket) { return scheduler_->cancel(ticket); }
   std::vector<LaneState> lanes() const { return scheduler_->lanes(); }
 
-  // Cancels what is queued and waits for what moves. True: nothing moves, the threads have ended. False: something
-  // still does, and its memory must stay; call again. Results can be polled after it.
+  // Cancels what is queued and waits for what moves. True: nothing moves, the threads have ended. False:
+  // something still does, and its memory must stay; call again. Results can be polled after it.
   bool close(double deadline_s);
 
  private:

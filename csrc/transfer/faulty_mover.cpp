@@ -56,7 +56,8 @@ MoveResult FaultyMover::move(const PageMove& page, int32_t layer_lo, int32_t lay
   if (rule->action == FaultAction::kStall) {
     ++stalled_;
     changed_.notify_all();
-    changed_.wait(lock, [&] { return released_; });  // the one wait without a deadline: it plays a hung device
+    changed_.wait(lock,
+                  [&] { return released_; });  // the one wait without a deadline: it plays a hung device
     --stalled_;
   }
   lock.unlock();

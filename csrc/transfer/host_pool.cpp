@@ -22,7 +22,8 @@ namespace {
 
 // Unit: nice levels. Touching memory competes with the engine's own start; it may take its time.
 constexpr int kBringUpNice = 10;
-// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs: small steps.
+// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs: small
+// steps.
 constexpr int64_t kPopulateStepBytes = kHugePageBytes;
 // Unit: seconds. How often an attached pool's follower looks for its own close besides being woken.
 constexpr double kFollowerWaitS = 1.0;
@@ -40,7 +41,8 @@ void check(const PoolGeometry& g) {
     throw GeometryError("extent_bytes=" + std::to_string(g.extent_bytes) + ": must be in [slot_bytes=" +
                         std::to_string(g.slot_bytes) + ", " + std::to_string(kMaxExtentBytes) + "]");
   }
-  const int64_t most = (int64_t{1} << 46) / g.slot_bytes;  // half of the user address space, so that sums cannot wrap
+  const int64_t most =
+      (int64_t{1} << 46) / g.slot_bytes;  // half of the user address space, so that sums cannot wrap
   if (g.slots < 1 || g.slots > std::min<int64_t>(most, INT32_MAX)) {
     throw GeometryError("slots=" + std::to_string(g.slots) + ": must be in [1, " +
                         std::to_string(std::min<int64_t>(most, INT32_MAX)) + "]");
@@ -78,7 +80,8 @@ PoolToken random_token() {
 // Pools of this process by token, so that attaching at home gives the pool itself.
 std::mutex registry_mutex;
 std::map<PoolToken, std::weak_ptr<HostPool>>& registry() {
-  static auto* pools = new std::map<PoolToken, std::weak_ptr<HostPool>>();  // never destroyed: outlives all pools
+  static auto* pools =
+      new std::map<PoolToken, std::weak_ptr<HostPool>>();  // never destroyed: outlives all pools
   return *pools;
 }
 
@@ -91,8 +94,9 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, bool sh
   const int64_t header_bytes = shared ? alignment(geometry) : 0;
   const bool reserved = shared && huge_pages && free_hugetlb_bytes() >= span.bytes + header_bytes;
   if (!reserved) {  // reserved huge pages are not in MemAvailable
-    require_memory(span.bytes + header_bytes, "host pool of " + std::to_string(geometry.slots) + " slots of " +
-                                                  std::to_string(geometry.slot_bytes) + " bytes");
+    require_memory(span.bytes + header_bytes, "host pool of " + std::to_string(geometry.slots) +
+                                                  " slots of " + std::to_string(geometry.slot_bytes) +
+                                                  " bytes");
   }
   PoolMapping mapping = shared ? PoolMapping::memfd(span.bytes + header_bytes, huge_pages)
                                : PoolMapping::anonymous(span.bytes, huge_pages);
@@ -136,12 +140,11 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shar
   const Span span = span_of(address.geometry);
   const PoolGeometry found{header->slot_bytes, header->slots, header->extent_bytes};
   if (found != address.geometry || header->slots_offset + span.bytes > address.file_bytes) {
-    throw GeometryError(what + ": it has " + std::to_string(found.slots) + " slots of " +
-                        std::to_string(found.slot_bytes) + " bytes in extents of " +
-                        std::to_string(found.extent_bytes) + ", expected " +
-                        std::to_string(address.geometry.slots) + " of " +
-                        std::to_string(address.geometry.slot_bytes) + " in " +
-                        std::to_string(address.geometry.extent_bytes));
+    throw GeometryError(
+        what + ": it has " + std::to_string(found.slots) + " slots of " + std::to_string(found.slot_bytes) +
+        " bytes in extents of " + std::to_string(found.extent_bytes) + ", expected " +
+        std::to_string(address.geometry.slots) + " of " + std::to_string(address.geometry.slot_bytes) +
+        " in " + std::to_string(address.geometry.extent_bytes));
   }
   std::shared_ptr<HostPool> pool(
       new HostPool(address.geometry, std::move(mapping), true, false, std::move(registrar)));
@@ -177,7 +180,8 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
   }
   slots_base_ = mapping_.base() + header_->slots_offset;
   for (int64_t i = 0; i < extents(); ++i) {
-    reports_.push_back({.index = i, .bytes = extent_bytes(i), .pages_kind = attached_ ? "attached" : "pending"});
+    reports_.push_back(
+        {.index = i, .bytes = extent_bytes(i), .pages_kind = attached_ ? "attached" : "pending"});
   }
 }
 
@@ -188,9 +192,7 @@ HostPool::~HostPool() {
   }
 }
 
-int64_t HostPool::extents() const {
-  return (geometry_.slots + slots_per_extent_ - 1) / slots_per_extent_;
-}
+int64_t HostPool::extents() const { return (geometry_.slots + slots_per_extent_ - 1) / slots_per_extent_; }
 
 int64_t HostPool::extent_slots(int64_t index) const {
   return std::min(slots_per_extent_, geometry_.slots - index * slots_per_extent_);
@@ -244,7 +246,8 @@ std::vector<ExtentReport> HostPool::report() const {
 }
 
 PoolAddress HostPool::address() const {
-  if (!shared()) throw ContractError("a private host pool cannot be mapped by another process: make it shared");
+  if (!shared())
+    throw ContractError("a private host pool cannot be mapped by another process: make it shared");
   return {getpid(), mapping_.fd(), header_->token, mapping_.bytes(), geometry_};
 }
 
@@ -265,7 +268,8 @@ void HostPool::register_extent(int64_t index) {
 }
 
 void HostPool::bring_up() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // best effort, of this thread
+  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)),
+              kBringUpNice);  // best effort, of this thread
   try {
     int64_t huge_so_far = mapping_.huge_bytes();
     for (int64_t i = 0; i < extents() && !stopping_; ++i) {
@@ -292,7 +296,8 @@ void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
     const int64_t step = std::min(kPopulateStepBytes, bytes - done);
     mapping_.populate(offset + done, step);
     if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // A kernel that cannot do it (EINVAL) will not learn to; one out of whole huge pages may find some later.
+      // A kernel that cannot do it (EINVAL) will not learn to; one out of whole huge pages may find some
+      // later.
       if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
     }
     done += step;

@@ -32,7 +32,8 @@ struct PoolGeometry {
 struct ExtentReport {
   int64_t index = 0;
   int64_t bytes = 0;
-  std::string pages_kind;  // "huge", "mixed", "4k" or "hugetlb"; "pending" until it is up; "attached": the creator knows
+  std::string pages_kind;  // "huge", "mixed", "4k" or "hugetlb"; "pending" until it is up; "attached": the
+                           // creator knows
   int64_t huge_bytes = 0;
   double bring_up_s = 0;
   bool registered = false;
@@ -52,8 +53,9 @@ class HostPool {
   // Throws GeometryError, or CapacityError when the pool would not fit the memory that is available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, bool shared, bool huge_pages,
                                           std::shared_ptr<Registrar> registrar = cuda_registrar());
-  // The pool itself in the process that made it; else a mapping of it. Throws ClosedError when it is gone or the
-  // numbers now name something else, GeometryError when its header disagrees, CapacityError when it cannot be mapped.
+  // The pool itself in the process that made it; else a mapping of it. Throws ClosedError when it is gone or
+  // the numbers now name something else, GeometryError when its header disagrees, CapacityError when it
+  // cannot be mapped.
   static std::shared_ptr<HostPool> attach(const PoolAddress& address,
                                           std::shared_ptr<Registrar> registrar = cuda_registrar());
   ~HostPool();

@@ -1,8 +1,8 @@
 // The border between the scheduler, which knows what may move, and the lanes, which move it.
 //
-// Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous device (a GPU
-// stream, an io_uring) keeps several pieces under way with try_take() and is woken by wake(). Priority, preemption,
-// cancel and deadlines are decided here once, for all of them.
+// Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous
+// device (a GPU stream, an io_uring) keeps several pieces under way with try_take() and is woken by wake().
+// Priority, preemption, cancel and deadlines are decided here once, for all of them.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,12 +17,12 @@
 
 namespace flexkv {
 
-// Unit: bytes. What a lane takes at once: a waiting load gets in after at most this much of a store (~0.5 ms of host
-// copy, 0.2 ms of PCIe 5), while a take (~1 us) stays below 1 % of a piece.
+// Unit: bytes. What a lane takes at once: a waiting load gets in after at most this much of a store (~0.5 ms
+// of host copy, 0.2 ms of PCIe 5), while a take (~1 us) stays below 1 % of a piece.
 inline constexpr int64_t kSubBatchBytes = int64_t{8} << 20;
 
-// Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's memory stays
-// mapped until finish().
+// Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's
+// memory stays mapped until finish().
 class Piece {
  public:
   OpKind kind() const { return kind_; }
@@ -52,7 +52,8 @@ class WorkSource {
   virtual std::shared_ptr<Piece> take(int32_t lane) = 0;
   // Null when there is none now.
   virtual std::shared_ptr<Piece> try_take(int32_t lane) = 0;
-  // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be finished.
+  // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
+  // finished.
   virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;
 };
 
@@ -64,8 +65,8 @@ class Lane {
   virtual KindSet kinds() const = 0;
   // Pieces that can be under way at once: when as many are stuck, nothing else of this lane can move either.
   virtual int32_t concurrency() const = 0;
-  // Called once, when the first op of these kinds is submitted: threads are started here, not before. What they use
-  // they must own (`source` too): they may outlive the lane object when a device hangs for good.
+  // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
+  // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
   // There may be a piece to try_take(). Called under the scheduler's lock: only signal.
   virtual void wake() {}

@@ -32,6 +32,16 @@ std::optional<int64_t> number(const std::string& path) {
   return std::nullopt;  // absent, or "max"
 }
 
+// Whether the comma-separated list holds `wanted`.
+bool names(const std::string& list, const std::string& wanted) {
+  std::istringstream items(list);
+  std::string item;
+  while (std::getline(items, item, ',')) {
+    if (item == wanted) return true;
+  }
+  return false;
+}
+
 // Lowers `limit` by what each group from `path` up to the root of its hierarchy has left.
 void apply_groups(MemoryLimit& limit, const std::string& hierarchy, std::string path, const char* max_name,
                   const char* usage_name, const char* reclaimable_name) {
@@ -62,11 +72,11 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string path = line.substr(second + 1);
-    if (controllers == ",,") {
+    if (controllers.empty()) {
       apply_groups(limit, cgroup_root, path, "memory.max", "memory.current", "inactive_file");
-    } else if (controllers.find(",memory,") != std::string::npos) {
+    } else if (names(controllers, "memory")) {
       apply_groups(limit, cgroup_root + "/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",
                    "total_inactive_file");
     }

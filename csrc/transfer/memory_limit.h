@@ -1,5 +1,5 @@
-// How much memory this process may still take, before it takes it: an overcommitted pool dies by the OOM killer, and
-// then takes the engine with it.
+// How much memory this process may still take, before it takes it: an overcommitted pool dies by the OOM
+// killer, and then takes the engine with it.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,7 +17,8 @@ struct MemoryLimit {
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 
-// Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2 MiB.
+// Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2
+// MiB.
 int64_t free_hugetlb_bytes(const std::string& proc_root = "/proc");
 
 }  // namespace flexkv

@@ -29,8 +29,8 @@ std::string to_string_set(KindSet kinds);
 
 // Whether ops of this kind read or write the engine's blocks.
 constexpr bool has_device_side(OpKind kind) {
-  constexpr KindSet device =
-      kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite);
+  constexpr KindSet device = kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsRead) |
+                             kind_bit(OpKind::kGdsWrite);
   return (device & kind_bit(kind)) != 0;
 }
 

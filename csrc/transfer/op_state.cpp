@@ -41,9 +41,9 @@ std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   const int32_t stage = lowest_ready_;
   ReadyList& list = ready_[static_cast<size_t>(stage)];
-  const int64_t page_bytes = !view_            ? 1
-                             : stages() == 1   ? view_->view().stripe_bytes()
-                                               : view_->layer_bytes(stage);
+  const int64_t page_bytes = !view_          ? 1
+                             : stages() == 1 ? view_->view().stripe_bytes()
+                                             : view_->layer_bytes(stage);
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
   const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);
@@ -106,7 +106,8 @@ OpResult OpState::result() const {
   const PageState end = pages() == 0 ? empty_end_ : states_.front();
   if (pages() == 0 ? end == PageState::kOk : result.failed.empty()) return result;
   result.status = Status::kFailed;
-  const bool uniform = std::all_of(states_.begin(), states_.end(), [&](PageState state) { return state == end; });
+  const bool uniform =
+      std::all_of(states_.begin(), states_.end(), [&](PageState state) { return state == end; });
   if (issued_ || !uniform) return result;
   if (end == PageState::kCancelled) result.status = Status::kCancelled;
   if (end == PageState::kSkipped) result.status = Status::kSkipped;

@@ -49,7 +49,8 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   // kWaiting -> kReady.
   void make_ready(int32_t page);
-  // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition: has_ready().
+  // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition:
+  // has_ready().
   std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
   // kMoving -> kReady for its next stage, or kOk after the last. Returns whether that stage is done now.
   bool advance(int32_t page);

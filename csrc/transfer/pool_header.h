@@ -1,5 +1,5 @@
-// The first page of a shared pool's memfd: how another process knows that it mapped the right pool, and how far the
-// creator has got. A private pool has one too, on the heap, so that both kinds wait the same way.
+// The first page of a shared pool's memfd: how another process knows that it mapped the right pool, and how
+// far the creator has got. A private pool has one too, on the heap, so that both kinds wait the same way.
 #pragma once
 #include <array>
 #include <atomic>
@@ -7,7 +7,8 @@
 
 namespace flexkv {
 
-using PoolToken = std::array<uint8_t, 16>;  // random, so that a recycled pid or fd number is never taken for the pool
+using PoolToken =
+    std::array<uint8_t, 16>;  // random, so that a recycled pid or fd number is never taken for the pool
 
 struct PoolHeader {
   uint64_t magic = 0;
@@ -15,7 +16,7 @@ struct PoolHeader {
   int64_t slot_bytes = 0;
   int64_t slots = 0;
   int64_t extent_bytes = 0;
-  int64_t slots_offset = 0;           // of slot 0 in the file
+  int64_t slots_offset = 0;             // of slot 0 in the file
   std::atomic<int64_t> ready_slots{0};  // slots [0, ready) are up; only grows
   std::atomic<uint32_t> generation{0};  // bumped at every change; what waiters sleep on (a futex)
   std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, at the end or short of it

@@ -45,8 +45,8 @@ int sealed_memfd(int64_t bytes, unsigned flags) {
 }  // namespace
 
 PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
-  // Reserve with room to spare, place the mapping on a 2 MiB boundary inside, return the rest: mmap itself promises
-  // 4 KiB only, and a huge page needs memory and file offset aligned alike.
+  // Reserve with room to spare, place the mapping on a 2 MiB boundary inside, return the rest: mmap itself
+  // promises 4 KiB only, and a huge page needs memory and file offset aligned alike.
   const size_t reserved = static_cast<size_t>(bytes + kHugePageBytes);
   void* space = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) {
@@ -58,13 +58,15 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
   const auto misalign = reinterpret_cast<uintptr_t>(start) % kHugePageBytes;
   std::byte* base = misalign == 0 ? start : start + (kHugePageBytes - misalign);
   const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
-  if (mmap(base, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0) == MAP_FAILED) {
+  if (mmap(base, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, 0) ==
+      MAP_FAILED) {
     const int error = errno;
     munmap(space, reserved);
     if (fd >= 0) close(fd);
     throw CapacityError("host pool: mmap of " + std::to_string(bytes) + " bytes: " + errno_text(error));
   }
-  const int64_t mapped = source == PageSource::kHugetlb ? round_up(bytes, kHugePageBytes) : round_up(bytes, 4096);
+  const int64_t mapped =
+      source == PageSource::kHugetlb ? round_up(bytes, kHugePageBytes) : round_up(bytes, 4096);
   if (base != start) munmap(start, static_cast<size_t>(base - start));
   std::byte* end = base + mapped;
   if (end != start + reserved) munmap(end, static_cast<size_t>(start + reserved - end));
@@ -74,7 +76,8 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
 PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   PoolMapping mapping = map(bytes, -1, PageSource::kAnonymous);
   // An old kernel or one built without huge pages refuses the advice; what was got is read back later anyway.
-  if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
+  if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
+              huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
   return mapping;
 }
@@ -98,16 +101,16 @@ PoolMapping PoolMapping::memfd(int64_t bytes, bool huge_pages) {
 }
 
 PoolMapping PoolMapping::of_fd(int fd, int64_t bytes, const std::string& what) {
-  struct stat info {};
+  struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
   const bool right =
       fstat(fd, &info) == 0 && info.st_size == bytes && seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
   if (!right) {
     close(fd);
-    throw ClosedError(what + " is not the pool any more: expected a sealed memfd of " + std::to_string(bytes) +
-                      " bytes, found " + std::to_string(info.st_size));
+    throw ClosedError(what + " is not the pool any more: expected a sealed memfd of " +
+                      std::to_string(bytes) + " bytes, found " + std::to_string(info.st_size));
   }
-  struct statfs filesystem {};
+  struct statfs filesystem{};
   const bool hugetlb = fstatfs(fd, &filesystem) == 0 && filesystem.f_type == HUGETLBFS_MAGIC;
   return map(bytes, fd, hugetlb ? PageSource::kHugetlb : PageSource::kMemfd);
 }
@@ -126,7 +129,8 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  if (error == EINVAL) {  // before Linux 5.14: a file needs its blocks first, or the write below could be SIGBUS
+  if (error ==
+      EINVAL) {  // before Linux 5.14: a file needs its blocks first, or the write below could be SIGBUS
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {
       for (int64_t at = 0; at < bytes; at += 4096) {

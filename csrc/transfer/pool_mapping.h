@@ -19,8 +19,9 @@ class PoolMapping {
  public:
   // `bytes` of anonymous memory on a 2 MiB boundary. Throws CapacityError.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
-  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS): of reserved
-  // huge pages when all of it fits them and `huge_pages`, else of shared memory. Throws CapacityError.
+  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS): of
+  // reserved huge pages when all of it fits them and `huge_pages`, else of shared memory. Throws
+  // CapacityError.
   static PoolMapping memfd(int64_t bytes, bool huge_pages);
   // Maps `fd`, which must be such a memfd of exactly `bytes`; takes the fd over, also when it throws. Throws
   // ClosedError when it is another file, CapacityError when it cannot be mapped.
@@ -35,7 +36,8 @@ class PoolMapping {
   int fd() const { return fd_; }
   PageSource source() const { return source_; }
 
-  // Gives [offset, offset + bytes) its memory now. Throws CapacityError instead of leaving a SIGBUS for later.
+  // Gives [offset, offset + bytes) its memory now. Throws CapacityError instead of leaving a SIGBUS for
+  // later.
   void populate(int64_t offset, int64_t bytes);
   // Makes touched 2 MiB at `offset` one huge page, if the kernel can. 0, or an errno.
   int collapse(int64_t offset);

@@ -16,7 +16,8 @@ class Registrar {
   virtual void remove(void* base) = 0;
 };
 
-// The CUDA one; inactive without a CUDA build, a driver or a device, none of which it ever starts in that case.
+// The CUDA one; inactive without a CUDA build, a driver or a device, none of which it ever starts in that
+// case.
 std::shared_ptr<Registrar> cuda_registrar();
 
 }  // namespace flexkv

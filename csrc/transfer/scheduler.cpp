@@ -37,7 +37,8 @@ PageMove Piece::page(size_t index) const {
   const OpSpec& spec = op_->spec();
   const int32_t position = positions_[index];
   const auto at = static_cast<size_t>(position);
-  return {spec.op_id, kind_, position, spec.blocks.empty() ? -1 : spec.blocks[at], spec.slots[at], view_.get()};
+  return {spec.op_id,     kind_,      position, spec.blocks.empty() ? -1 : spec.blocks[at],
+          spec.slots[at], view_.get()};
 }
 
 Scheduler::Scheduler(int32_t queue_ops, double op_stuck_s)
@@ -279,7 +280,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
   if (found == graphs_.end()) {
-    throw ContractError("wait_layer(" + std::to_string(ticket) + "): that graph ended long ago and was forgotten");
+    throw ContractError("wait_layer(" + std::to_string(ticket) +
+                        "): that graph ended long ago and was forgotten");
   }
   std::vector<std::shared_ptr<OpState>> loads;  // held: the graph may be forgotten while this waits
   for (const auto& op : found->second.ops) {
@@ -288,8 +290,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   int32_t layers = loads.empty() ? INT32_MAX : 0;
   for (const auto& op : loads) layers = std::max(layers, op->layers());
   if (layer < 0 || layer >= layers) {
-    throw BlockRangeError("wait_layer: layer " + std::to_string(layer) + ": the graph's loads have layers [0, " +
-                          std::to_string(layers) + ")");
+    throw BlockRangeError("wait_layer: layer " + std::to_string(layer) +
+                          ": the graph's loads have layers [0, " + std::to_string(layers) + ")");
   }
   LayerWait answer;
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
@@ -321,7 +323,8 @@ int64_t Scheduler::cancel(int64_t ticket) {
   return dropped;
 }
 
-// The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn out.
+// The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
+// out.
 OpState* Scheduler::pick(LaneEntry& entry) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest that is less urgent
@@ -329,8 +332,7 @@ OpState* Scheduler::pick(LaneEntry& entry) {
     OpState* oldest = nullptr;
     for (int kind = 0; kind < kOpKinds; ++kind) {
       if ((entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) == 0) continue;
-      const auto& runnable =
-          queues_[static_cast<size_t>(kind)].runnable[static_cast<size_t>(priority)];
+      const auto& runnable = queues_[static_cast<size_t>(kind)].runnable[static_cast<size_t>(priority)];
       if (runnable.empty()) continue;
       OpState* first = runnable.begin()->second;
       if (oldest == nullptr || first->sequence() < oldest->sequence()) oldest = first;
@@ -393,7 +395,8 @@ std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
 void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) {
   const std::lock_guard lock(mutex_);
   if (moving_.erase(piece) == 0) throw ContractError("a lane finished a piece that it had not taken");
-  if (results.size() != piece->positions_.size()) throw ContractError("a lane must give one result for each page");
+  if (results.size() != piece->positions_.size())
+    throw ContractError("a lane must give one result for each page");
   OpState& op = *piece->op_;
   const KindQueue& queue = queue_of(op);
   bool layer_done = false;

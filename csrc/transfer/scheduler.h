@@ -17,14 +17,14 @@
 
 namespace flexkv {
 
-// Unit: pieces. After this many pieces of loads in a row that a waiting store (or delete) had to let pass, it gets
-// one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
+// Unit: pieces. After this many pieces of loads in a row that a waiting store (or delete) had to let pass, it
+// gets one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
 inline constexpr int32_t kPiecesBeforeAged = 16;
 // Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
 inline constexpr size_t kRememberedGraphs = 256;
 
 struct LayerWait {
-  bool in_time = false;  // false: the deadline passed, the ops go on
+  bool in_time = false;                                          // false: the deadline passed, the ops go on
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;  // (op id, positions), of ops that have any
 };
 
@@ -32,10 +32,10 @@ struct LaneState {
   OpKind kind = OpKind::kH2D;
   std::string lane;
   bool up = true;
-  std::string reason;           // why it is down
-  int64_t open_ops = 0;         // not ended
-  int64_t held_places = 0;      // not ended, or ended and not polled
-  std::vector<int64_t> stuck;   // op ids whose bytes may still move though the lane is down
+  std::string reason;          // why it is down
+  int64_t open_ops = 0;        // not ended
+  int64_t held_places = 0;     // not ended, or ended and not polled
+  std::vector<int64_t> stuck;  // op ids whose bytes may still move though the lane is down
 };
 
 class Scheduler : public WorkSource {
@@ -48,9 +48,11 @@ class Scheduler : public WorkSource {
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked: `views[i]` is the view of op i. A ticket, or nothing when the queue
-  // places it needs are not free. Throws ClosedError, or ContractError when an op id is in flight already.
-  std::optional<int64_t> submit(GraphSpec graph, const std::vector<std::shared_ptr<const AttachedView>>& views);
+  // Takes a graph that the engine has checked: `views[i]` is the view of op i. A ticket, or nothing when the
+  // queue places it needs are not free. Throws ClosedError, or ContractError when an op id is in flight
+  // already.
+  std::optional<int64_t> submit(GraphSpec graph,
+                                const std::vector<std::shared_ptr<const AttachedView>>& views);
   std::vector<OpResult> poll(size_t max_results);
   // Throw ContractError for a ticket that was never given; wait_layer also for one forgotten.
   bool wait(int64_t ticket, double deadline_s);
@@ -68,8 +70,8 @@ class Scheduler : public WorkSource {
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // Takes lanes down whose pieces have not moved for `op_stuck_s`, until close. The watchdog thread's whole life: it
-  // sleeps while nothing moves.
+  // Takes lanes down whose pieces have not moved for `op_stuck_s`, until close. The watchdog thread's whole
+  // life: it sleeps while nothing moves.
   void watch();
 
   std::shared_ptr<Piece> take(int32_t lane) override;
@@ -116,8 +118,8 @@ class Scheduler : public WorkSource {
   const double op_stuck_s_;
   const int event_fd_;
   mutable std::mutex mutex_;
-  std::condition_variable progress_;   // an op ended, a layer was done, a piece was finished
-  std::condition_variable watchdog_;   // a piece is under way where none was, or closing
+  std::condition_variable progress_;  // an op ended, a layer was done, a piece was finished
+  std::condition_variable watchdog_;  // a piece is under way where none was, or closing
   std::vector<std::unique_ptr<LaneEntry>> lanes_;
   std::array<KindQueue, kOpKinds> queues_;
   std::map<int64_t, Graph> graphs_;

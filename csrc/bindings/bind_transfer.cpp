@@ -1,0 +1,198 @@
+// The transfer engine and its movers, for Python. Numbers and int32 arrays in, tuples out;
+// flexkv/transfer/engine.py gives them their names.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "transfer/counting_mover.h"
+#include "transfer/engine.h"
+#include "transfer/faulty_mover.h"
+#include "transfer/host_mover.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+using IdArray = py::array_t<int32_t, py::array::c_style>;
+
+std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t op_id) {
+  if (!py::isinstance<IdArray>(object) || py::reinterpret_borrow<py::array>(object).ndim() != 1) {
+    const std::string given = py::isinstance<py::array>(object)
+                                  ? "an array of " + py::str(object.attr("dtype")).cast<std::string>() +
+                                        ", shape " + py::str(object.attr("shape")).cast<std::string>()
+                                  : "a " + py::str(py::type::of(object).attr("__name__")).cast<std::string>();
+    throw ContractError(std::string(what) + " of op " + std::to_string(op_id) +
+                        " must be an int32 C-contiguous array of shape [pages]; given " + given);
+  }
+  const auto ids = py::reinterpret_borrow<IdArray>(object);
+  return {ids.data(), ids.data() + ids.size()};
+}
+
+IdArray to_array(const std::vector<int32_t>& ids) {
+  return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
+}
+
+constexpr size_t kOpFields = 7;  // op_id, kind, group, priority, blocks, slots, layerwise
+
+GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) {
+  GraphSpec graph;
+  for (const py::handle op : ops) {
+    const auto fields = py::cast<py::tuple>(op);
+    if (fields.size() != kOpFields) {
+      throw ContractError("an op has " + std::to_string(kOpFields) + " fields, given " +
+                          std::to_string(fields.size()));
+    }
+    OpSpec& spec = graph.ops.emplace_back();
+    spec.op_id = fields[0].cast<int64_t>();
+    spec.kind = static_cast<OpKind>(fields[1].cast<int32_t>());
+    spec.group = fields[2].cast<int32_t>();
+    spec.priority = static_cast<Priority>(fields[3].cast<int32_t>());
+    spec.blocks = to_ids(fields[4], "blocks", spec.op_id);
+    spec.slots = to_ids(fields[5], "slots", spec.op_id);
+    spec.layerwise = fields[6].cast<bool>();
+  }
+  for (const py::handle edge : edges) {
+    const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);
+    graph.edges.push_back({before, after, static_cast<EdgeKind>(kind)});
+  }
+  return graph;
+}
+
+std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges) {
+  GraphSpec graph = to_graph(ops, edges);
+  const py::gil_scoped_release release;
+  return engine.submit(std::move(graph));
+}
+
+py::list poll(TransferEngine& engine, size_t max_results) {
+  std::vector<OpResult> results;
+  {
+    const py::gil_scoped_release release;
+    results = engine.poll(max_results);
+  }
+  py::list list;
+  for (const OpResult& r : results) {
+    list.append(
+        py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed), r.reason));
+  }
+  return list;
+}
+
+py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s) {
+  LayerWait answer;
+  {
+    const py::gil_scoped_release release;
+    answer = engine.wait_layer(ticket, layer, deadline_s);
+  }
+  py::list failed;
+  for (const auto& [op_id, pages] : answer.failed) failed.append(py::make_tuple(op_id, to_array(pages)));
+  return py::make_tuple(answer.in_time, failed);
+}
+
+py::list lanes(const TransferEngine& engine) {
+  py::list list;
+  for (const LaneState& s : engine.lanes()) {
+    list.append(py::make_tuple(static_cast<int32_t>(s.kind), s.lane, s.up, s.reason, s.open_ops,
+                               s.held_places, py::cast(s.stuck)));
+  }
+  return list;
+}
+
+// Destroying an engine waits for its threads: not with the GIL held.
+std::shared_ptr<TransferEngine> make_engine(std::shared_ptr<PageMover> mover, int32_t queue_ops,
+                                            int32_t copy_threads, double op_stuck_s) {
+  if (!mover) mover = std::make_shared<HostMover>();
+  const EngineOptions options{queue_ops, copy_threads, op_stuck_s};
+  return {new TransferEngine(std::move(mover), options), [](TransferEngine* engine) {
+            const py::gil_scoped_release release;
+            delete engine;
+          }};
+}
+
+void bind_movers(py::module_& m) {
+  py::class_<PageMover, std::shared_ptr<PageMover>>(m, "PageMover");
+  py::class_<HostMover, PageMover, std::shared_ptr<HostMover>>(m, "HostMover").def(py::init<>());
+  py::class_<CountingMover, PageMover, std::shared_ptr<CountingMover>>(m, "CountingMover")
+      .def(py::init<std::shared_ptr<PageMover>>(), py::arg("inner"))
+      .def(
+          "count",
+          [](const CountingMover& mover, int32_t kind) {
+            if (kind < 0 || kind >= kOpKinds) throw ContractError("no op kind " + std::to_string(kind));
+            const MoveCount c = mover.count(static_cast<OpKind>(kind));
+            return py::make_tuple(c.moves, c.failed, c.bytes, c.busy_s);
+          },
+          py::arg("kind"));
+  py::class_<FaultRule>(m, "FaultRule")
+      .def(py::init([](int32_t action, std::optional<int32_t> kind, std::optional<int64_t> nth_op,
+                       std::optional<int32_t> page, std::optional<int32_t> layer,
+                       std::optional<int32_t> block, std::optional<int32_t> slot, const std::string& reason,
+                       double delay_s, int64_t corrupt_bytes, int64_t times) {
+             if (action < 0 || action > static_cast<int32_t>(FaultAction::kCorrupt)) {
+               throw ContractError("no fault action " + std::to_string(action));
+             }
+             FaultRule rule;
+             rule.action = static_cast<FaultAction>(action);
+             if (kind) rule.kind = static_cast<OpKind>(*kind);
+             rule.nth_op = nth_op;
+             rule.page = page;
+             rule.layer = layer;
+             rule.block = block;
+             rule.slot = slot;
+             rule.reason = reason;
+             rule.delay_s = delay_s;
+             rule.corrupt_bytes = corrupt_bytes;
+             rule.times = times;
+             return rule;
+           }),
+           py::arg("action"), py::kw_only(), py::arg("kind") = py::none(), py::arg("nth_op") = py::none(),
+           py::arg("page") = py::none(), py::arg("layer") = py::none(), py::arg("block") = py::none(),
+           py::arg("slot") = py::none(), py::arg("reason") = "injected fault", py::arg("delay_s") = 0.0,
+           py::arg("corrupt_bytes") = 0, py::arg("times") = -1);
+  py::class_<FaultyMover, PageMover, std::shared_ptr<FaultyMover>>(m, "FaultyMover")
+      .def(py::init<std::shared_ptr<PageMover>, std::vector<FaultRule>>(), py::arg("inner"), py::arg("rules"))
+      .def("release", &FaultyMover::release, py::call_guard<py::gil_scoped_release>())
+      .def("wait_stalled", &FaultyMover::wait_stalled, py::arg("count"), py::arg("deadline_s"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("calls", &FaultyMover::calls)
+      .def_property_readonly("acted", &FaultyMover::acted)
+      .def_property_readonly("stalled", &FaultyMover::stalled);
+}
+
+}  // namespace
+
+void bind_transfer(py::module_& m) {
+  bind_movers(m);
+  py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
+      .def(py::init(&make_engine), py::arg("mover"), py::arg("queue_ops"), py::arg("copy_threads"),
+           py::arg("op_stuck_s"))
+      .def(
+          "attach_view",
+          [](TransferEngine& engine, int32_t group, std::shared_ptr<KvView> view,
+             std::shared_ptr<HostPool> pool, int64_t stripe_offset) {
+            engine.attach_view(group, std::move(view), std::move(pool), stripe_offset);
+          },
+          py::arg("group"), py::arg("view").none(false), py::arg("pool").none(false),
+          py::arg("stripe_offset"))
+      .def("detach_view", &TransferEngine::detach_view, py::arg("group"))
+      .def("submit", &submit, py::arg("ops"), py::arg("edges"))
+      .def("poll", &poll, py::arg("max_results"))
+      .def_property_readonly("event_fd", &TransferEngine::event_fd)
+      .def("wait", &TransferEngine::wait, py::arg("ticket"), py::arg("deadline_s"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("wait_layer", &wait_layer, py::arg("ticket"), py::arg("layer"), py::arg("deadline_s"))
+      .def("cancel", &TransferEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def("lanes", &lanes)
+      .def("close", &TransferEngine::close, py::arg("deadline_s"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace flexkv

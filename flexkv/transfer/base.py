@@ -1,0 +1,121 @@
+"""The data plane's contract: what may be asked of a transfer engine, and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
+
+Ticket = NewType("Ticket", int)
+"""Number of an accepted graph, counting from 1 within one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """The answer of `wait_layer`.
+
+    Attributes:
+        in_time: False when the deadline passed first; the ops go on.
+        failed: of the graph's loads that have any, the positions that will not arrive, int32 ascending. What fails
+            in a later layer is not known yet: the op's `OpResult` has the last word.
+    """
+
+    in_time: bool
+    failed: dict[OpId, NDArray[np.int32]]
+
+    @property
+    def ok(self) -> bool:
+        """The layer's bytes of every page are in place."""
+        return self.in_time and not self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """State of one kind of op.
+
+    Attributes:
+        lane: what executes it.
+        up: False once an op on it stopped moving; it stays down.
+        reason: why it is down.
+        open_ops: ops that have not ended.
+        held_places: queue places in use: ops that have not ended, or whose result has not been polled.
+        stuck: ops whose bytes may still move although the lane is down. Their slots and blocks must not be reused
+            before their `OpResult`.
+    """
+
+    kind: OpKind
+    lane: str
+    up: bool
+    reason: str
+    open_ops: int
+    held_places: int
+    stuck: tuple[OpId, ...]
+
+
+class DataPlane(ABC):
+    """Runs transfer graphs. Every method may be called from any thread; only the waits block, each with a deadline."""
+
+    @abstractmethod
+    def submit(self, graph: TransferGraph) -> Ticket | None:
+        """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
+
+        A queue place is held from here until the op's result has been polled.
+
+        Raises:
+            BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
+            ContractError: unknown group, a kind without a lane, an edge that does not lead forward, other counts of
+                blocks and slots, arrays that are not int32 C-contiguous, an op id in flight. Nothing was queued.
+            ClosedError: the engine or the pool was closed.
+        """
+
+    @abstractmethod
+    def poll(self, max_results: int = 1024) -> list[OpResult]:
+        """Takes results, oldest first. Each op gives exactly one, after its last byte has stopped moving."""
+
+    @property
+    @abstractmethod
+    def event_fd(self) -> int:
+        """A descriptor for select/poll: readable exactly while results wait. Do not read or close it."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket, deadline_s: float) -> bool:
+        """Whether every op of the graph ended within `deadline_s` seconds. On False the ops go on. Takes no result.
+
+        Raises:
+            ContractError: the ticket was never given.
+        """
+
+    @abstractmethod
+    def wait_layer(self, ticket: Ticket, layer: int, deadline_s: float) -> LayerResult:
+        """Waits until layer `layer` of all the graph's loads is in place, or has failed.
+
+        An op that is not layerwise counts when it has ended.
+
+        Raises:
+            ContractError: the ticket was never given, or its results were polled many graphs ago.
+            BlockRangeError: no load of the graph has such a layer.
+        """
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> int:
+        """Drops the pages that no lane has taken, and returns how many. The others end; results come as always.
+
+        An op of which nothing was issued ends CANCELLED; one of which a part was, FAILED with the pages that did not
+        arrive; one that was through already, OK.
+        """
+
+    @abstractmethod
+    def lanes(self) -> list[LaneReport]:
+        """One entry for each kind of op that this engine can run."""
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> bool:
+        """Cancels what is queued and waits for what moves. Then every submit raises ClosedError; poll still works.
+
+        False: after `deadline_s` seconds something still moves; nothing that it touches was freed. Call again.
+        """

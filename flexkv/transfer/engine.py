@@ -1,0 +1,123 @@
+"""The transfer engine: names and types of the graph for the native one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv import c_ext
+from flexkv.errors import ContractError
+from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.host_pool import HostPool
+
+_still_moving: dict[int, tuple[object, object]] = {}
+"""What engines that could not be closed may still touch. Never freed: a late DMA into reused memory is worse."""
+
+
+class TransferEngine(DataPlane):
+    """The data plane over the native scheduler and its lanes.
+
+    Args:
+        mover: moves the pages of host lanes; a `c_ext.HostMover` by default. Movers can be wrapped in one another.
+        queue_ops: places for each kind and priority of op.
+        copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
+        op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        mover: c_ext.PageMover | None = None,
+        queue_ops: int = 1024,
+        copy_threads: int = 1,
+        op_stuck_s: float = 30.0,
+    ) -> None:
+        self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s)
+        self._detached: list[Sequence[object]] = []
+        self._owners: dict[int, Sequence[object]] = {}
+
+    def attach_view(
+        self,
+        group: int,
+        view: c_ext.KvView,
+        pool: HostPool,
+        stripe_offset: int = 0,
+        owners: Sequence[object] = (),
+    ) -> None:
+        """From now on ops of `group` move blocks of `view` to and from this stripe of `pool`'s slots.
+
+        Args:
+            stripe_offset: of this rank's stripe in a slot, bytes, a multiple of 4 KiB.
+            owners: whatever keeps the engine's pool alive (arrays, tensors); held until nothing can touch it.
+
+        Raises:
+            GeometryError: the stripe does not fit the slot.
+            ContractError: the group has a view already.
+            ClosedError: the engine or the pool was closed.
+        """
+        self._native.attach_view(group, view, pool.native, stripe_offset)
+        self._owners[group] = tuple(owners)
+
+    def detach_view(self, group: int) -> None:
+        """Ops in flight keep the view and its owners until the engine is closed.
+
+        Raises:
+            ContractError: the group has no view.
+        """
+        self._native.detach_view(group)
+        self._detached.append(self._owners.pop(group))
+
+    def submit(self, graph: TransferGraph) -> Ticket | None:
+        ops = [
+            (op.op_id, op.kind, op.group, op.priority, op.blocks, op.slots, op.layerwise) for op in graph.ops
+        ]
+        edges = [(edge.before, edge.after, edge.kind) for edge in graph.edges]
+        ticket = self._native.submit(ops, edges)
+        return None if ticket is None else Ticket(ticket)
+
+    def poll(self, max_results: int = 1024) -> list[OpResult]:
+        if max_results < 1:
+            raise ContractError(f"poll(max_results={max_results}): must be at least 1")
+        return [
+            OpResult(OpId(op_id), OpStatus(status), failed, reason)
+            for op_id, _, status, failed, reason in self._native.poll(max_results)
+        ]
+
+    @property
+    def event_fd(self) -> int:
+        return self._native.event_fd
+
+    def wait(self, ticket: Ticket, deadline_s: float) -> bool:
+        return self._native.wait(ticket, deadline_s)
+
+    def wait_layer(self, ticket: Ticket, layer: int, deadline_s: float) -> LayerResult:
+        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s)
+        return LayerResult(in_time, {OpId(op_id): pages for op_id, pages in failed})
+
+    def cancel(self, ticket: Ticket) -> int:
+        return self._native.cancel(ticket)
+
+    def lanes(self) -> list[LaneReport]:
+        return [
+            LaneReport(OpKind(kind), lane, up, reason, open_ops, held, tuple(OpId(i) for i in stuck))
+            for kind, lane, up, reason, open_ops, held, stuck in self._native.lanes()
+        ]
+
+    def close(self, deadline_s: float) -> bool:
+        if not self._native.close(deadline_s):
+            self._keep_for_good()
+            return False
+        _still_moving.pop(id(self._native), None)
+        self._owners.clear()
+        self._detached.clear()
+        return True
+
+    def _keep_for_good(self) -> None:
+        _still_moving[id(self._native)] = (self._native, [*self._owners.values(), *self._detached])
+
+    def __del__(self) -> None:
+        # Without a close, memory that a lane may still write is kept rather than freed under it.
+        if hasattr(self, "_owners") and not self._native.close(0.0):
+            self._keep_for_good()

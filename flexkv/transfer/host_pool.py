@@ -1,0 +1,195 @@
+"""Host memory for slot images: an arena of extents, private or shared with the unit's worker processes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.errors import ClosedError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_EXTENT_BYTES = 1 << 30
+"""Largest extent, bytes: io_uring refuses to register a longer buffer."""
+
+HugePages = Literal["auto", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentReport:
+    """What bring-up got for one extent.
+
+    Attributes:
+        pages_kind: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages); `pending` until the extent is up;
+            `attached` in a process that did not create the pool.
+        huge_bytes: of `bytes`, how many the kernel maps by huge pages.
+        bring_up_s: seconds from the first touch to ready.
+        registered: known to the GPU; without it only the copy engine can be used.
+    """
+
+    index: int
+    bytes: int
+    pages_kind: str
+    huge_bytes: int
+    bring_up_s: float
+    registered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDescriptor:
+    """Names a shared pool for `HostPool.attach`, in any process of the same user on this machine. Picklable."""
+
+    pid: int
+    fd: int
+    token: bytes
+    file_bytes: int
+    slot_bytes: int
+    slots: int
+    extent_bytes: int
+
+
+class HostPool:
+    """An arena of `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
+
+    Memory comes up in the background, in order: slots [0, `ready_slots`) can be used. What is found too much while it
+    comes up ends bring-up (`stopped_reason`); the slots that are ready stay.
+
+    Raises:
+        GeometryError: a size is not allowed.
+        CapacityError: the pool would not fit the memory available now (MemAvailable and control groups).
+        ConfigError: `huge_pages` is another word.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        slots: int,
+        shared: bool = False,
+        extent_bytes: int = MAX_EXTENT_BYTES,
+        huge_pages: HugePages = "auto",
+    ) -> None:
+        if huge_pages not in ("auto", "off"):
+            raise ConfigError(f"huge_pages={huge_pages!r}: allowed are 'auto' and 'off'")
+        self._native: c_ext.HostPool | None = c_ext.HostPool(
+            slot_bytes, slots, shared, extent_bytes, huge_pages == "auto"
+        )
+        self._logged = False
+
+    @classmethod
+    def attach(cls, descriptor: PoolDescriptor) -> HostPool:
+        """The pool that `descriptor` names: the same memory in the process that made it, else a mapping of it.
+
+        Raises:
+            ClosedError: the pool is gone (its process ended or closed it), or the pid or fd now names something else.
+            GeometryError: the pool found has another geometry.
+            CapacityError: it cannot be mapped.
+        """
+        pool = cls.__new__(cls)
+        d = descriptor
+        pool._native = c_ext.HostPool.attach(
+            d.pid, d.fd, d.token, d.file_bytes, d.slot_bytes, d.slots, d.extent_bytes
+        )
+        pool._logged = True
+        return pool
+
+    @property
+    def native(self) -> c_ext.HostPool:
+        """The native pool, for engines and lanes, which keep its memory for as long as they may touch it.
+
+        Raises:
+            ClosedError: the pool was closed.
+        """
+        if self._native is None:
+            raise ClosedError("the host pool was closed")
+        return self._native
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.native.slot_bytes
+
+    @property
+    def slots(self) -> int:
+        return self.native.slots
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots [0, ready_slots) are up. Only grows; an attached pool sees what its creator has brought up."""
+        ready = self.native.ready_slots
+        self._log_once()
+        return ready
+
+    @property
+    def stopped_reason(self) -> str:
+        """Why bring-up ended short of all slots; empty if it did not."""
+        return self.native.stopped_reason
+
+    def wait_ready(self, slots: int, deadline_s: float) -> bool:
+        """Whether `slots` slots came up within `deadline_s` seconds; False at once when bring-up ended short of it.
+
+        Raises:
+            BlockRangeError: the pool has fewer slots.
+        """
+        ready = self.native.wait_ready(slots, deadline_s)
+        self._log_once()
+        return ready
+
+    def slot(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of one slot, uint8 [slot_bytes], writable; keeps the memory mapped for as long as it lives.
+
+        Raises:
+            BlockRangeError: the slot is not in [0, ready_slots).
+        """
+        return self.native.slot(slot)
+
+    def report(self) -> list[ExtentReport]:
+        """One entry an extent, in order."""
+        return [ExtentReport(*extent) for extent in self.native.report()]
+
+    def descriptor(self) -> PoolDescriptor:
+        """What another process needs to attach.
+
+        Raises:
+            ContractError: the pool is private.
+        """
+        native = self.native
+        pid, fd, token, file_bytes = native.address()
+        return PoolDescriptor(
+            pid, fd, token, file_bytes, native.slot_bytes, native.slots, native.extent_bytes
+        )
+
+    def close(self) -> None:
+        """Ends bring-up and refuses new use. The memory goes with the last engine, op or array that can touch it.
+
+        In its own process this closes the pool for everyone who attached there; other processes keep theirs.
+        Idempotent.
+        """
+        if self._native is not None:
+            self._native.close()
+            self._native = None
+
+    def _log_once(self) -> None:
+        native = self.native
+        if self._logged or not native.settled:
+            return
+        self._logged = True
+        extents = [e for e in self.report() if e.pages_kind != "pending"]
+        total = sum(e.bytes for e in extents)
+        huge = sum(e.huge_bytes for e in extents)
+        logger.info(
+            "host pool: %d of %d slots in %d extents, %.2f GiB, %.0f%% in huge pages (%s), up in %.1f s, %d registered",
+            native.ready_slots,
+            native.slots,
+            len(extents),
+            total / 2**30,
+            100 * huge / total if total else 0,
+            ", ".join(sorted({e.pages_kind for e in extents})) or "none",
+            sum(e.bring_up_s for e in extents),
+            sum(e.registered for e in extents),
+        )
+        if native.stopped_reason:
+            logger.warning("host pool: bring-up stopped: %s", native.stopped_reason)
