@@ -178,11 +178,11 @@ void bind_transfer(py::module_& m) {
       .def(
           "attach_view",
           [](TransferEngine& engine, int32_t group, std::shared_ptr<KvView> view,
-             std::shared_ptr<HostPool> pool, int64_t stripe_offset) {
-            engine.attach_view(group, std::move(view), std::move(pool), stripe_offset);
+             std::shared_ptr<HostPool> pool, int64_t stripe_offset, int64_t digest_offset) {
+            engine.attach_view(group, std::move(view), std::move(pool), stripe_offset, digest_offset);
           },
           py::arg("group"), py::arg("view").none(false), py::arg("pool").none(false),
-          py::arg("stripe_offset"))
+          py::arg("stripe_offset"), py::arg("digest_offset"))
       .def("detach_view", &TransferEngine::detach_view, py::arg("group"))
       .def("submit", &submit, py::arg("ops"), py::arg("edges"))
       .def("poll", &poll, py::arg("max_results"))

@@ -6,15 +6,31 @@
 namespace flexkv {
 
 AttachedView::AttachedView(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
-                           int64_t stripe_offset)
-    : group_(group), view_(std::move(view)), pool_(std::move(pool)), stripe_offset_(stripe_offset) {
+                           int64_t stripe_offset, int64_t digest_offset)
+    : group_(group),
+      view_(std::move(view)),
+      pool_(std::move(pool)),
+      stripe_offset_(stripe_offset),
+      digest_offset_(digest_offset) {
   const int64_t slot_bytes = pool_->geometry().slot_bytes;
+  const int64_t stripe_bytes = view_->stripe_bytes();
+  const std::string name = "group " + std::to_string(group_);
+  const std::string slots = "the pool's slots of " + std::to_string(slot_bytes) + " bytes";
   if (stripe_offset_ < 0 || stripe_offset_ % kIoAlignBytes != 0 ||
-      view_->stripe_bytes() > slot_bytes - stripe_offset_) {
-    throw GeometryError(
-        "group " + std::to_string(group_) + ": a stripe of " + std::to_string(view_->stripe_bytes()) +
-        " bytes at offset " + std::to_string(stripe_offset_) + " must lie in the pool's slots of " +
-        std::to_string(slot_bytes) + " bytes, at a multiple of " + std::to_string(kIoAlignBytes));
+      stripe_bytes > slot_bytes - stripe_offset_) {
+    throw GeometryError(name + ": a stripe of " + std::to_string(stripe_bytes) + " bytes at offset " +
+                        std::to_string(stripe_offset_) + " must lie in " + slots + ", at a multiple of " +
+                        std::to_string(kIoAlignBytes));
+  }
+  const auto digest_bytes = static_cast<int64_t>(view_->runs().size() * sizeof(uint64_t));
+  const bool apart =
+      digest_offset_ + digest_bytes <= stripe_offset_ || digest_offset_ >= stripe_offset_ + stripe_bytes;
+  const bool fits =
+      digest_offset_ >= 0 && digest_offset_ % 8 == 0 && digest_bytes <= slot_bytes - digest_offset_;
+  if (has_digests() && !(fits && apart)) {
+    throw GeometryError(name + ": " + std::to_string(digest_bytes) + " bytes of digests at offset " +
+                        std::to_string(digest_offset_) + " must lie in " + slots +
+                        ", at a multiple of 8, outside the stripe at " + std::to_string(stripe_offset_));
   }
   layer_begin_.push_back(0);
   for (int32_t layer = 0; layer < view_->num_layers(); ++layer) {
@@ -25,6 +41,10 @@ AttachedView::AttachedView(int32_t group, std::shared_ptr<const KvView> view, st
     }
     layer_begin_.push_back(by_layer_.size());
     layer_bytes_.push_back(bytes);
+  }
+  layer_runs_.resize(static_cast<size_t>(view_->num_layers()));
+  for (size_t run = 0; run < view_->runs().size(); ++run) {
+    layer_runs_[static_cast<size_t>(view_->runs()[run].layer)].push_back(run);
   }
 }
 

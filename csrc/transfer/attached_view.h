@@ -13,19 +13,31 @@
 namespace flexkv {
 
 // Immutable. Ops hold it while they may touch a byte, and with it the host pool's memory.
+// Where a slot has no room for this rank's run digests: its pages are not verified.
+inline constexpr int64_t kNoDigests = -1;
+
+// Immutable. Ops hold it while they may touch a byte, and with it the host pool's memory.
 class AttachedView {
  public:
-  // Throws GeometryError unless [stripe_offset, + view's stripe) lies in a slot, on a 4 KiB boundary.
+  // `digest_offset`: where in a slot this rank's run digests lie, 8 bytes for each of view.runs(), or
+  // kNoDigests. Throws GeometryError unless the stripe lies in a slot on a 4 KiB boundary, and the digests on
+  // an 8-byte one outside of it.
   AttachedView(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
-               int64_t stripe_offset);
+               int64_t stripe_offset, int64_t digest_offset);
 
   int32_t group() const { return group_; }
   const KvView& view() const { return *view_; }
   const HostPool& pool() const { return *pool_; }
-  int64_t stripe_offset() const { return stripe_offset_; }
   int64_t layer_bytes(int32_t layer) const { return layer_bytes_[static_cast<size_t>(layer)]; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }
+  bool has_digests() const { return digest_offset_ != kNoDigests; }
+  // The digest of run i of view().runs() is entry i. Precondition: has_digests().
+  uint64_t* digests(int32_t slot) const {
+    return reinterpret_cast<uint64_t*>(pool_->slot_address(slot) + digest_offset_);
+  }
+  // Numbers of the runs of one layer.
+  const std::vector<size_t>& runs_of(int32_t layer) const { return layer_runs_[static_cast<size_t>(layer)]; }
   // What a copy of layers [lo, hi) loops over: prepared for all layers and for each single one, else the
   // layers' own segments one after the other.
   std::span<const Segment> segments(int32_t lo, int32_t hi) const;
@@ -35,9 +47,11 @@ class AttachedView {
   std::shared_ptr<const KvView> view_;
   std::shared_ptr<HostPool> pool_;
   int64_t stripe_offset_;
+  int64_t digest_offset_;
   std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, ...
   std::vector<size_t> layer_begin_;  // into by_layer_, num_layers + 1 entries
   std::vector<int64_t> layer_bytes_;
+  std::vector<std::vector<size_t>> layer_runs_;
 };
 
 }  // namespace flexkv

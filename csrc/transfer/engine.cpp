@@ -69,11 +69,12 @@ TransferEngine::~TransferEngine() {
 }
 
 void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view,
-                                 std::shared_ptr<HostPool> pool, int64_t stripe_offset) {
+                                 std::shared_ptr<HostPool> pool, int64_t stripe_offset,
+                                 int64_t digest_offset) {
   if (pool->closed())
     throw ClosedError("attach_view: the host pool of group " + std::to_string(group) + " was closed");
-  auto attached =
-      std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset);
+  auto attached = std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset,
+                                                       digest_offset);
   const std::lock_guard lock(views_mutex_);
   if (scheduler_->closing()) throw ClosedError("attach_view: the transfer engine was closed");
   if (!views_.emplace(group, std::move(attached)).second) {

@@ -34,10 +34,11 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`. Throws GeometryError when
+  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`, its run digests
+  // are kept at `digest_offset`. Throws GeometryError when
   // it does not fit, ContractError when the group has a view.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
-                   int64_t stripe_offset);
+                   int64_t stripe_offset, int64_t digest_offset = kNoDigests);
   // Ops in flight keep using the view. Throws ContractError for an unknown group.
   void detach_view(int32_t group);
 

@@ -10,6 +10,9 @@ from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
 from flexkv.transfer.host_pool import HostPool
 
+NO_DIGESTS = -1
+"""What the native engine takes for "this slot keeps no digests"."""
+
 _still_moving: dict[int, tuple[object, object]] = {}
 """What engines that could not be closed may still touch. Never freed: a late DMA into reused memory is worse."""
 
@@ -44,12 +47,15 @@ class TransferEngine(DataPlane):
         view: c_ext.KvView,
         pool: HostPool,
         stripe_offset: int = 0,
+        digest_offset: int | None = None,
         owners: Sequence[object] = (),
     ) -> None:
         """From now on ops of `group` move blocks of `view` to and from this stripe of `pool`'s slots.
 
         Args:
             stripe_offset: of this rank's stripe in a slot, bytes, a multiple of 4 KiB.
+            digest_offset: of this rank's run digests in a slot (see `digest_areas`), bytes, a multiple of 8.
+                Stores then write them and loads check them; without it pages are not verified.
             owners: whatever keeps the engine's pool alive (arrays, tensors); held until nothing can touch it.
 
         Raises:
@@ -57,7 +63,9 @@ class TransferEngine(DataPlane):
             ContractError: the group has a view already.
             ClosedError: the engine or the pool was closed.
         """
-        self._native.attach_view(group, view, pool.native, stripe_offset)
+        self._native.attach_view(
+            group, view, pool.native, stripe_offset, NO_DIGESTS if digest_offset is None else digest_offset
+        )
         self._owners[group] = tuple(owners)
 
     def detach_view(self, group: int) -> None:
