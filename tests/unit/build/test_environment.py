@@ -46,7 +46,7 @@ def test_only_changed_steps_and_those_after_run_again(
     ran: list[str] = []
     monkeypatch.setattr(environment, "steps", lambda engine: plan)
     monkeypatch.setattr(environment, "_pip_install", lambda python, step, title: ran.append(step.name))
-    monkeypatch.setattr(environment.venv, "create", lambda folder, **_: (folder / "bin").mkdir(parents=True))
+    monkeypatch.setattr("venv.create", lambda folder, **_: (folder / "bin").mkdir(parents=True))
     folder = tmp_path / "env"
 
     def run() -> list[str]:

@@ -19,7 +19,7 @@ def test_missing_things_are_named_with_reason_and_command(
 ) -> None:
     monkeypatch.setattr(system_packages, "may_install", lambda: False)
     monkeypatch.setattr(system_packages, "manager", lambda: system_packages.MANAGERS[0])
-    monkeypatch.setattr(system_packages.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     needs = (
         Need("doctest", "the native tests use it", lambda: "no header"),
         Need("sanitizers", "the tests run under them", lambda: "no libasan"),
@@ -47,7 +47,12 @@ def test_an_unknown_distribution_is_told_without_a_command(
 def test_what_can_be_installed_is(monkeypatch: pytest.MonkeyPatch) -> None:
     there: list[str] = []
     monkeypatch.setattr(system_packages, "may_install", lambda: True)
-    monkeypatch.setattr(system_packages, "install", lambda needs: there.extend(needs) or True)
+
+    def install(needs: list[str]) -> bool:
+        there.extend(needs)
+        return True
+
+    monkeypatch.setattr(system_packages, "install", install)
     check((Need("doctest", "tests", lambda: None if there else "no header"),))
     assert there == ["doctest"]
 
@@ -69,8 +74,8 @@ def test_nothing_is_installed_unasked(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(system_packages.os, "geteuid", lambda: uid)
-    monkeypatch.setattr(system_packages.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert system_packages.may_install() is allowed
 
 

@@ -14,12 +14,18 @@ ROOT = Path(__file__).resolve().parents[3]
 # Reads of the environment: os.environ[...], .get(...), getenv(...) and make's $${NAME...}.
 READ = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\(|\$\$?\{)\s*["']?(FLEXKV_[A-Z0-9_]+)""")
 
+PATTERNS = (
+    *(f"{folder}/**/*.py" for folder in ("flexkv", "build_support", "demo", "benchmarks", "tests")),
+    *(f"csrc/**/*.{suffix}" for suffix in ("cpp", "h", "cu")),
+    "setup.py",
+    "Makefile",
+    ".ci/run",
+)
+
 
 def reads() -> Iterator[tuple[str, str]]:
     """(file, variable) for every read of a variable with our prefix."""
-    patterns = ("flexkv/**/*.py", "build_support/*.py", "setup.py", "demo/**/*.py", "benchmarks/**/*.py")
-    patterns += ("tests/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "csrc/**/*.cu", "Makefile", ".ci/run")
-    for pattern in patterns:
+    for pattern in PATTERNS:
         for path in ROOT.glob(pattern):
             yield from ((str(path.relative_to(ROOT)), name) for name in READ.findall(path.read_text()))
 
