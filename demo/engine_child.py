@@ -23,6 +23,7 @@ Operation = Callable[..., dict[str, Any]]
 
 CLOSE = "close"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ENGINE_LABELS = ("model_name", "engine")
 
 
 class RequestTracker:
@@ -106,12 +107,17 @@ def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
 
 
 def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
-    """Sums of all counters and gauges whose name contains a text."""
+    """What Prometheus would scrape of the series whose name contains a text: "name" or "name{label=value}"."""
+    from prometheus_client import REGISTRY
+
     values: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        value = getattr(metric, "value", None)
-        if contains in metric.name and value is not None:
-            values[metric.name] = values.get(metric.name, 0.0) + float(value)
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if contains not in sample.name or sample.name.endswith(("_bucket", "_created")):
+                continue
+            labels = ",".join(f"{k}={v}" for k, v in sample.labels.items() if k not in _ENGINE_LABELS)
+            series = f"{sample.name}{{{labels}}}" if labels else sample.name
+            values[series] = values.get(series, 0.0) + sample.value
     return {"values": values}
 
 

@@ -132,5 +132,7 @@ class EngineSession:
         assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
 
     def metric(self, name: str) -> float:
-        """The sum of one counter or gauge, 0 when it does not exist."""
-        return self.process.metrics(name).get(name, 0.0)
+        """The sum of a counter or gauge over its labels, or one labelled series; 0 when it does not exist."""
+        family = name.partition("{")[0]
+        values = self.process.metrics(family)
+        return sum(value for key, value in values.items() if name in (key, key.partition("{")[0]))

@@ -63,7 +63,7 @@ def test_an_external_hit_is_seen_and_survives_spoiling(
     assert session.check_one(prompt).cached == 0
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    assert session.metric("vllm:external_prefix_cache_hits") == prompt.whole_blocks
+    assert session.metric("vllm:external_prefix_cache_hits_total") == prompt.whole_blocks
 
 
 def test_forget_deals_other_block_ids(engines: Engines) -> None:

@@ -1,0 +1,136 @@
+"""What flexkv costs vLLM when nothing can hit: CPU time a request, stores included, and CPU when nothing runs.
+
+Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
+and system time of all of an engine's processes and threads.
+
+    python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.vllm_ttft import BLOCK_TOKENS, HOST_BYTES, MODEL, engine_arguments
+from demo.engine_process import FLEXKV, SEPARATE_CORE, EngineProcess
+from demo.model import PRESETS, prompt_tokens, write_model
+
+ALONE, WITH = "vLLM alone", "with flexkv"
+EXTRA_CPU_MAX = 0.03
+IDLE_CPU_SHARE_MAX = 0.01
+IDLE_AFTER_S = 5.0
+"""The share is measured from this long after the last request on."""
+IDLE_FOR_S = 5.0
+SETTLE_S = 0.3
+"""Stores outlive their request by milliseconds; they belong to its cost."""
+
+
+def batch_seconds(engine: EngineProcess, requests: list[dict[str, Any]]) -> float:
+    """CPU seconds of all the engine's processes for these requests and what they leave behind, a request."""
+    before = engine.call("processor_seconds")["seconds"]
+    engine.generate(requests)
+    engine.call("idle", seconds=SETTLE_S)
+    return float(engine.call("processor_seconds")["seconds"] - before) / len(requests)
+
+
+def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """CPU seconds a request by engine, idle shares, and bytes stored."""
+    shape = PRESETS[MODEL]
+    model = write_model(arguments.out / "models", MODEL)
+    flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
+    log = arguments.out / "vllm_overhead.log"
+    seconds: dict[str, list[float]] = {ALONE: [], WITH: []}
+    with ExitStack() as stack, Progress(console=console) as progress:
+        task = progress.add_task("starting engines", total=2 * (arguments.runs + 3))
+        engines = {}
+        for name, connector in ((ALONE, None), (WITH, flexkv)):
+            engine = EngineProcess(engine_arguments(model, connector), log, environment=SEPARATE_CORE)
+            engines[name] = stack.enter_context(engine)
+            progress.advance(task)
+        for number in range(arguments.runs + 1):
+            requests = [
+                {
+                    "ids": prompt_tokens(arguments.prompt_tokens, 1000 * number + request, shape),
+                    "max_tokens": arguments.answer_tokens,
+                }
+                for request in range(arguments.batch)
+            ]
+            # Which engine goes first alternates: clocks and caches drift.
+            for name in sorted(engines, reverse=bool(number % 2)):
+                progress.update(task, description=f"run {number}: {name}", advance=1)
+                used = batch_seconds(engines[name], requests)
+                if number:
+                    seconds[name].append(used)
+        idle = {}
+        for name, engine in engines.items():
+            progress.update(task, description=f"idle: {name}", advance=1)
+            engine.generate([{"ids": prompt_tokens(200, 7, shape), "max_tokens": 2}])
+            engine.call("idle", seconds=IDLE_AFTER_S)
+            idle[name] = engine.call("idle", seconds=IDLE_FOR_S)["cpu_share"]
+        series = "flexkv_moved_bytes_total{direction=store}"
+        stored = engines[WITH].metrics(series.partition("{")[0]).get(series, 0.0)
+    return {"cpu_seconds_per_request": seconds, "idle_cpu_share": idle, "stored_bytes": stored}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--json", type=Path, default=Path("out/vllm_overhead.json"))
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
+    arguments = parser.parse_args()
+    console = Console()
+    facts = run(arguments, console)
+    shape = PRESETS[MODEL]
+    setting = (
+        f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
+        f"tokens, {arguments.batch} fresh prompts of {arguments.prompt_tokens} at once, {arguments.answer_tokens} "
+        f"tokens each, {arguments.runs} interleaved runs"
+    )
+    seconds = facts["cpu_seconds_per_request"]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    # Paired by run, so that a slow phase of the machine counts on both sides.
+    pairs = [mine / alone for mine, alone in zip(seconds[WITH], seconds[ALONE], strict=True)]
+    extra = statistics.median(pairs) - 1
+    table = Table(title="what flexkv costs when nothing hits", caption=setting)
+    table.add_column("")
+    table.add_column("CPU s a request, median", justify="right")
+    table.add_column("min", justify="right")
+    table.add_column(f"CPU {IDLE_AFTER_S:g} s after the last", justify="right")
+    for name in (ALONE, WITH):
+        idle = facts["idle_cpu_share"][name]
+        table.add_row(name, f"{medians[name]:.3f}", f"{min(seconds[name]):.3f}", f"{idle:.2%}")
+    console.print(table)
+    added = facts["idle_cpu_share"][WITH] - facts["idle_cpu_share"][ALONE]
+    limits = {
+        "extra CPU time a request": {"value": extra, "limit": EXTRA_CPU_MAX, "met": extra <= EXTRA_CPU_MAX},
+        "idle CPU added": {"value": added, "limit": IDLE_CPU_SHARE_MAX, "met": added <= IDLE_CPU_SHARE_MAX},
+    }
+    for label, verdict in limits.items():
+        colour = "green" if verdict["met"] else "red"
+        console.print(f"[{colour}]{label}: {verdict['value']:+.2%} (reach <= {verdict['limit']:.0%})[/]")
+    console.print(f"stored {facts['stored_bytes'] / 2**20:.0f} MiB")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps({"setting": setting, "limits": limits, **facts}, indent=1))
+    if facts["stored_bytes"] <= 0:
+        console.print("[red]flexkv stored nothing: the comparison is void[/]")
+        return 1
+    return int(arguments.check and not all(verdict["met"] for verdict in limits.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

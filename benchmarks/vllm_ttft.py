@@ -1,0 +1,218 @@
+"""Time to the first token of a 4k-token prompt in vLLM: computed, and served by flexkv and by vLLM's own connectors.
+
+Every connector has an engine of its own, all are up at the same time, and runs alternate between them, so that other
+load on the machine meets all alike. A hit is measured after the engine dropped its prefix cache.
+
+    python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from demo.engine_process import FLEXKV, EngineProcess
+from demo.model import PRESETS, prompt_tokens, write_model
+
+MODEL = "medium"
+BLOCK_TOKENS = 128
+HOST_BYTES = 1 << 30
+
+SYNC, ASYNC, EXAMPLE, OFFLOADING = "flexkv sync", "flexkv async", "ExampleConnector", "OffloadingConnector"
+COLD_OVER_SYNC_MIN = 25.0
+COLD_OVER_ASYNC_MIN = 12.0
+SYNC_OVER_EXAMPLE_MAX = 1.1
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds to the first token, one entry a run."""
+
+    cold: list[float] = field(default_factory=list)
+    hit: list[float] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+    wrong: int = 0
+
+
+def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Name -> vLLM's kv_transfer_config."""
+
+    def flexkv(mode: str) -> Mapping[str, Any]:
+        return FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES, "load.mode": mode}}
+
+    return {
+        SYNC: flexkv("sync"),
+        ASYNC: flexkv("async"),
+        EXAMPLE: {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+        OFFLOADING: {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": HOST_BYTES,
+                "spec_name": "HostCopySpec",
+                "spec_module_path": "benchmarks.cpu_offload_spec",
+            },
+        },
+    }
+
+
+def engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "disable_log_stats": False,
+    }
+    return arguments if connector is None else arguments | {"kv_transfer_config": dict(connector)}
+
+
+def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Times) -> None:
+    """One prompt computed, forgotten, served."""
+    request = {"ids": ids, "max_tokens": 1}
+    [cold] = engine.generate([request])
+    engine.call("drain")
+    # Others come in between, as they do: the hit shall not find caches that the prompt itself left warm.
+    engine.generate([{"ids": filler, "max_tokens": 1}])
+    engine.call("drain")
+    engine.call("reset")
+    [hit] = engine.generate([request])
+    engine.call("drain")
+    times.cold.append(cold["ttft_s"])
+    times.hit.append(hit["ttft_s"])
+    times.served.append(hit["cached"] or 0)
+    times.wrong += cold["tokens"] != hit["tokens"]
+
+
+def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
+    """Times by connector."""
+    shape = PRESETS[MODEL]
+    model = write_model(arguments.out / "models", MODEL)
+    storage = Path(tempfile.mkdtemp(prefix="ttft-storage-"))
+    log = arguments.out / "vllm_ttft.log"
+    results = {name: Times() for name in connectors(storage) if not arguments.only or name in arguments.only}
+    try:
+        with ExitStack() as stack, Progress(console=console) as progress:
+            task = progress.add_task("starting engines", total=len(results) * (arguments.runs + 2))
+            engines: dict[str, EngineProcess] = {}
+            for name in results:
+                started = EngineProcess(engine_arguments(model, connectors(storage)[name]), log)
+                engines[name] = stack.enter_context(started)
+                progress.advance(task)
+            for number in range(arguments.runs + 1):
+                ids = prompt_tokens(arguments.prompt_tokens, 100 + number, shape)
+                filler = prompt_tokens(300, 10_000 + number, shape)
+                for name, engine in engines.items():
+                    progress.update(task, description=f"run {number}: {name}", advance=1)
+                    # The first run warms up allocators and files and is thrown away.
+                    measure(engine, ids, filler, results[name] if number else Times())
+    finally:
+        shutil.rmtree(storage, ignore_errors=True)
+    return results
+
+
+def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
+    """The measures that have a limit: value, limit, met."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def least(label: str, value: float, limit: float) -> None:
+        found[label] = {"value": value, "limit": f">= {limit:g}", "met": value >= limit}
+
+    if SYNC in results:
+        least("cold / hit, flexkv sync", _ratio(results[SYNC]), COLD_OVER_SYNC_MIN)
+    if ASYNC in results:
+        least("cold / hit, flexkv async", _ratio(results[ASYNC]), COLD_OVER_ASYNC_MIN)
+    if SYNC in results and EXAMPLE in results:
+        value = statistics.median(results[SYNC].hit) / statistics.median(results[EXAMPLE].hit)
+        found["flexkv sync hit / ExampleConnector hit"] = {
+            "value": value,
+            "limit": f"<= {SYNC_OVER_EXAMPLE_MAX:g}",
+            "met": value <= SYNC_OVER_EXAMPLE_MAX,
+        }
+    return found
+
+
+def _ratio(times: Times) -> float:
+    return statistics.median(times.cold) / statistics.median(times.hit)
+
+
+def show(results: dict[str, Times], setting: str, console: Console) -> None:
+    table = Table(title="time to first token, ms", caption=setting)
+    table.add_column("connector")
+    for header in ("cold median", "hit median", "hit min", "cold / hit", "tokens served", "wrong"):
+        table.add_column(header, justify="right")
+    for name, times in results.items():
+        table.add_row(
+            name,
+            f"{1e3 * statistics.median(times.cold):.0f}",
+            f"{1e3 * statistics.median(times.hit):.1f}",
+            f"{1e3 * min(times.hit):.1f}",
+            f"{_ratio(times):.1f}",
+            f"{min(times.served)}",
+            f"{times.wrong}",
+        )
+    console.print(table)
+    for label, verdict in verdicts(results).items():
+        colour = "green" if verdict["met"] else "red"
+        console.print(f"[{colour}]{label}: {verdict['value']:.2f} (reach {verdict['limit']})[/]")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--prompt-tokens", type=int, default=4001)
+    parser.add_argument("--only", nargs="*", choices=[SYNC, ASYNC, EXAMPLE, OFFLOADING])
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--json", type=Path, default=Path("out/vllm_ttft.json"))
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
+    arguments = parser.parse_args()
+    console = Console()
+    results = run(arguments, console)
+    shape = PRESETS[MODEL]
+    setting = (
+        f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
+        f"tokens, prompt of {arguments.prompt_tokens}, {arguments.runs} interleaved runs"
+    )
+    show(results, setting, console)
+    limits = verdicts(results)
+    content = {
+        "setting": setting,
+        "limits": limits,
+        "seconds": {
+            name: {"cold": times.cold, "hit": times.hit, "served": times.served, "wrong": times.wrong}
+            for name, times in results.items()
+        },
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(content, indent=1))
+    wrong = sum(times.wrong for times in results.values())
+    unserved = [name for name, times in results.items() if min(times.served) == 0]
+    if wrong or unserved:
+        console.print(f"[red]{wrong} wrong first tokens; never served: {unserved}[/]")
+        return 1
+    return int(arguments.check and not all(verdict["met"] for verdict in limits.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

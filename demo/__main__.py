@@ -1,0 +1,117 @@
+"""`python -m demo`: a conversation through the real vLLM engine, with flexkv and without, and proof that they agree.
+
+Exits with 1 unless every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
+wherever it should have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from demo import report
+from demo.conversation import Script, Turn, problems, turn_count
+from demo.engine_process import FLEXKV, EngineError, EngineProcess
+from demo.model import PRESETS, write_model
+
+POOL_BLOCKS = 129
+"""Blocks of the engine's own pool, 32 tokens each: the crowd's first prompts alone need 200."""
+BLOCK_TOKENS = 32
+HOST_BYTES = 512 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results and models")
+    parser.add_argument("--model", choices=sorted(PRESETS), default="medium", help="size of the random model")
+    parser.add_argument("--load-mode", choices=["async", "sync"], default="async")
+    arguments = parser.parse_args()
+    console = Console()
+    started = time.monotonic()
+    try:
+        turns, reference, facts = _run(arguments, console)
+    except EngineError as error:
+        console.print(f"[red]The engine failed:[/] {error}", markup=True, highlight=False)
+        return 1
+    console.print(report.table(turns, reference))
+    found = list(problems(turns, reference))
+    facts |= {"problems": found, "seconds": time.monotonic() - started}
+    report.write_json(arguments.out / "demo.json", facts, turns, reference)
+    report.draw(turns, reference, arguments.out / "demo.png")
+    console.print(f"{facts['model']}; {facts['prompt']}")
+    console.print(f"wrote {arguments.out / 'demo.png'}, {arguments.out / 'demo.json'}; log {facts['log']}")
+    for problem in found:
+        console.print(f"[red]FAILED[/] {problem}")
+    if found:
+        return 1
+    served = sum(turn.served for turn in turns)
+    console.print(
+        f"[green]OK[/] {len(turns)} answers equal those without flexkv, token for token; "
+        f"flexkv served {served} prompt tokens; {facts['seconds']:.0f} s"
+    )
+    return 0
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], list[Turn], dict[str, Any]]:
+    shape = PRESETS[arguments.model]
+    log = arguments.out / "demo-vllm.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    flexkv = FLEXKV | {
+        "kv_connector_extra_config": {"host.bytes": HOST_BYTES, "load.mode": arguments.load_mode}
+    }
+    bar = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    )
+    with bar:
+        task = bar.add_task(f"writing a random {arguments.model} Llama", total=2 * turn_count() + 3)
+        model = write_model(arguments.out / "models", arguments.model)
+        bar.advance(task)
+        runs: list[list[Turn]] = []
+        connectors: list[tuple[str, Mapping[str, Any] | None]] = [("with flexkv", flexkv), ("alone", None)]
+        for name, connector in connectors:
+            bar.update(task, description=f"starting vLLM {name}")
+            engine_arguments = _engine_arguments(model, connector)
+            with EngineProcess(engine_arguments, log) as engine:
+
+                def advance(turn: str, name: str = name) -> None:
+                    bar.update(task, description=f"vLLM {name}: {turn}", advance=1)
+
+                bar.advance(task)
+                runs.append(Script(engine, shape, advance).play())
+        bar.update(task, description="done", completed=2 * turn_count() + 3)
+    facts = {
+        "model": f"random Llama {arguments.model}: {shape.layers} layers, hidden {shape.hidden}, float32, "
+        f"{shape.kv_bytes_per_token} KV bytes a token",
+        "prompt": f"random words; blocks of {BLOCK_TOKENS} tokens, engine pool of {POOL_BLOCKS - 1} blocks, "
+        f"host tier of {HOST_BYTES >> 20} MiB, {arguments.load_mode} loads",
+        "log": str(log),
+        "kv_transfer_config": flexkv,
+    }
+    return runs[0], runs[1], facts
+
+
+def _engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": POOL_BLOCKS,
+        "disable_log_stats": False,
+    }
+    if connector is not None:
+        arguments["kv_transfer_config"] = dict(connector)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

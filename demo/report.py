@@ -1,0 +1,88 @@
+"""Shows what a run did: a table for the terminal, a chart, and JSON for whoever wants to compute with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from demo.conversation import Turn, as_json
+
+MIB = 1 << 20
+GIGA = 1e9
+
+
+def table(turns: list[Turn], reference: list[Turn]) -> Table:
+    """One row a turn; cold TTFT is the reference engine's, which has no flexkv."""
+    shown = Table(title="vLLM with flexkv, beside vLLM alone", padding=(0, 1))
+    shown.add_column("turn", no_wrap=True)
+    for header in (
+        "prompt\ntokens",
+        "from\nflexkv",
+        "TTFT ms\nalone",
+        "TTFT ms\nflexkv",
+        "alone /\nflexkv",
+        "moved\nMiB",
+        "load\nGB/s",
+        "same\nanswer",
+    ):
+        shown.add_column(header, justify="right", no_wrap=True)
+    phase = turns[0].phase if turns else ""
+    for mine, theirs in zip(turns, reference, strict=False):
+        if mine.phase != phase:
+            shown.add_section()
+            phase = mine.phase
+        same = mine.answer == theirs.answer
+        shown.add_row(
+            mine.name,
+            f"{mine.prompt_tokens}",
+            f"{mine.served}",
+            f"{1e3 * theirs.ttft_s:.1f}",
+            f"{1e3 * mine.ttft_s:.1f}",
+            f"{theirs.ttft_s / mine.ttft_s:.1f}" if mine.served else "-",
+            f"{(mine.loaded_bytes + mine.stored_bytes) / MIB:.1f}",
+            f"{mine.loaded_bytes / mine.load_seconds / GIGA:.2f}" if mine.load_seconds > 0 else "-",
+            "[green]yes[/]" if same else "[red]NO[/]",
+        )
+    return shown
+
+
+def draw(turns: list[Turn], reference: list[Turn], path: Path) -> None:
+    """Writes a PNG: time to the first token of every turn, and where the prompt's tokens came from."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, sources) = pyplot.subplots(2, 1, figsize=(11, 7), sharex=True, constrained_layout=True)
+    positions = range(len(turns))
+    width = 0.4
+    times.bar(
+        [p - width / 2 for p in positions], [1e3 * t.ttft_s for t in reference], width, label="vLLM alone"
+    )
+    times.bar(
+        [p + width / 2 for p in positions], [1e3 * t.ttft_s for t in turns], width, label="vLLM with flexkv"
+    )
+    times.set_ylabel("time to first token, ms")
+    times.legend()
+    served = [turn.served for turn in turns]
+    rest = [turn.prompt_tokens - turn.served for turn in turns]
+    sources.bar(positions, served, label="from flexkv", color="tab:green")
+    sources.bar(
+        positions, rest, bottom=served, label="computed, or in the engine's own cache", color="lightgray"
+    )
+    sources.set_ylabel("prompt tokens")
+    sources.set_xticks(list(positions), [turn.name for turn in turns], rotation=60, ha="right")
+    sources.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write_json(path: Path, facts: dict[str, Any], turns: list[Turn], reference: list[Turn]) -> None:
+    content = facts | {
+        "turns": [as_json(turn) for turn in turns],
+        "without_flexkv": [as_json(turn) for turn in reference],
+    }
+    path.write_text(json.dumps(content, indent=1))
