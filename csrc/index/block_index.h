@@ -1,0 +1,107 @@
+// The index of one manager: which blocks are in the host tier, where, and which may not be evicted now.
+//
+// Keys of all groups share one map; slots and eviction are per group. There is no closure invariant: a block may be
+// present without the ones before it. Entries are named by EntryId, which stays valid while it is pinned.
+// Not thread-safe. Every call costs O(blocks given); an eviction costs O(1).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "index/block_key.h"
+#include "index/entry_table.h"
+#include "index/eviction_policy.h"
+#include "index/key_map.h"
+#include "index/slot_pool.h"
+
+namespace flexkv {
+
+// What `insert` did. Arrays of the same length describe the same block.
+struct Inserted {
+  std::vector<uint32_t> positions;  // of the new blocks in the keys offered, ascending
+  std::vector<EntryId> entries;     // of the new blocks: pending, pinned once
+  std::vector<int32_t> slots;       // of the new blocks
+  std::vector<BlockKey> evicted;    // keys that had to go
+  size_t known = 0;
+  size_t dropped = 0;
+};
+
+class BlockIndex {
+ public:
+  // `group_slots[g]`: the most slots group g will ever have. Throws ConfigError, CapacityError.
+  BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed);
+
+  size_t groups() const { return groups_.size(); }
+  void grow(uint32_t group, uint32_t slots) { group_at(group).pool.grow(slots); }
+
+  // Entries of the leading keys that are ready; returns how many.
+  size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
+
+  // Entry of every key, ready or pending, or kNoEntry. Returns how many were found.
+  size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
+
+  // One more lease on each entry, which must be ready; writes their slots.
+  void pin(std::span<const EntryId> entries, int32_t* slots);
+
+  // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given; those
+  // that were removed meanwhile are freed.
+  void unpin(std::span<const EntryId> entries);
+
+  // Marks entries as just used, in the order given. A hint: an id that means nothing any more is passed over.
+  void touch(std::span<const EntryId> entries);
+
+  // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At most
+  // `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
+  Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new);
+
+  // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are removed.
+  // One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became ready.
+  void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published);
+
+  // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in the map.
+  size_t remove(std::span<const EntryId> entries, uint8_t* removed);
+
+  // Removes every entry. Returns how many were in the map.
+  size_t clear();
+
+  void copy_keys(std::span<const EntryId> entries, uint8_t* out) const;
+
+  size_t size() const { return map_.size(); }
+  size_t free_slots(uint32_t group) const { return group_at(group).pool.free(); }
+  size_t up_slots(uint32_t group) const { return group_at(group).pool.up(); }
+  uint64_t evictions() const { return evictions_; }
+
+  // Checks every link, count, map place and slot owner, and that each entry's pins are the number of times it occurs in
+  // `pinned`. Throws ContractError naming what is wrong. O(entries).
+  void check_integrity(std::span<const EntryId> pinned) const;
+
+ private:
+  struct Group {
+    SlotPool pool;
+    EntryId leased;  // head of the list of pinned entries
+    std::unique_ptr<EvictionPolicy> policy;
+  };
+
+  Group& group_at(uint32_t group);
+  const Group& group_at(uint32_t group) const;
+  bool is_block(EntryId id, uint32_t group, const BlockKey& key) const;
+  bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const;
+  EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
+  void check_pinned(EntryId id) const;
+  bool evict_one(Group& group, std::vector<BlockKey>& evicted);
+  void free_entry(EntryId id);
+  void take_from_map(EntryId id);
+
+  void check_lists(std::vector<uint32_t>& seen) const;
+  void check_slots() const;
+
+  EntryTable table_;
+  KeyMap map_;
+  std::vector<Group> groups_;
+  uint64_t evictions_ = 0;
+};
+
+}  // namespace flexkv

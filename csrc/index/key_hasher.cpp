@@ -1,0 +1,86 @@
+#include "index/key_hasher.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace flexkv {
+namespace {
+
+constexpr size_t kLabelBytes = 24;
+constexpr std::string_view kBlockLabel = "flexkv block key v1";
+constexpr std::string_view kTailLabel = "flexkv tail key v1";
+constexpr size_t kLengthBytes = 4;
+constexpr size_t kPaddingBytes = 9;  // 0x80 and the 64-bit length that end every SHA-256 message
+constexpr size_t kOneBlockKeyBytes = kSha256BlockBytes - kLengthBytes - kPaddingBytes;
+
+void store_le32(uint32_t value, uint8_t* out) {
+  for (int byte = 0; byte < 4; ++byte) out[byte] = static_cast<uint8_t>(value >> (8 * byte));
+}
+
+void update_le32(Sha256& hash, size_t value) {
+  uint8_t bytes[4];
+  store_le32(static_cast<uint32_t>(value), bytes);
+  hash.update(bytes, sizeof(bytes));
+}
+
+Sha256 prefix(std::string_view label, const Sha256Digest& namespace_digest, uint32_t group) {
+  uint8_t block[kSha256BlockBytes] = {};
+  std::copy(label.begin(), label.end(), block);
+  std::copy(namespace_digest.begin(), namespace_digest.end(), block + kLabelBytes);
+  store_le32(group, block + kLabelBytes + namespace_digest.size());
+  Sha256 hash;
+  hash.update(block, sizeof(block));
+  return hash;
+}
+
+void copy_key(const Sha256Digest& digest, uint8_t* out) { std::copy_n(digest.begin(), kKeyBytes, out); }
+
+}  // namespace
+
+void check_engine_key_bytes(size_t bytes, size_t position) {
+  if (bytes >= kMinEngineKeyBytes && bytes <= kMaxEngineKeyBytes) return;
+  throw KeySchemeError("engine block key " + std::to_string(position) + " has " + std::to_string(bytes) +
+                       " bytes; allowed are 16 to 64 bytes from a cryptographic hash. In vLLM set "
+                       "--prefix-caching-hash-algo sha256 (or sha256_cbor, stable over Python versions)");
+}
+
+KeyHasher::KeyHasher(const Sha256Digest& namespace_digest, uint32_t group)
+    : block_prefix_(prefix(kBlockLabel, namespace_digest, group)),
+      tail_prefix_(prefix(kTailLabel, namespace_digest, group)) {}
+
+void KeyHasher::block_key(const uint8_t* engine_key, size_t bytes, uint8_t* out) const {
+  if (bytes > kOneBlockKeyBytes) {
+    Sha256 hash = block_prefix_;
+    update_le32(hash, bytes);
+    hash.update(engine_key, bytes);
+    copy_key(hash.finish(), out);
+    return;
+  }
+  uint8_t block[kSha256BlockBytes] = {};
+  store_le32(static_cast<uint32_t>(bytes), block);
+  std::copy_n(engine_key, bytes, block + kLengthBytes);
+  block[kLengthBytes + bytes] = 0x80;
+  const uint64_t message_bits = (kSha256BlockBytes + kLengthBytes + bytes) * 8;
+  block[62] = static_cast<uint8_t>(message_bits >> 8);
+  block[63] = static_cast<uint8_t>(message_bits);
+  Sha256State state = block_prefix_.state();
+  sha256_compress()(state.data(), block, 1);
+  copy_key(sha256_digest(state), out);
+}
+
+void KeyHasher::tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
+                         std::span<const uint32_t> tokens, uint8_t* out) const {
+  Sha256 hash = tail_prefix_;
+  update_le32(hash, parent.size());
+  hash.update(parent.data(), parent.size());
+  update_le32(hash, extra.size());
+  hash.update(extra.data(), extra.size());
+  update_le32(hash, tokens.size());
+  for (const uint32_t token : tokens) update_le32(hash, token);
+  copy_key(hash.finish(), out);
+}
+
+}  // namespace flexkv

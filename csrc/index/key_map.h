@@ -1,0 +1,116 @@
+// A flat map key -> entry: open addressing with linear probing, 8 bytes a place, never more than half full.
+//
+// A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so neither a
+// probe that misses nor a removal (which shifts the following places back, leaving no tombstones) touches an entry.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+#include "index/entry.h"
+#include "index/huge_array.h"
+
+namespace flexkv {
+
+class KeyMap {
+ public:
+  // `seed` keeps the places secret from whoever chooses keys: without it, chosen prompts could pile up in one place.
+  KeyMap(size_t max_entries, uint64_t seed)
+      : places_(capacity_for(max_entries)),
+        shift_(32 - std::countr_zero(places_.size())),
+        mask_(places_.size() - 1),
+        seed_(seed) {}
+
+  // The hash of a key; all other calls take it.
+  uint32_t hash(const BlockKey& key) const {
+    const auto product = static_cast<unsigned __int128>(key.low ^ seed_) * (key.high | 1);
+    const uint64_t folded = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    return static_cast<uint32_t>(folded * 0x9E3779B97F4A7C15ULL >> 32);
+  }
+
+  void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
+
+  // The first entry whose hash agrees, without looking at it: worth prefetching.
+  EntryId candidate(uint32_t hash) const {
+    return find(hash, [](EntryId) { return true; });
+  }
+
+  // The entry with this hash for which `same(entry)` holds, or kNoEntry.
+  template <class Same>
+  EntryId find(uint32_t hash, Same same) const {
+    for (size_t at = home(hash);; at = (at + 1) & mask_) {
+      const uint64_t place = places_[at];
+      if (place == kEmpty) return kNoEntry;
+      if (hash_of(place) == hash && same(entry_of(place))) return entry_of(place);
+    }
+  }
+
+  // The entry must not be in the map, and the map must hold fewer than it was made for.
+  void insert(uint32_t hash, EntryId entry) {
+    size_t at = home(hash);
+    while (places_[at] != kEmpty) at = (at + 1) & mask_;
+    places_[at] = uint64_t{hash} << 32 | (entry + 1);
+    ++size_;
+  }
+
+  // False when the entry is not there.
+  bool erase(uint32_t hash, EntryId entry) {
+    size_t hole = home(hash);
+    while (places_[hole] != kEmpty && (hash_of(places_[hole]) != hash || entry_of(places_[hole]) != entry)) {
+      hole = (hole + 1) & mask_;
+    }
+    if (places_[hole] == kEmpty) return false;
+    for (size_t at = (hole + 1) & mask_; places_[at] != kEmpty; at = (at + 1) & mask_) {
+      const size_t distance_from_home = (at - home(hash_of(places_[at]))) & mask_;
+      if (distance_from_home < ((at - hole) & mask_)) continue;
+      places_[hole] = places_[at];
+      hole = at;
+    }
+    places_[hole] = kEmpty;
+    --size_;
+    return true;
+  }
+
+  void clear() {
+    places_.zero();
+    size_ = 0;
+  }
+
+  size_t size() const { return size_; }
+
+  // Calls visit(hash, entry) for every place in use.
+  template <class Visit>
+  void for_each(Visit visit) const {
+    for (size_t at = 0; at < places_.size(); ++at) {
+      if (places_[at] != kEmpty) visit(hash_of(places_[at]), entry_of(places_[at]));
+    }
+  }
+
+ private:
+  static constexpr uint64_t kEmpty = 0;
+  static constexpr size_t kMaxEntries = size_t{1} << 30;
+  static constexpr size_t kMinPlaces = 16;
+
+  static size_t capacity_for(size_t max_entries) {
+    if (max_entries > kMaxEntries) {
+      throw CapacityError("the block index was asked for " + std::to_string(max_entries) +
+                          " blocks; allowed are up to 2**30");
+    }
+    return std::bit_ceil(std::max(2 * max_entries, kMinPlaces));
+  }
+
+  size_t home(uint32_t hash) const { return static_cast<size_t>(uint64_t{hash} >> shift_); }
+  static uint32_t hash_of(uint64_t place) { return static_cast<uint32_t>(place >> 32); }
+  static EntryId entry_of(uint64_t place) { return static_cast<EntryId>(place) - 1; }
+
+  HugeArray<uint64_t> places_;
+  int shift_;
+  size_t mask_;
+  uint64_t seed_;
+  size_t size_ = 0;
+};
+
+}  // namespace flexkv
