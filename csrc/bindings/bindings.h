@@ -4,6 +4,8 @@
 
 namespace flexkv {
 
+void bind_index(pybind11::module_& m);
+void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_pool(pybind11::module_& m);
 void bind_transfer(pybind11::module_& m);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 
@@ -16,6 +17,12 @@ constexpr size_t kProbeBatch = 32;
 // How many entries ahead list neighbours are fetched while single entries are relinked; the entries themselves at twice
 // that. Source: the same sweep.
 constexpr size_t kRelinkAhead = 8;
+
+// A link is followed only to an entry that is near, so that its line is likely on its way already. A walk over links
+// to far entries pays the memory's latency for each, four times the cost of overlapped probes.
+constexpr EntryId kNearEntries = 8;
+
+bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
 // Heads a group needs: the list of leased entries, and the policy's.
 constexpr size_t kHeadsPerGroup = 1 + EvictionPolicy::kHeads;
@@ -52,16 +59,30 @@ const BlockIndex::Group& BlockIndex::group_at(uint32_t group) const {
 
 bool BlockIndex::is_block(EntryId id, uint32_t group, const BlockKey& key) const {
   const Entry& entry = table_[id];
-  return entry.key == key && entry.group == group;
+  return entry.key == key && entry.group() == group;
 }
 
 bool BlockIndex::is_ready(EntryId id, uint32_t group, const BlockKey& key) const {
   const Entry& entry = table_[id];
-  return entry.key == key && entry.state == EntryState::kReady && entry.group == group;
+  return entry.key == key && entry.is_ready_in(group);
 }
 
 EntryId BlockIndex::lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
   return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
+}
+
+size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const {
+  size_t i = 0;
+  while (i < keys.size()) {
+    // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from the link,
+    // lets the CPU run ahead of the loads.
+    while (i < keys.size() && table_[at].older == at + 1 && is_ready(at + 1, group, keys[i])) entries[i++] = ++at;
+    if (i == keys.size()) break;
+    const EntryId next = table_[at].older;
+    if (!near(at, next) || !is_ready(next, group, keys[i])) break;
+    entries[i++] = at = next;
+  }
+  return i;
 }
 
 size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
@@ -69,18 +90,9 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
   std::array<uint32_t, kProbeBatch> hashes;
   size_t i = 0;
   size_t batch = 1;
-  EntryId hint = kNoEntry;
   while (i < keys.size()) {
-    if (hint != kNoEntry && is_ready(hint, group, keys[i])) {
-      // Blocks stored or used together lie next to each other in their list: no probe, and mostly the next line.
-      do {
-        entries[i++] = hint;
-        hint = table_[hint].older;
-      } while (i < keys.size() && is_ready(hint, group, keys[i]));
-      batch = 1;
-      if (i == keys.size()) break;
-    }
     // One probe at a break between two chains; a growing batch of overlapped ones where no chain is to be found.
+    const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
     for (size_t k = i; k < end; ++k) {
       hashes[k - i] = map_.hash(keys[k]);
@@ -92,21 +104,19 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
         if (candidate != kNoEntry) table_.prefetch(candidate);
       }
     }
-    const size_t begin = i;
-    for (; i < end; ++i) {
+    bool chained = false;
+    while (i < end && !chained) {
       const EntryId found = lookup(group, keys[i], hashes[i - begin]);
-      if (found == kNoEntry || table_[found].state != EntryState::kReady) return i;
-      const bool chained = i > begin && hint == found;
-      entries[i] = found;
-      hint = table_[found].older;
-      if (chained) {
-        ++i;
-        break;
-      }
+      if (found == kNoEntry || !table_[found].is_ready_in(group)) return i;
+      chained = batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
+      entries[i++] = found;
     }
     batch = std::min(2 * batch, kProbeBatch);
-    // Inside a batch the hint is another random line: not worth a look until a chain shows.
-    if (batch == kProbeBatch && i - begin == kProbeBatch) hint = kNoEntry;
+    if (chained) {
+      const size_t walked = walk(group, keys.subspan(i), entries[i - 1], entries + i);
+      i += walked;
+      if (walked > 0) batch = 1;
+    }
   }
   return i;
 }
@@ -123,8 +133,12 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool rea
       map_.prefetch(hashes[k - begin]);
     }
     for (size_t k = begin; k < end; ++k) {
+      const EntryId candidate = map_.candidate(hashes[k - begin]);
+      if (candidate != kNoEntry) table_.prefetch(candidate);
+    }
+    for (size_t k = begin; k < end; ++k) {
       EntryId id = lookup(group, keys[k], hashes[k - begin]);
-      if (id != kNoEntry && ready_only && table_[id].state != EntryState::kReady) id = kNoEntry;
+      if (id != kNoEntry && ready_only && !table_[id].is_ready_in(group)) id = kNoEntry;
       entries[k] = id;
       found += id != kNoEntry;
     }
@@ -135,33 +149,28 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool rea
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
   if (entries.empty()) return;
   const size_t n = entries.size();
-  EntryId at = kNoEntry;
-  uint32_t group = 0;
+  const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
+  const uint32_t group = any_known ? table_[entries[0]].group() : 0;
+  const uint32_t idle = Entry::pack(EntryState::kReady, group, 0);
+  EntryId at = groups_[group].leased;
   for (size_t i = 0; i < n; ++i) {
     const EntryId first = entries[i];
-    const bool known = first >= table_.first() && first < table_.end();
-    if (i == 0 && known) {
-      group = table_[first].group;
-      at = group_at(group).leased;
-    }
-    if (!known || table_[first].state != EntryState::kReady || table_[first].group != group ||
-        table_[first].pins == kMaxPins) {
+    if (first < table_.first() || first >= table_.end() || !table_[first].is_ready_in(group) ||
+        table_[first].pins() == Entry::kMaxPins) {
       unpin(entries.first(i));
       throw ContractError("pin: entry " + std::to_string(first) +
                           " is not a ready block of its group, or has too many leases");
     }
     slots[i] = static_cast<int32_t>(table_[first].slot);
-    if (table_[first].pins++ > 0) {
+    if (table_[first].meta++ != idle) {
       at = first;
       continue;
     }
     EntryId last = first;
-    while (i + 1 < n && table_[last].older == entries[i + 1]) {
-      Entry& next = table_[entries[i + 1]];
-      if (next.pins > 0 || next.state != EntryState::kReady) break;
-      next.pins = 1;
+    while (i + 1 < n && table_[last].older == entries[i + 1] && table_[entries[i + 1]].meta == idle) {
       last = entries[++i];
-      slots[i] = static_cast<int32_t>(next.slot);
+      ++table_[last].meta;
+      slots[i] = static_cast<int32_t>(table_[last].slot);
     }
     if (last == first && i + 2 * kRelinkAhead < n) {
       table_.prefetch(entries[i + 2 * kRelinkAhead]);
@@ -176,7 +185,7 @@ void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
 }
 
 void BlockIndex::check_pinned(EntryId id) const {
-  if (id >= table_.first() && id < table_.end() && table_[id].pins > 0) return;
+  if (id >= table_.first() && id < table_.end() && table_[id].pins() > 0) return;
   throw ContractError("entry " + std::to_string(id) + " is not leased");
 }
 
@@ -186,28 +195,28 @@ void BlockIndex::unpin(std::span<const EntryId> entries) {
     const EntryId last = entries[--i];
     check_pinned(last);
     Entry& entry = table_[last];
-    if (--entry.pins > 0) continue;
-    if (entry.state != EntryState::kReady) {
+    --entry.meta;
+    if (entry.pins() > 0) continue;
+    if (entry.state() != EntryState::kReady) {
       table_.unlink(last, last);
       free_entry(last);
       continue;
     }
+    const uint32_t pinned_once = entry.meta + 1;
     EntryId first = last;
-    while (i > 0 && table_[first].newer == entries[i - 1]) {
-      Entry& previous = table_[entries[i - 1]];
-      if (previous.pins != 1 || previous.state != EntryState::kReady) break;
-      previous.pins = 0;
+    while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once) {
       first = entries[--i];
+      --table_[first].meta;
     }
     table_.unlink(first, last);
-    groups_[entry.group].policy->admit(table_, first, last);
+    groups_[entry.group()].policy->admit(table_, first, last);
   }
 }
 
 void BlockIndex::touch(std::span<const EntryId> entries) {
   const auto evictable = [&](EntryId id) {
-    return id >= table_.first() && id < table_.end() && table_[id].state == EntryState::kReady &&
-           table_[id].pins == 0;
+    return id >= table_.first() && id < table_.end() && table_[id].state() == EntryState::kReady &&
+           table_[id].pins() == 0;
   };
   for (size_t i = entries.size(); i > 0;) {
     const EntryId last = entries[--i];
@@ -215,7 +224,7 @@ void BlockIndex::touch(std::span<const EntryId> entries) {
     EntryId first = last;
     while (i > 0 && table_[first].newer == entries[i - 1] && evictable(entries[i - 1])) first = entries[--i];
     table_.unlink(first, last);
-    groups_[table_[last].group].policy->admit(table_, first, last);
+    groups_[table_[last].group()].policy->admit(table_, first, last);
   }
 }
 
@@ -235,7 +244,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   if (found_count > 0) {
     held.reserve(found_count);
     for (const EntryId id : found) {
-      if (id != kNoEntry && table_[id].state == EntryState::kReady) held.push_back(id);
+      if (id != kNoEntry && table_[id].is_ready_in(group)) held.push_back(id);
     }
     std::vector<int32_t> slots(held.size());
     pin(held, slots.data());
@@ -253,7 +262,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
       }
     }
     const uint32_t hash = hashes[i % kProbeBatch];
-    // Looked up again: the same key may have been offered twice.
+    // Looked up again where something was inserted since: the same key may have been offered twice.
     if (found[i] != kNoEntry || lookup(group, keys[i], hash) != kNoEntry) {
       ++result.known;
       continue;
@@ -273,9 +282,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     Entry& entry = table_[id];
     entry.key = keys[i];
     entry.slot = *slot;
-    entry.pins = 1;
-    entry.group = group;
-    entry.state = EntryState::kPending;
+    entry.meta = Entry::pack(EntryState::kPending, group, 1);
     table_.link_after(at, id, id);
     at = id;
     map_.insert(hash, id);
@@ -291,10 +298,10 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
   for (size_t i = 0; i < entries.size(); ++i) {
     check_pinned(entries[i]);
     Entry& entry = table_[entries[i]];
-    published[i] = entry.state == EntryState::kPending && ok[i];
-    if (entry.state != EntryState::kPending) continue;
+    published[i] = entry.state() == EntryState::kPending && ok[i];
+    if (entry.state() != EntryState::kPending) continue;
     if (ok[i]) {
-      entry.state = EntryState::kReady;
+      entry.set_state(EntryState::kReady);
     } else {
       take_from_map(entries[i]);
     }
@@ -307,12 +314,12 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
   for (size_t i = 0; i < entries.size(); ++i) {
     const EntryId id = entries[i];
     const bool present = id >= table_.first() && id < table_.end() &&
-                         (table_[id].state == EntryState::kReady || table_[id].state == EntryState::kPending);
+                         (table_[id].state() == EntryState::kReady || table_[id].state() == EntryState::kPending);
     removed[i] = present;
     if (!present) continue;
     ++count;
     take_from_map(id);
-    if (table_[id].pins == 0) {
+    if (table_[id].pins() == 0) {
       table_.unlink(id, id);
       free_entry(id);
     }
@@ -325,9 +332,9 @@ size_t BlockIndex::clear() {
   map_.clear();
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     Entry& entry = table_[id];
-    if (entry.state != EntryState::kReady && entry.state != EntryState::kPending) continue;
-    entry.state = EntryState::kRemoved;
-    if (entry.pins > 0) continue;
+    if (entry.state() != EntryState::kReady && entry.state() != EntryState::kPending) continue;
+    entry.set_state(EntryState::kRemoved);
+    if (entry.pins() > 0) continue;
     table_.unlink(id, id);
     free_entry(id);
   }
@@ -358,11 +365,11 @@ void BlockIndex::take_from_map(EntryId id) {
   if (!map_.erase(map_.hash(table_[id].key), id)) {
     throw ContractError("entry " + std::to_string(id) + " is not in the map");
   }
-  table_[id].state = EntryState::kRemoved;
+  table_[id].set_state(EntryState::kRemoved);
 }
 
 void BlockIndex::free_entry(EntryId id) {
-  groups_[table_[id].group].pool.give_back(table_[id].slot);
+  groups_[table_[id].group()].pool.give_back(table_[id].slot);
   table_.release(id);
 }
 

@@ -89,6 +89,8 @@ class BlockIndex {
   const Group& group_at(uint32_t group) const;
   bool is_block(EntryId id, uint32_t group, const BlockKey& key) const;
   bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const;
+  // Follows the chain after `at` for as long as it agrees with `keys`; returns how far.
+  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const;
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
   bool evict_one(Group& group, std::vector<BlockKey>& evicted);

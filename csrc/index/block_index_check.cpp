@@ -19,7 +19,7 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
   std::vector<uint32_t> seen(table_.end(), 0);
   check_lists(seen);
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
-    const bool in_use = table_[id].state != EntryState::kFree;
+    const bool in_use = table_[id].state() != EntryState::kFree;
     require(seen[id] == (in_use ? 1U : 0U), named(id) + " is in " + std::to_string(seen[id]) + " lists");
   }
 
@@ -31,19 +31,19 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
   size_t in_map = 0;
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     const Entry& entry = table_[id];
-    if (entry.state == EntryState::kFree) {
+    if (entry.state() == EntryState::kFree) {
       require(leases[id] == 0, named(id) + " is free and leased");
       continue;
     }
-    require(entry.pins == leases[id], named(id) + " has " + std::to_string(entry.pins) + " pins and " +
+    require(entry.pins() == leases[id], named(id) + " has " + std::to_string(entry.pins()) + " pins and " +
                                           std::to_string(leases[id]) + " leases");
-    if (entry.state == EntryState::kRemoved) {
-      require(entry.pins > 0, named(id) + " is removed, unleased and not freed");
+    if (entry.state() == EntryState::kRemoved) {
+      require(entry.pins() > 0, named(id) + " is removed, unleased and not freed");
       continue;
     }
     ++in_map;
-    require(entry.state == EntryState::kReady || entry.pins > 0, named(id) + " is pending and unleased");
-    require(lookup(entry.group, entry.key, map_.hash(entry.key)) == id, named(id) + " is not found by its key");
+    require(entry.state() == EntryState::kReady || entry.pins() > 0, named(id) + " is pending and unleased");
+    require(lookup(entry.group(), entry.key, map_.hash(entry.key)) == id, named(id) + " is not found by its key");
   }
   require(map_.size() == in_map, "the map counts " + std::to_string(map_.size()) + " blocks of " +
                                      std::to_string(in_map));
@@ -51,7 +51,7 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
   map_.for_each([&](uint32_t hash, EntryId id) {
     ++places;
     require(id >= table_.first() && id < table_.end(), "the map names " + named(id) + ", which was never in use");
-    const EntryState state = table_[id].state;
+    const EntryState state = table_[id].state();
     require(state == EntryState::kReady || state == EntryState::kPending, "the map names the gone " + named(id));
     require(map_.hash(table_[id].key) == hash, named(id) + " lies under another key's hash");
   });
@@ -63,7 +63,7 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const EntryId leased = groups_[group].leased;
     for (const EntryId head : {leased, groups_[group].policy->head()}) {
-      require(table_[head].state == EntryState::kFree, named(head) + " is a list head in use");
+      require(table_[head].state() == EntryState::kFree, named(head) + " is a list head in use");
       for (EntryId at = head;;) {
         const EntryId next = table_[at].older;
         require(next < table_.end(), named(at) + " links to " + named(next));
@@ -71,9 +71,9 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
         if (next == head) break;
         require(next >= table_.first(), named(at) + " links to another list's head");
         require(++seen[next] == 1, named(next) + " is linked twice");
-        require(table_[next].group == group, named(next) + " is in a list of group " + std::to_string(group));
-        require((table_[next].pins > 0) == (head == leased), named(next) + " is in the wrong list for its pins");
-        require(head == leased || table_[next].state == EntryState::kReady, named(next) + " is evictable");
+        require(table_[next].group() == group, named(next) + " is in a list of group " + std::to_string(group));
+        require((table_[next].pins() > 0) == (head == leased), named(next) + " is in the wrong list for its pins");
+        require(head == leased || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
         at = next;
       }
     }
@@ -81,7 +81,7 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   size_t listed = 0;
   for (EntryId at = table_.free_head(); at != kNoEntry; at = table_[at].older) {
     require(at >= table_.first() && at < table_.end(), "the free list names " + named(at));
-    require(table_[at].state == EntryState::kFree, named(at) + " is in use and on the free list");
+    require(table_[at].state() == EntryState::kFree, named(at) + " is in use and on the free list");
     require(++listed <= table_.free_listed(), "the free list is longer than its count");
   }
   require(listed == table_.free_listed(), "the free list is shorter than its count");
@@ -97,7 +97,7 @@ void BlockIndex::check_slots() const {
             "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " has two owners");
   };
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
-    if (table_[id].state != EntryState::kFree) own(table_[id].group, table_[id].slot);
+    if (table_[id].state() != EntryState::kFree) own(table_[id].group(), table_[id].slot);
   }
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const SlotPool& pool = groups_[group].pool;

@@ -22,13 +22,27 @@ struct alignas(32) Entry {
   uint32_t slot;
   EntryId newer;  // neighbour in its list, away from eviction
   EntryId older;  // neighbour towards eviction. Of a chain used together: the next block, hence the successor hint
-  uint32_t pins : 24;
-  uint32_t group : 6;
-  EntryState state : 2;
+  uint32_t meta;  // state, group and pins in one word, so that the walks test all of them in one comparison
+
+  static constexpr uint32_t kPinBits = 24;
+  static constexpr uint32_t kGroupBits = 6;
+  static constexpr uint32_t kMaxPins = (1U << kPinBits) - 1;
+
+  static constexpr uint32_t pack(EntryState state, uint32_t group, uint32_t pins) {
+    return static_cast<uint32_t>(state) << (kPinBits + kGroupBits) | group << kPinBits | pins;
+  }
+  uint32_t pins() const { return meta & kMaxPins; }
+  uint32_t group() const { return meta >> kPinBits & ((1U << kGroupBits) - 1); }
+  EntryState state() const { return static_cast<EntryState>(meta >> (kPinBits + kGroupBits)); }
+  void set_state(EntryState state) { meta = pack(state, group(), pins()); }
+
+  // A hit for this group: ready, with any number of pins.
+  bool is_ready_in(uint32_t in_group) const {
+    return (meta & ~kMaxPins) == pack(EntryState::kReady, in_group, 0);
+  }
 };
 static_assert(sizeof(Entry) == 32);
 
-inline constexpr uint32_t kMaxPins = (1u << 24) - 1;
-inline constexpr uint32_t kMaxGroups = 1u << 6;
+inline constexpr uint32_t kMaxGroups = 1U << Entry::kGroupBits;
 
 }  // namespace flexkv

@@ -43,7 +43,7 @@ class EntryTable {
   }
 
   void release(EntryId id) {
-    entries_[id].state = EntryState::kFree;
+    entries_[id].set_state(EntryState::kFree);
     entries_[id].older = free_head_;
     free_head_ = id;
     ++free_count_;

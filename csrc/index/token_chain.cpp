@@ -2,13 +2,38 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 
 namespace flexkv {
 
 static_assert(std::endian::native == std::endian::little, "tokens are hashed as they lie in memory");
+
+namespace {
+
+// A message of fixed length with its SHA-256 padding already in place.
+class PaddedMessage {
+ public:
+  explicit PaddedMessage(size_t bytes) : buffer_((bytes + 9 + kSha256BlockBytes - 1) / kSha256BlockBytes * kSha256BlockBytes) {
+    buffer_[bytes] = 0x80;
+    const uint64_t bits = bytes * 8;
+    for (size_t i = 0; i < 8; ++i) buffer_[buffer_.size() - 1 - i] = static_cast<uint8_t>(bits >> (8 * i));
+  }
+  uint8_t* bytes() { return buffer_.data(); }
+  Sha256Digest digest() const {
+    Sha256State state = kSha256Init;
+    sha256_compress()(state.data(), buffer_.data(), buffer_.size() / kSha256BlockBytes);
+    return sha256_digest(state);
+  }
+
+ private:
+  std::vector<uint8_t> buffer_;
+};
+
+}  // namespace
 
 TokenChain::TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram)
     : block_tokens_(block_tokens), bigram_(bigram), seeded_(!seed.empty()) {
@@ -33,19 +58,24 @@ void TokenChain::append(std::span<const uint32_t> tokens, size_t count) {
   if (count == 0) return;
   uint8_t* out = digests_.reserve(count);
   const uint8_t* prior = blocks() > 0 ? digests_.row(blocks() - 1) : seeded_ ? seed_.data() : nullptr;
+  // One message at a time in a buffer that keeps its padding: [prior digest][tokens][0x80, zeros, length in bits].
+  const size_t prior_bytes = sizeof(Sha256Digest);
+  const size_t token_bytes = (bigram_ ? 2 : 1) * block_tokens_ * sizeof(uint32_t);
+  PaddedMessage with_prior(prior_bytes + token_bytes);
+  PaddedMessage without_prior(token_bytes);
   for (size_t block = 0; block < count; ++block) {
-    Sha256 hash;
-    if (prior) hash.update(prior, sizeof(Sha256Digest));
+    PaddedMessage& message = prior ? with_prior : without_prior;
+    uint8_t* to = message.bytes();
+    if (prior) to = std::copy_n(prior, prior_bytes, to);
     const uint32_t* first = tokens.data() + block * block_tokens_;
     if (bigram_) {
-      for (size_t i = 0; i < block_tokens_; ++i) hash.update(first + i, 2 * sizeof(uint32_t));
+      for (size_t i = 0; i < block_tokens_; ++i) std::memcpy(to + 8 * i, first + i, 8);
     } else {
-      hash.update(first, block_tokens_ * sizeof(uint32_t));
+      std::memcpy(to, first, token_bytes);
     }
-    const Sha256Digest digest = hash.finish();
-    std::copy(digest.begin(), digest.end(), out);
+    const Sha256Digest digest = message.digest();
     prior = out;
-    out += sizeof(Sha256Digest);
+    out = std::copy(digest.begin(), digest.end(), out);
   }
   digests_.commit(count);
 }

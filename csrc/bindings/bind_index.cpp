@@ -1,0 +1,140 @@
+// Bindings of csrc/index: the block index. The GIL stays held: calls take microseconds, and it keeps a statistics thread
+// from looking into a half-made change.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <random>
+#include <string>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "index/block_index.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Entries = py::array_t<EntryId, py::array::c_style>;
+
+std::span<const BlockKey> keys_of(const py::array& keys) {
+  if (!py::isinstance<py::array_t<uint8_t>>(keys) || keys.ndim() != 2 || keys.shape(1) != kKeyBytes ||
+      !(keys.flags() & py::array::c_style)) {
+    throw KeySchemeError("block keys are " + py::str(keys.dtype()).cast<std::string>() + " of " +
+                         std::to_string(keys.ndim()) +
+                         " dimensions; needed is a C-contiguous uint8 array of shape [blocks, 16]");
+  }
+  // Views of key chains and fresh arrays are aligned; a slice of foreign memory may not be.
+  if (reinterpret_cast<uintptr_t>(keys.data()) % alignof(BlockKey) != 0) {
+    throw KeySchemeError("block keys do not lie on an 8-byte boundary");
+  }
+  return {static_cast<const BlockKey*>(keys.data()), static_cast<size_t>(keys.shape(0))};
+}
+
+std::span<const EntryId> entries_of(const Entries& entries) {
+  if (entries.ndim() != 1) throw ContractError("entries must have one dimension");
+  return {entries.data(), static_cast<size_t>(entries.shape(0))};
+}
+
+Bytes flags_for(const Entries& entries) { return Bytes(entries.shape(0)); }
+
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new) {
+  const Inserted done = index.insert(group, keys_of(keys), max_new);
+  py::array_t<uint8_t> evicted({done.evicted.size(), kKeyBytes});
+  if (!done.evicted.empty()) {
+    std::memcpy(evicted.mutable_data(), done.evicted.data(), done.evicted.size() * kKeyBytes);
+  }
+  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots), evicted, done.known,
+                        done.dropped);
+}
+
+}  // namespace
+
+void bind_index(py::module_& m) {
+  py::class_<BlockIndex>(m, "BlockIndex")
+      .def(py::init([](const std::vector<uint32_t>& group_slots, const std::string& policy) {
+             std::random_device random;
+             return std::make_unique<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random());
+           }),
+           py::arg("group_slots"), py::arg("policy") = "lru")
+      .def("grow", &BlockIndex::grow, py::arg("group"), py::arg("slots"))
+      .def(
+          "match_prefix",
+          [](const BlockIndex& index, uint32_t group, const py::array& keys) {
+            const auto span = keys_of(keys);
+            Entries entries(static_cast<py::ssize_t>(span.size()));
+            const size_t found = index.match_prefix(group, span, entries.mutable_data());
+            if (found < span.size()) entries.resize({found}, false);
+            return entries;
+          },
+          py::arg("group"), py::arg("keys"))
+      .def(
+          "find",
+          [](const BlockIndex& index, uint32_t group, const py::array& keys, bool ready_only) {
+            const auto span = keys_of(keys);
+            Entries entries(static_cast<py::ssize_t>(span.size()));
+            index.find(group, span, ready_only, entries.mutable_data());
+            return entries;
+          },
+          py::arg("group"), py::arg("keys"), py::arg("ready_only") = true)
+      .def(
+          "pin",
+          [](BlockIndex& index, const Entries& entries) {
+            py::array_t<int32_t> slots(entries.shape(0));
+            index.pin(entries_of(entries), slots.mutable_data());
+            return slots;
+          },
+          py::arg("entries").noconvert())
+      .def(
+          "unpin", [](BlockIndex& index, const Entries& entries) { index.unpin(entries_of(entries)); },
+          py::arg("entries").noconvert())
+      .def(
+          "touch", [](BlockIndex& index, const Entries& entries) { index.touch(entries_of(entries)); },
+          py::arg("entries").noconvert())
+      .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"))
+      .def(
+          "finish",
+          [](BlockIndex& index, const Entries& entries, const Bytes& ok) {
+            if (ok.ndim() != 1 || ok.shape(0) != entries.shape(0)) {
+              throw ContractError("finish: one flag an entry is needed");
+            }
+            Bytes published = flags_for(entries);
+            index.finish(entries_of(entries), ok.data(), published.mutable_data());
+            return published;
+          },
+          py::arg("entries").noconvert(), py::arg("ok").noconvert())
+      .def(
+          "remove",
+          [](BlockIndex& index, const Entries& entries) {
+            Bytes removed = flags_for(entries);
+            index.remove(entries_of(entries), removed.mutable_data());
+            return removed;
+          },
+          py::arg("entries").noconvert())
+      .def("clear", &BlockIndex::clear)
+      .def(
+          "keys_of",
+          [](const BlockIndex& index, const Entries& entries) {
+            Bytes keys({static_cast<size_t>(entries.shape(0)), kKeyBytes});
+            index.copy_keys(entries_of(entries), keys.mutable_data());
+            return keys;
+          },
+          py::arg("entries").noconvert())
+      .def("__len__", &BlockIndex::size)
+      .def("free_slots", &BlockIndex::free_slots, py::arg("group"))
+      .def("up_slots", &BlockIndex::up_slots, py::arg("group"))
+      .def_property_readonly("evictions", &BlockIndex::evictions)
+      .def(
+          "check_integrity",
+          [](const BlockIndex& index, const Entries& pinned) { index.check_integrity(entries_of(pinned)); },
+          py::arg("pinned").noconvert());
+}
+
+}  // namespace flexkv

@@ -1,0 +1,103 @@
+#include "bindings/token_reader.h"
+
+#include <pybind11/numpy.h>
+
+#include <string>
+
+#include "base/error.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
+constexpr size_t kShownCharacters = 80;
+
+[[noreturn]] void refuse(size_t position, py::handle value) {
+  std::string shown = py::repr(value).cast<std::string>();
+  if (shown.size() > kShownCharacters) shown = shown.substr(0, kShownCharacters) + "...";
+  throw TokenError("token " + std::to_string(position) + " is " + shown + " (" + Py_TYPE(value.ptr())->tp_name +
+                   ")" + kAllowed);
+}
+
+uint32_t token_from_int(size_t position, py::handle value, PyObject* integer) {
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(integer, &overflow);
+  if (number == -1 && PyErr_Occurred()) PyErr_Clear();
+  if (overflow != 0 || number < 0 || number > UINT32_MAX) refuse(position, value);
+  return static_cast<uint32_t>(number);
+}
+
+uint32_t token_from_object(size_t position, PyObject* value) {
+  if (PyBool_Check(value) || !PyIndex_Check(value)) refuse(position, value);
+  const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(value));
+  if (!integer) {
+    PyErr_Clear();
+    refuse(position, value);
+  }
+  return token_from_int(position, value, integer.ptr());
+}
+
+template <class T>
+std::vector<uint32_t> read_array(const py::array& array, size_t begin, size_t count) {
+  const auto view = py::reinterpret_borrow<py::array_t<T>>(array).template unchecked<1>();
+  std::vector<uint32_t> out(count);
+  for (size_t i = 0; i < count; ++i) {
+    const T value = view(static_cast<py::ssize_t>(begin + i));
+    bool fits = value <= static_cast<T>(UINT32_MAX) || sizeof(T) <= 4;
+    if constexpr (std::is_signed_v<T>) fits = fits && value >= 0;
+    if (!fits) refuse(begin + i, py::int_(value));
+    out[i] = static_cast<uint32_t>(value);
+  }
+  return out;
+}
+
+std::vector<uint32_t> read_any_array(const py::array& array, size_t begin, size_t count) {
+  if (py::isinstance<py::array_t<int64_t>>(array)) return read_array<int64_t>(array, begin, count);
+  if (py::isinstance<py::array_t<int32_t>>(array)) return read_array<int32_t>(array, begin, count);
+  if (py::isinstance<py::array_t<uint32_t>>(array)) return read_array<uint32_t>(array, begin, count);
+  throw TokenError("tokens are an array of " + py::str(array.dtype()).cast<std::string>() +
+                   "; allowed are int32, int64 and uint32");
+}
+
+}  // namespace
+
+size_t token_count(py::handle tokens) {
+  if (PyList_Check(tokens.ptr()) || PyTuple_Check(tokens.ptr())) {
+    return static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens.ptr()));
+  }
+  if (py::isinstance<py::array>(tokens)) {
+    const auto array = py::reinterpret_borrow<py::array>(tokens);
+    if (array.ndim() == 1) return static_cast<size_t>(array.shape(0));
+    throw TokenError("tokens are an array of " + std::to_string(array.ndim()) + " dimensions; allowed is 1");
+  }
+  throw TokenError(std::string("tokens are a ") + Py_TYPE(tokens.ptr())->tp_name +
+                   "; allowed are a list, a tuple or a one-dimensional integer array");
+}
+
+std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count) {
+  if (begin + count > token_count(tokens)) {
+    throw TokenError("tokens " + std::to_string(begin) + " to " + std::to_string(begin + count) + " of " +
+                     std::to_string(token_count(tokens)) + " were asked for");
+  }
+  if (py::isinstance<py::array>(tokens)) {
+    return read_any_array(py::reinterpret_borrow<py::array>(tokens), begin, count);
+  }
+  std::vector<uint32_t> out(count);
+  for (size_t i = 0; i < count; ++i) {
+    // The size again for every item: __index__ of an odd item may run code that shortens the list.
+    if (begin + i >= static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens.ptr()))) {
+      throw TokenError("the token list became shorter while it was read");
+    }
+    PyObject* item = PySequence_Fast_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(begin + i));
+    if (PyLong_CheckExact(item)) {  // runs no Python code, so the list's own reference is enough
+      out[i] = token_from_int(begin + i, item, item);
+    } else {
+      out[i] = token_from_object(begin + i, py::reinterpret_borrow<py::object>(item).ptr());
+    }
+  }
+  return out;
+}
+
+}  // namespace flexkv
