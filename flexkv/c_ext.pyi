@@ -213,3 +213,123 @@ class TransferEngine:
     def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int]]]:
         """kind, lane, up, reason, open ops, held places, stuck op ids."""
     def close(self, deadline_s: float) -> bool: ...
+# --- index: hashes and key chains -------------------------------------------------------------------------------------
+
+def sha256(data: bytes, portable: bool = False) -> bytes:
+    """The SHA-256 of `data`; with `portable`, without the CPU's SHA instructions."""
+
+def sha256_is_native() -> bool:
+    """Whether this CPU has SHA instructions that are used."""
+
+def tail_keys(
+    namespace: bytes,
+    group: int,
+    parent_key: bytes | None,
+    extra: bytes,
+    tokens: object,
+    longest: int,
+    shortest: int,
+    base_block: int,
+) -> NDArray[np.uint8]:
+    """Keys of the first `longest`, ..., `shortest` tokens as partial blocks, shape [longest - shortest + 1, 16]."""
+
+class EngineKeyChain:
+    """Index keys of one request's blocks, made from the engine's own block keys as they grow.
+
+    Args:
+        namespace: 32 bytes, from `namespace_digest`.
+        group: KV group.
+    """
+
+    def __init__(self, namespace: bytes, group: int) -> None: ...
+    def extend(self, engine_keys: object, start: int = 0) -> int:
+        """Appends the keys of the blocks that are new; returns how many. Costs nothing for those it has.
+
+        Args:
+            engine_keys: list or tuple of bytes, or uint8 [blocks, bytes]; element 0 is block `start`. Usually the whole
+                list of the request.
+
+        Raises:
+            KeySchemeError: a key is not 16 to 64 bytes of a cryptographic hash. Nothing is appended.
+            ContractError: `start` lies beyond the chain's end.
+        """
+
+    def truncate(self, blocks: int) -> None:
+        """Keeps the first `blocks` keys. Arrays handed out before stay as they are."""
+
+    @property
+    def keys(self) -> NDArray[np.uint8]:
+        """uint8 [blocks, 16], read-only, not a copy; it does not grow with the chain."""
+
+    def __len__(self) -> int: ...
+
+class TokenChain:
+    """Chained SHA-256 block digests from tokens, equal to the page hashes that SGLang makes.
+
+    Args:
+        seed: empty, or 32 bytes that stand before the first block.
+        bigram: hash each token with its successor (EAGLE); a block then reads one token of the next.
+
+    Raises:
+        ConfigError: `block_tokens` is 0. KeySchemeError: a seed of another length.
+    """
+
+    def __init__(self, block_tokens: int, seed: bytes = b"", bigram: bool = False) -> None: ...
+    def extend(self, tokens: object, start: int = 0) -> int:
+        """Appends the whole blocks that are new; returns how many. Reads no token of a block it has.
+
+        Args:
+            tokens: list, tuple or int32/int64/uint32 array; element 0 is token `start` of the request. Tokens after the
+                last whole block are not kept: give them again.
+
+        Raises:
+            TokenError: a token is no integer in [0, 2**32) (a bool is none); names position and value. Nothing is
+                appended.
+            ContractError: `start` lies beyond the chain's end.
+        """
+
+    def truncate(self, blocks: int) -> None: ...
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        """uint8 [blocks, 32], read-only, not a copy."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    def __len__(self) -> int: ...
+
+# --- index: blocks ----------------------------------------------------------------------------------------------------
+
+class BlockIndex:
+    """Which blocks are in the host tier and in which slots. Contracts: csrc/index/block_index.h.
+
+    Keys are uint8 [blocks, 16]; entries are uint32 [blocks], 0xFFFFFFFF for none; flags are uint8 [blocks].
+
+    Raises:
+        ConfigError: no group, too many, or an unknown policy. CapacityError: too many slots.
+    """
+
+    def __init__(self, group_slots: list[int], policy: str = "lru") -> None: ...
+    def grow(self, group: int, slots: int) -> None: ...
+    def match_prefix(self, group: int, keys: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
+    def find(
+        self, group: int, keys: NDArray[np.uint8], ready_only: bool = True
+    ) -> NDArray[np.uint32]: ...
+    def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
+    def unpin(self, entries: NDArray[np.uint32]) -> None: ...
+    def touch(self, entries: NDArray[np.uint32]) -> None: ...
+    def insert(
+        self, group: int, keys: NDArray[np.uint8], max_new: int
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
+        """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped."""
+
+    def finish(self, entries: NDArray[np.uint32], ok: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
+    def remove(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
+    def ready(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
+    def clear(self) -> int: ...
+    def keys_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
+    def __len__(self) -> int: ...
+    def free_slots(self, group: int) -> int: ...
+    def up_slots(self, group: int) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...

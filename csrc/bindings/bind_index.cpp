@@ -118,6 +118,14 @@ void bind_index(py::module_& m) {
             return removed;
           },
           py::arg("entries").noconvert())
+      .def(
+          "ready",
+          [](const BlockIndex& index, const Entries& entries) {
+            Bytes flags = flags_for(entries);
+            index.ready(entries_of(entries), flags.mutable_data());
+            return flags;
+          },
+          py::arg("entries").noconvert())
       .def("clear", &BlockIndex::clear)
       .def(
           "keys_of",

@@ -327,6 +327,13 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
   return count;
 }
 
+void BlockIndex::ready(std::span<const EntryId> entries, uint8_t* ready) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    ready[i] = entries[i] >= table_.first() && entries[i] < table_.end() &&
+               table_[entries[i]].state() == EntryState::kReady;
+  }
+}
+
 size_t BlockIndex::clear() {
   const size_t count = map_.size();
   map_.clear();

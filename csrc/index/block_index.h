@@ -64,6 +64,9 @@ class BlockIndex {
   // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in the map.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
+  // Writes which entries may be hit.
+  void ready(std::span<const EntryId> entries, uint8_t* ready) const;
+
   // Removes every entry. Returns how many were in the map.
   size_t clear();
 

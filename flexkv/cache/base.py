@@ -68,11 +68,11 @@ class ManagerLimits:
 
 @dataclass(frozen=True, slots=True)
 class TailCandidates:
-    """Keys under which the tokens after the last whole block may be stored, longest first.
+    """Keys under which the tokens after the last whole block may be stored.
 
     Attributes:
         keys: shape [candidates, KEY_BYTES].
-        tokens: valid tokens of each candidate, descending, int32, each in [1, block_tokens).
+        tokens: valid tokens of each candidate, int32, each in [1, block_tokens), no two alike.
         base_block: number of the block that the candidates would fill (whole blocks before it).
     """
 
@@ -90,12 +90,15 @@ class GroupMatch:
         slots: their host slots, in order, int32 [blocks].
         tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
         tail_slot: host slot of that tail, or -1.
+        first_block: number in the request of the block in `slots[0]`. `start_block` for a PREFIX group; later for the
+            other policies, which need only the last blocks (their `slots` are as many as they need).
     """
 
     blocks: int
     slots: SlotIds
     tail_tokens: int = 0
     tail_slot: int = -1
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,19 @@ class Completion:
     reason: str = ""
 
 
+class CacheListener:
+    """Is told which keys appear in the host tier and which leave it, in order. Does nothing by itself."""
+
+    def on_publish(self, group: int, keys: Keys) -> None:
+        """These blocks became visible."""
+
+    def on_evict(self, group: int, keys: Keys) -> None:
+        """These blocks were visible and are not any more: evicted, forgotten or found bad."""
+
+    def on_reset(self, epoch: int) -> None:
+        """Every block left; `epoch` has begun."""
+
+
 class CacheManager(ABC):
     """The control plane of one ownership unit."""
 
@@ -185,8 +201,9 @@ class CacheManager(ABC):
     ) -> TransferGraph | None:
         """Turns the first `len(blocks[g])` matched blocks into a load to those engine blocks and ends the lookup lease.
 
-        With `tail`, the last engine block of each group takes the matched partial tail. The engine may take fewer
-        blocks than were promised; the rest is released. None when there is nothing to load. Never BUSY.
+        With `tail`, the last engine block of each group takes the matched partial tail, after all the matched blocks.
+        The engine may take fewer blocks than were promised (of a group whose policy is not PREFIX: all or none); the
+        rest is released. None when there is nothing to load. Never BUSY.
 
         Raises:
             ContractError: the request has no lease, or asks for more than it was promised.
@@ -200,6 +217,11 @@ class CacheManager(ABC):
 
         Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
         slot. The engine blocks stay leased by the caller until the op's `Completion`.
+
+        Raises:
+            ContractError: `keys` and `blocks` differ in length.
+            BlockRangeError: no such group, or a negative block.
+            KeySchemeError: `keys` is no C-contiguous uint8 array of shape [blocks, KEY_BYTES].
         """
 
     @abstractmethod
@@ -207,7 +229,11 @@ class CacheManager(ABC):
         """Takes one rank's terminal result of an op; returns the Completion once every rank has reported.
 
         Store: pages that ended OK on every rank, of the current epoch and not discarded, become visible; other slots
-        are freed. Load: pages that failed on any rank are forgotten, so that the next lookup misses them.
+        are freed. Load: pages that failed on any rank are forgotten, so that the next lookup misses them (not those of
+        a cancelled load: nothing is wrong with them). At the first rank's report of a failed load, the request's
+        in-flight stores from the first failed block on are barred as by `discard_from`; a store that ends while an
+        earlier load of its request is in flight is not published. A load that was planned before a `reset` ends with
+        all of its blocks failed: they hold KV of the old weights.
 
         Raises:
             ContractError: unknown op, unknown rank, or a second report of the same rank.
@@ -217,12 +243,17 @@ class CacheManager(ABC):
     def discard_from(self, request_id: str, first_block: int) -> int:
         """Bars the request's in-flight stores of blocks numbered `first_block` or higher from being published.
 
-        For blocks that were computed from a failed load's target. Returns how many pages were barred.
+        For blocks that were computed from a failed load's target; also those of requests that shared the target's
+        engine blocks. The keys may be stored again at once. Returns how many pages were barred.
         """
 
     @abstractmethod
     def release(self, request_id: str) -> None:
-        """Ends the request's lookup lease, if any. Ops in flight are not touched. Idempotent."""
+        """Ends the request's lookup lease, if any. Ops in flight are not touched. Idempotent.
+
+        Also to be called when the request ends: its blocks then count as used together, so that of them the one
+        farthest from the start is evicted first.
+        """
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
@@ -230,7 +261,10 @@ class CacheManager(ABC):
 
     @abstractmethod
     def reset(self) -> int:
-        """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch."""
+        """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch.
+
+        Lookup leases end too: a promise that was not turned into a load before cannot be kept.
+        """
 
     @abstractmethod
     def grow(self, group: int, slots: int) -> None:

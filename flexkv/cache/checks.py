@@ -1,0 +1,68 @@
+"""Checks of what callers hand to a cache manager."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits
+from flexkv.errors import BlockRangeError, ConfigError, ContractError
+from flexkv.transfer.graph import BlockIds
+
+MAX_GROUPS = 64
+MAX_SLOTS = 2**30
+
+
+def check_groups(groups: Sequence[GroupSpec]) -> None:
+    """
+    Raises:
+        ConfigError: names the group, the value and what is allowed.
+    """
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise ConfigError(f"{len(groups)} KV groups; allowed are 1 to {MAX_GROUPS}")
+    for number, spec in enumerate(groups):
+        if spec.block_tokens < 1 or spec.block_tokens != groups[0].block_tokens:
+            raise ConfigError(
+                f"group {number}: block_tokens={spec.block_tokens}; allowed is the same positive number in every "
+                f"group ({groups[0].block_tokens} in group 0)"
+            )
+        if not 1 <= spec.slots <= MAX_SLOTS:
+            raise ConfigError(f"group {number}: slots={spec.slots}; allowed are 1 to {MAX_SLOTS}")
+        windowed = spec.policy is GroupPolicy.TRAILING_WINDOW
+        if windowed != (spec.window_tokens > 0):
+            raise ConfigError(
+                f"group {number}: window_tokens={spec.window_tokens} with policy {spec.policy.value}; a trailing "
+                "window needs a positive one, the other policies none"
+            )
+
+
+def check_limits(limits: ManagerLimits) -> None:
+    """
+    Raises:
+        ConfigError: names the limit, its value and what is allowed.
+    """
+    for name in ("ranks", "inflight_store_pages", "inflight_load_pages", "lease_s"):
+        if not getattr(limits, name) > 0:
+            raise ConfigError(f"{name}={getattr(limits, name)}; allowed are values above 0")
+
+
+def as_block_ids(blocks: BlockIds, place: str) -> BlockIds:
+    """An own copy of `blocks` as int32 [blocks].
+
+    Raises:
+        ContractError: not a one-dimensional integer array.
+        BlockRangeError: a negative block, or one of 2**31 or more.
+    """
+    given = np.asarray(blocks)
+    if not given.size:
+        return np.empty(0, np.int32)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise ContractError(
+            f"{place}: engine blocks are {given.dtype} of shape {given.shape}; needed are integers [n]"
+        )
+    if given.min() < 0 or given.max() >= 2**31:
+        raise BlockRangeError(
+            f"{place}: engine blocks from {given.min()} to {given.max()}; allowed are 0 to 2**31 - 1"
+        )
+    return given.astype(np.int32)

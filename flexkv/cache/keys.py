@@ -1,0 +1,103 @@
+"""Block keys: who may share a block, and how an engine's own keys (or its tokens) become index keys.
+
+A key is H(namespace | group | engine key), every field framed by its length, so that no two different inputs give the
+same bytes. All hashing is SHA-256 in the native core: with unkeyed or short hashes one tenant can make another's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import EngineKeyChain, TokenChain, sha256, tail_keys
+from flexkv.cache.base import Keys, TailCandidates
+from flexkv.errors import KeySchemeError
+
+__all__ = ["EngineKeyChain", "TokenChain", "namespace_digest", "tail_candidates", "tail_key"]
+
+Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32]
+
+_LABEL = b"flexkv namespace v1"
+_MAX_FIELD_BYTES = 2**32 - 1
+
+
+def _frame(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content
+
+
+def _typed(name: str, value: bytes | str | int) -> bytes:
+    if isinstance(value, bytes):
+        tag, content = b"b", value
+    elif isinstance(value, str):
+        tag, content = b"s", value.encode()
+    elif isinstance(value, int) and not isinstance(value, bool):
+        tag, content = b"i", str(value).encode()
+    else:
+        raise KeySchemeError(
+            f"namespace field {name!r} is {value!r} ({type(value).__name__}); allowed are bytes, str and int"
+        )
+    if len(content) > _MAX_FIELD_BYTES:
+        raise KeySchemeError(f"namespace field {name!r} has {len(content)} bytes; allowed are under 4 GiB")
+    return tag + _frame(content)
+
+
+def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
+    """The 32-byte digest of everything that must keep two callers apart (model, epoch, salt, ...).
+
+    Independent of the order of insertion. Each field is framed by its length and its type, so neither moving a
+    character from one field to the next nor writing a number as text gives the same digest.
+
+    Raises:
+        KeySchemeError: a field is neither bytes, str nor int.
+    """
+    framed = [_frame(name.encode()) + _typed(name, fields[name]) for name in sorted(fields)]
+    return sha256(_LABEL + len(framed).to_bytes(4, "little") + b"".join(framed))
+
+
+def tail_key(
+    namespace: bytes, group: int, parent_key: bytes | None, extra: bytes, tokens: Tokens, base_block: int
+) -> Keys:
+    """The key, shape [1, 16], under which a partial block that holds exactly `tokens` is stored.
+
+    Args:
+        parent_key: the engine's key of the block before it; None when the request starts with the tail.
+        extra: what the engine mixes into that block's hash besides (salt, LoRA, multi-modal ids), already encoded.
+        base_block: number of the partial block in its request.
+
+    Raises:
+        KeySchemeError, TokenError: see `tail_candidates`.
+    """
+    count = len(tokens)
+    return tail_keys(namespace, group, parent_key, extra, tokens, count, count, base_block)
+
+
+def tail_candidates(
+    namespace: bytes,
+    group: int,
+    parent_key: bytes | None,
+    extra: bytes,
+    tokens: Tokens,
+    block_tokens: int,
+    base_block: int,
+    longest_first: bool = True,
+) -> TailCandidates | None:
+    """Keys of every partial block that could serve `tokens`, one for each count; None where there can be none.
+
+    Args:
+        tokens: the request's tokens from block `base_block` on; more than `block_tokens - 1` are cut off.
+        longest_first: order of the counts; `CacheManager.match` takes the longest stored one either way.
+
+    Raises:
+        KeySchemeError: the parent key is missing, too short or too long.
+        TokenError: a token is no integer in [0, 2**32); names its position and value.
+    """
+    longest = min(len(tokens), block_tokens - 1)
+    if longest < 1:
+        return None
+    keys = tail_keys(namespace, group, parent_key, extra, tokens, longest, 1, base_block)
+    counts = np.arange(longest, 0, -1, dtype=np.int32)
+    if not longest_first:
+        keys, counts = np.ascontiguousarray(keys[::-1]), np.ascontiguousarray(counts[::-1])
+    return TailCandidates(keys=keys, tokens=counts, base_block=base_block)

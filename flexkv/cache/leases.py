@@ -1,0 +1,94 @@
+"""Lookup leases: what `match` promised to a request and keeps from being evicted until it is loaded or released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer.graph import SlotIds
+
+EntryIds = NDArray[np.uint32]
+"""Entries of the native block index, each pinned once for every lease that names it."""
+
+NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLease:
+    """One group's share of a promise: whole blocks, then (in the same arrays) the partial tail if there is one.
+
+    Attributes:
+        entries: uint32 [pages].
+        slots: int32 [pages].
+        first_block: number in the request of the first block.
+        blocks: whole blocks; `len(entries)` is one more when there is a tail.
+    """
+
+    entries: EntryIds
+    slots: SlotIds
+    first_block: int
+    blocks: int
+
+    @property
+    def has_tail(self) -> bool:
+        return len(self.entries) > self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A promise to one request.
+
+    Attributes:
+        since_s: the clock when it was made.
+    """
+
+    groups: tuple[GroupLease, ...]
+    since_s: float
+
+    @property
+    def pages(self) -> int:
+        return sum(len(group.entries) for group in self.groups)
+
+
+class LeaseTable:
+    """The lookup leases by request, oldest first, with the pages they reserve."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        self.reserved_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def get(self, request_id: str) -> Lease | None:
+        return self._leases.get(request_id)
+
+    def add(self, request_id: str, lease: Lease) -> None:
+        """The request must have none."""
+        assert request_id not in self._leases
+        self._leases[request_id] = lease
+        self.reserved_pages += lease.pages
+
+    def pop(self, request_id: str) -> Lease | None:
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self.reserved_pages -= lease.pages
+        return lease
+
+    def older_than(self, since_s: float) -> list[str]:
+        """Requests whose lease was made before `since_s`. Costs no more than those, as leases are kept in order."""
+        expired = []
+        for request_id, lease in self._leases.items():
+            if lease.since_s >= since_s:
+                break
+            expired.append(request_id)
+        return expired
+
+    def requests(self) -> list[str]:
+        return list(self._leases)

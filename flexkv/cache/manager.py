@@ -1,0 +1,338 @@
+"""The cache manager of one ownership unit over a host tier. Contracts: `flexkv.cache.base.CacheManager`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import (
+    CacheListener,
+    CacheManager,
+    Completion,
+    GroupSpec,
+    Keys,
+    ManagerLimits,
+    MatchResult,
+    OpRole,
+    StorePlan,
+    TailCandidates,
+)
+from flexkv.cache.checks import as_block_ids, check_groups, check_limits
+from flexkv.cache.inflight import InflightOp, InflightTable
+from flexkv.cache.leases import NO_ENTRIES, EntryIds, LeaseTable
+from flexkv.cache.lookup import Lookup
+from flexkv.cache.planner import Planner
+from flexkv.cache.stats import Counters, ManagerStats
+from flexkv.cache.trails import TrailTable
+from flexkv.errors import BlockRangeError, ContractError
+from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
+
+
+class LocalCacheManager(CacheManager):
+    """Keys to host slots, in one process. Deterministic: the only outside input is `clock`.
+
+    Args:
+        groups: the unit's KV groups; all must have the same `block_tokens`.
+        policy: eviction policy of every group's slots; allowed is "lru".
+        clock: seconds, never running backwards; only lease ages are read from it.
+        listener: is told what becomes visible and what leaves.
+
+    Raises:
+        ConfigError: a group or limit is out of range; names it.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
+        *,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+        listener: CacheListener | None = None,
+    ) -> None:
+        check_groups(groups)
+        check_limits(limits)
+        self._specs = tuple(groups)
+        self._limits = limits
+        self._clock = clock
+        self._listener = listener
+        self._index = BlockIndex([spec.slots for spec in groups], policy)
+        self._leases = LeaseTable()
+        self._inflight = InflightTable()
+        self._trails = TrailTable(len(groups))
+        self._planner = Planner()
+        self._counters = Counters()
+        self._lookup = Lookup(self._specs, self._index)
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """How often `reset` was called."""
+        return self._epoch
+
+    def stats(self) -> ManagerStats:
+        return self._counters.snapshot()
+
+    def cached_blocks(self) -> int:
+        """Blocks of all groups that are visible or being stored."""
+        return len(self._index)
+
+    def free_slots(self, group: int) -> int:
+        return self._index.free_slots(group)
+
+    # --- lookups ------------------------------------------------------------------------------------------------------
+
+    def match(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None = None,
+    ) -> MatchResult:
+        self._lookup.check(keys, start_block, tail)
+        self._end_lease(request_id)
+        found = self._lookup.find(keys, start_block, tail, self._room_for_loads())
+        lease = self._lookup.lease(found, self._clock())
+        if lease.pages:
+            self._leases.add(request_id, lease)
+        trails = self._trails.of(request_id)
+        for group, trail in enumerate(trails):
+            if start_block:
+                trail.put(0, self._index.find(group, keys[group][:start_block]))
+            if found.blocks:
+                trail.put(
+                    lease.groups[group].first_block, lease.groups[group].entries[: lease.groups[group].blocks]
+                )
+        counters = self._counters
+        counters.lookups += 1
+        counters.hit_blocks += found.blocks
+        counters.miss_blocks += max(0, min(len(k) for k in keys) - start_block) - found.blocks
+        counters.tail_hits += found.tail_tokens > 0
+        counters.cut_promises += found.cut
+        return self._lookup.result(request_id, found, lease)
+
+    def release(self, request_id: str) -> None:
+        self._end_lease(request_id)
+        for trail in self._trails.pop(request_id):
+            self._index.touch(trail.entries())
+
+    def expire(self) -> int:
+        expired = self._leases.older_than(self._clock() - self._limits.lease_s)
+        for request_id in expired:
+            self.release(request_id)
+        self._counters.expired_leases += len(expired)
+        return len(expired)
+
+    def _room_for_loads(self) -> int:
+        taken = self._leases.reserved_pages + self._inflight.pages[OpRole.LOAD]
+        return self._limits.inflight_load_pages - taken
+
+    def _end_lease(self, request_id: str) -> None:
+        lease = self._leases.pop(request_id)
+        if lease is not None:
+            for group in lease.groups:
+                self._index.unpin(group.entries)
+
+    # --- loads and stores ---------------------------------------------------------------------------------------------
+
+    def begin_load(
+        self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
+    ) -> TransferGraph | None:
+        lease = self._leases.get(request_id)
+        if lease is None:
+            raise ContractError(
+                f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
+            )
+        targets = self._lookup.load_targets(request_id, lease, blocks, tail)
+        self._leases.pop(request_id)
+        graph = self._planner.load(
+            (g, target, lease.groups[g].slots[: len(target)])
+            for g, target in enumerate(targets)
+            if len(target)
+        )
+        for op in graph.ops:
+            group = lease.groups[op.group]
+            self._inflight.add(
+                InflightOp(
+                    op.op_id,
+                    request_id,
+                    OpRole.LOAD,
+                    op.group,
+                    op.blocks,
+                    group.entries[: op.pages],
+                    group.first_block + np.arange(op.pages),
+                    self._epoch,
+                )
+            )
+        for group, target in zip(lease.groups, targets, strict=True):
+            if len(target) < len(group.entries):
+                self._index.unpin(group.entries[len(target) :])
+        return graph if graph.ops else None
+
+    def begin_store(
+        self, request_id: str, group: int, keys: Keys, blocks: BlockIds, first_block: int
+    ) -> StorePlan:
+        self._check_group(group)
+        sources = as_block_ids(blocks, f"begin_store of request {request_id!r}")
+        if len(sources) != len(keys):
+            raise ContractError(f"begin_store: {len(keys)} keys and {len(sources)} blocks")
+        if first_block < 0:
+            raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
+        room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
+        positions, entries, slots, evicted, known, dropped = self._index.insert(group, keys, room)
+        self._counters.evicted_blocks += len(evicted)
+        self._counters.busy_pages += dropped
+        if self._listener and len(evicted):
+            self._listener.on_evict(group, evicted)
+        stored = positions.astype(np.int32)
+        if not len(stored):
+            return StorePlan(None, stored, known, dropped)
+        graph = self._planner.store(group, sources[positions], slots)
+        numbers = first_block + positions.astype(np.int64)
+        self._inflight.add(
+            InflightOp(
+                graph.ops[0].op_id,
+                request_id,
+                OpRole.STORE,
+                group,
+                graph.ops[0].blocks,
+                entries,
+                numbers,
+                self._epoch,
+                tuple(op.op_id for op in self._inflight.of_request(request_id, OpRole.LOAD)),
+            )
+        )
+        self._trails.of(request_id)[group].put_at(numbers, entries)
+        return StorePlan(graph, stored, known, dropped)
+
+    # --- completions --------------------------------------------------------------------------------------------------
+
+    def complete(self, rank: int, result: OpResult) -> Completion | None:
+        if not 0 <= rank < self._limits.ranks:
+            raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
+        op = self._inflight.get(result.op_id)
+        op.report(rank, result)
+        if op.role is OpRole.LOAD and op.failed.any():
+            self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
+        if len(op.reported) < self._limits.ranks:
+            return None
+        self._inflight.remove(op)
+        return self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
+
+    def _end_load(self, op: InflightOp) -> Completion:
+        counters = self._counters
+        if op.suspect.any():
+            counters.forgotten_blocks += self._remove(op.group, op.entries[op.suspect])
+        self._index.unpin(op.entries)
+        self._mark_used(op)
+        if op.epoch != self._epoch:
+            op.failed[:] = True
+            op.reasons.append("the cache was reset while the load was in flight")
+        failed_pages = int(np.count_nonzero(op.failed))
+        counters.failed_load_pages += failed_pages
+        counters.loaded_pages += len(op.entries) - failed_pages
+        return self._completion(op, op.failed, np.empty(0, np.int32))
+
+    def _end_store(self, op: InflightOp) -> Completion:
+        good = ~op.failed & ~op.barred
+        if op.epoch != self._epoch or any(load in self._inflight for load in op.waits_for):
+            good[:] = False
+        published = self._index.finish(op.entries, good.view(np.uint8)).view(np.bool_)
+        positions = np.flatnonzero(published).astype(np.int32)
+        counters = self._counters
+        counters.stored_pages += len(positions)
+        failed_pages = int(np.count_nonzero(op.failed))
+        counters.failed_store_pages += failed_pages
+        counters.discarded_pages += len(op.entries) - failed_pages - len(positions)
+        if self._listener and len(positions):
+            self._listener.on_publish(op.group, self._index.keys_of(op.entries[published]))
+        self._mark_used(op)
+        return self._completion(op, ~published, positions)
+
+    def _mark_used(self, op: InflightOp) -> None:
+        trail = self._trails.peek(op.request_id, op.group)
+        if trail is not None and trail.due():
+            self._index.touch(trail.entries())
+
+    def _completion(
+        self, op: InflightOp, failed: NDArray[np.bool_], published: NDArray[np.int32]
+    ) -> Completion:
+        return Completion(
+            op_id=op.op_id,
+            request_id=op.request_id,
+            role=op.role,
+            group=op.group,
+            blocks=op.blocks,
+            failed_blocks=op.blocks[failed],
+            published=published,
+            reason="; ".join(op.reasons),
+        )
+
+    def discard_from(self, request_id: str, first_block: int) -> int:
+        barred = 0
+        for op in self._inflight.of_request(request_id, OpRole.STORE):
+            pages = (op.block_numbers >= first_block) & ~op.barred
+            count = int(np.count_nonzero(pages))
+            if not count:
+                continue
+            op.barred |= pages
+            barred += count
+            # Out of the map at once, so that the recomputed blocks can be stored under the same keys.
+            self._remove(op.group, op.entries[pages])
+        return barred
+
+    # --- forgetting ---------------------------------------------------------------------------------------------------
+
+    def forget(self, group: int, keys: Keys) -> int:
+        self._check_group(group)
+        removed = self._remove(group, self._index.find(group, keys, ready_only=False))
+        self._counters.forgotten_blocks += removed
+        return removed
+
+    def _remove(self, group: int, entries: EntryIds) -> int:
+        was_ready = self._index.ready(entries) if self._listener else None
+        keys = self._index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
+        removed = int(np.count_nonzero(self._index.remove(entries)))
+        if self._listener and keys is not None and len(keys):
+            self._listener.on_evict(group, keys)
+        return removed
+
+    def reset(self) -> int:
+        for request_id in self._leases.requests():
+            self._end_lease(request_id)
+        self._trails.clear()
+        self._index.clear()
+        self._epoch += 1
+        self._counters.resets += 1
+        if self._listener:
+            self._listener.on_reset(self._epoch)
+        return self._epoch
+
+    def grow(self, group: int, slots: int) -> None:
+        self._check_group(group)
+        if slots < 0:
+            raise BlockRangeError(f"grow of group {group} to {slots} slots; allowed are 0 and more")
+        self._index.grow(group, slots)
+
+    def inflight_ops(self) -> int:
+        return len(self._inflight)
+
+    def _check_group(self, group: int) -> None:
+        if not 0 <= group < len(self._specs):
+            raise BlockRangeError(f"group {group}; allowed are 0 to {len(self._specs) - 1}")
+
+    def check_integrity(self) -> None:
+        self._inflight.check_integrity()
+        leased = [group.entries for lease in self._leases for group in lease.groups]
+        if sum(map(len, leased)) != self._leases.reserved_pages:
+            raise ContractError(
+                f"{self._leases.reserved_pages} pages are counted as reserved, not {sum(map(len, leased))}"
+            )
+        if self._room_for_loads() < 0:
+            raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
+        pinned = [*leased, *(op.entries for op in self._inflight)]
+        self._index.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)

@@ -1,0 +1,73 @@
+"""What a cache manager counted since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """A snapshot; every field is a running total of blocks unless it says otherwise.
+
+    Attributes:
+        lookups: calls of `match`.
+        hit_blocks: whole blocks promised, counted once for all groups.
+        miss_blocks: whole blocks asked for and not promised.
+        tail_hits: partial tails promised.
+        loaded_pages: pages whose load ended OK on every rank.
+        failed_load_pages: pages whose load did not.
+        stored_pages: pages published.
+        failed_store_pages: pages whose store ended badly on some rank.
+        discarded_pages: pages written well and not published: barred, forgotten, or of an old epoch.
+        busy_pages: pages that a store offered and that found no slot or no queue place.
+        evicted_blocks: blocks evicted to make room.
+        forgotten_blocks: blocks made misses by `forget` or a failed load.
+        expired_leases: lookups that never became a load.
+        cut_promises: lookups cut because the load queue had no more places.
+        resets: calls of `reset`.
+    """
+
+    lookups: int = 0
+    hit_blocks: int = 0
+    miss_blocks: int = 0
+    tail_hits: int = 0
+    loaded_pages: int = 0
+    failed_load_pages: int = 0
+    stored_pages: int = 0
+    failed_store_pages: int = 0
+    discarded_pages: int = 0
+    busy_pages: int = 0
+    evicted_blocks: int = 0
+    forgotten_blocks: int = 0
+    expired_leases: int = 0
+    cut_promises: int = 0
+    resets: int = 0
+
+
+class Counters:
+    """The running totals behind a `ManagerStats`."""
+
+    __slots__ = tuple(ManagerStats.__dataclass_fields__)
+
+    lookups: int
+    hit_blocks: int
+    miss_blocks: int
+    tail_hits: int
+    loaded_pages: int
+    failed_load_pages: int
+    stored_pages: int
+    failed_store_pages: int
+    discarded_pages: int
+    busy_pages: int
+    evicted_blocks: int
+    forgotten_blocks: int
+    expired_leases: int
+    cut_promises: int
+    resets: int
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+
+    def snapshot(self) -> ManagerStats:
+        return ManagerStats(**{name: getattr(self, name) for name in self.__slots__})
