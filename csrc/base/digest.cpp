@@ -9,8 +9,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The hardware prefetcher stops at 4 KiB boundaries, where every leaf ends. On a Zen 3 core 512..4096 are
-// alike and within noise of none, over cold buffers as well as cached ones.
+// Unit: bytes. The hardware prefetcher stops at 4 KiB boundaries, where every leaf ends. On a Zen 3 core
+// 512..4096 are alike and within noise of none, over cold buffers as well as cached ones.
 constexpr size_t kPrefetchBytes = 2048;
 
 constexpr auto kWordKeys = [] {
