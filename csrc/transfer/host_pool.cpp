@@ -135,7 +135,7 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shar
   PoolMapping mapping = PoolMapping::of_fd(fd, address.file_bytes, what);
   const auto* header = reinterpret_cast<const PoolHeader*>(mapping.base());
   if (address.file_bytes < kIoAlignBytes || header->magic != kPoolMagic || header->token != address.token) {
-    throw ClosedError(what + " is not the pool any more: its token differs");
+    throw ClosedError(what + " was closed, or is not the pool any more: its token differs");
   }
   const Span span = span_of(address.geometry);
   const PoolGeometry found{header->slot_bytes, header->slots, header->extent_bytes};
@@ -207,7 +207,10 @@ int64_t HostPool::ready_slots() const {
   return header_->ready_slots.load(std::memory_order_acquire);
 }
 
-bool HostPool::settled() const { return header_->finished.load(std::memory_order_acquire) != 0; }
+bool HostPool::settled() const {
+  return header_->finished.load(std::memory_order_acquire) != 0 ||
+         header_->ready_slots.load(std::memory_order_acquire) == geometry_.slots;
+}
 
 bool HostPool::wait_ready(int64_t slots, double deadline_s) const {
   if (slots > geometry_.slots) {
@@ -342,6 +345,7 @@ void HostPool::follow_creator() {
 
 void HostPool::close() {
   closed_.store(true, std::memory_order_release);
+  if (!attached_) header_->magic = 0;
   stopping_ = true;
   announce(*header_);
   std::thread thread;

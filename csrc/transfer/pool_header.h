@@ -11,7 +11,8 @@ using PoolToken =
     std::array<uint8_t, 16>;  // random, so that a recycled pid or fd number is never taken for the pool
 
 struct PoolHeader {
-  uint64_t magic = 0;
+  std::atomic<uint64_t> magic{
+      0};  // kPoolMagic while the creator has the pool open: nobody attaches after that
   PoolToken token{};
   int64_t slot_bytes = 0;
   int64_t slots = 0;
@@ -23,7 +24,8 @@ struct PoolHeader {
 };
 
 inline constexpr uint64_t kPoolMagic = 0x31304C4F4F504B46;  // "FKPOOL01", little-endian
-static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free &&
+                  std::atomic<uint32_t>::is_always_lock_free,
               "shared between processes");
 
 // Wakes every waiter of every process that maps this header.

@@ -1,0 +1,198 @@
+"""Lanes: who goes first, who never starves, and what a device that hangs takes down."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.transfer.graph import EdgeKind, OpId, OpKind, OpStatus, Priority
+from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
+
+MIB = 1 << 20
+
+
+def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
+    """One thread, held in page 0 of a first op; pages of 8 MiB, so that each is a piece of its own."""
+    world = make_world(
+        layers=2,
+        blocks=blocks,
+        run_bytes=4 * MIB // 16,
+        slots=blocks,
+        rules=[c_ext.FaultRule(STALL, nth_op=0)],
+    )
+    world.submit(world.op(OpKind.D2H, [0]))
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    return world
+
+
+def test_loads_go_before_deletes_before_stores_whatever_came_first(make_world: Callable[..., World]) -> None:
+    world = busy_world(make_world)
+    ops = {
+        "store": world.op(OpKind.D2H, [1]),
+        "old store": world.op(OpKind.D2H, [2], priority=Priority.STORE),
+        "delete": world.op(OpKind.D2H, [3], priority=Priority.DELETE),
+        "load": world.op(OpKind.H2D, [4]),
+        "store for a load": world.op(OpKind.D2H, [5]),
+    }
+    for name in ("store", "old store", "delete", "load"):
+        world.submit(ops[name])
+    follower = world.op(OpKind.H2D, [6], [5])
+    world.submit(ops["store for a load"], follower, edges=[(0, 1, EdgeKind.BARRIER)])
+    world.mover.release()
+    order = list(world.results(7))[1:]
+    names = {op.op_id: name for name, op in ops.items()} | {follower.op_id: "follower"}
+    assert [names[op_id] for op_id in order] == [
+        "load",
+        "store for a load",
+        "follower",
+        "delete",
+        "store",
+        "old store",
+    ]
+
+
+def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
+    make_world: Callable[..., World],
+) -> None:
+    # 512 KiB pages, 16 a piece: the store of 40 pages is three pieces.
+    world = make_world(
+        layers=2,
+        blocks=48,
+        run_bytes=MIB // 4,
+        slots=48,
+        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)],
+    )
+    store, load = world.op(OpKind.D2H, range(40)), world.op(OpKind.H2D, range(40, 48))
+    world.submit(store)
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    world.submit(load)
+    world.mover.release()
+    assert list(world.results(2)) == [load.op_id, store.op_id]
+
+
+def test_endless_loads_do_not_starve_a_store(make_world: Callable[..., World]) -> None:
+    world = busy_world(make_world)
+    store = world.op(OpKind.D2H, [1])
+    world.submit(store)
+    loads = [world.op(OpKind.H2D, [2 + i % 30]) for i in range(100)]
+    for load in loads:
+        world.submit(load)
+    world.mover.release()
+    order = list(world.results(102))
+    behind = order.index(store.op_id)
+    assert 2 <= behind <= 18, f"the store ended after {behind} of 101 others"
+
+
+def test_idle_threads_sleep(world: World) -> None:
+    world.run(world.op(OpKind.D2H, [0]))
+    before = time.process_time()
+    time.sleep(1.0)
+    # A poll each 100 us would show as 0.01 s and more; a sleeping thread as nothing. Generous for other threads.
+    assert time.process_time() - before < 0.2
+
+
+def test_threads_start_on_first_use_and_end_with_the_engine(make_world: Callable[..., World]) -> None:
+    def threads() -> list[str]:
+        names = []
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/comm") as comm:
+                names.append(comm.read().strip())
+        return sorted(name for name in names if name.startswith("flexkv-"))
+
+    existing = threads()
+    world = make_world(copy_threads=3)
+    assert threads() == existing
+    world.run(world.op(OpKind.D2H, [0]))
+    assert threads() == sorted([*existing, "flexkv-copy", "flexkv-copy", "flexkv-copy", "flexkv-watch"])
+    world.close()
+    assert threads() == existing
+
+
+def wait_until_down(world: World, kind: OpKind) -> None:
+    deadline = time.monotonic() + GENEROUS_S
+    while any(lane.up for lane in world.engine.lanes() if lane.kind is kind):
+        assert time.monotonic() < deadline, f"{kind} never went down"
+        time.sleep(0.01)
+
+
+def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: Callable[..., World]) -> None:
+    world = make_world(
+        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)], copy_threads=2, op_stuck_s=0.1
+    )
+    hung, queued = world.op(OpKind.D2H, [0, 1]), world.op(OpKind.D2H, [2])
+    hung_ticket = world.submit(hung)
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    world.engine.cancel(world.submit(world.op(OpKind.D2H, [])))
+    world.results(1)
+    wait_until_down(world, OpKind.D2H)
+    down = next(lane for lane in world.engine.lanes() if lane.kind is OpKind.D2H)
+    assert down.stuck == (hung.op_id,)
+    assert f"op {hung.op_id} has not moved for 0.1" in down.reason
+    # Later ops end at once; what waits for them is skipped; the other direction has a thread left and works.
+    late, after = world.op(OpKind.D2H, [3]), world.op(OpKind.H2D, [4], [3])
+    results = world.run(queued, late, after, edges=[(1, 2, EdgeKind.BARRIER)])
+    assert results[queued.op_id].status is results[late.op_id].status is OpStatus.LANE_DOWN
+    assert results[late.op_id].failed.tolist() == [0]
+    assert results[after.op_id].status is OpStatus.SKIPPED
+    load = world.op(OpKind.H2D, [5])
+    assert world.run(load)[load.op_id].status is OpStatus.OK
+    # The hung op has no result, is not cancellable, and keeps close() from succeeding.
+    assert not world.engine.wait(hung_ticket, 0.05)
+    assert world.engine.cancel(hung_ticket) == 0
+    assert world.engine.poll() == []
+    assert not world.engine.close(0.05)
+    world.mover.release()
+    result = world.results(1)[hung.op_id]
+    assert result.status in (OpStatus.OK, OpStatus.FAILED)
+    assert 0 not in result.failed, "page 0 did move in the end"
+
+
+def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[..., World]) -> None:
+    # One thread for both directions: a hung store takes the loads down too, since nothing could move them.
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)], op_stuck_s=0.2)
+    hung, store, load = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1]), world.op(OpKind.H2D, [2])
+    world.submit(hung)
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    world.submit(store)
+    world.submit(load)
+    results = world.results(2)
+    assert {results[op.op_id].status for op in (store, load)} == {OpStatus.LANE_DOWN}
+    assert [lane.up for lane in world.engine.lanes()] == [False, False]
+    world.mover.release()
+    assert world.results(1)[hung.op_id].status is OpStatus.OK
+    assert not any(lane.stuck for lane in world.engine.lanes())
+
+
+def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:
+    world = make_world(
+        rules=[c_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
+    )  # far apart: the machine may be busy
+    op = world.op(OpKind.D2H, range(4))
+    assert world.run(op)[op.op_id].status is OpStatus.OK
+    assert all(lane.up for lane in world.engine.lanes())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_submitters_and_one_poller(make_world: Callable[..., World], threads: int) -> None:
+    world = make_world(copy_threads=threads, blocks=64, slots=64)
+    accepted: list[OpId] = []
+
+    def work(first: int) -> None:
+        for turn in range(50):
+            op = world.op(OpKind.D2H if turn % 2 else OpKind.H2D, range(first, first + 8))
+            accepted.append(op.op_id)
+            ticket = world.submit(op)
+            assert world.engine.wait(ticket, GENEROUS_S)
+
+    workers = [threading.Thread(target=work, args=(16 * i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    results = world.results(200)
+    for worker in workers:
+        worker.join(GENEROUS_S)
+    assert sorted(results) == sorted(accepted)

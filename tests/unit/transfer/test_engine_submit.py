@@ -1,0 +1,210 @@
+"""What submit takes, what it refuses, and that refusing leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from flexkv import c_ext
+from flexkv.errors import (
+    BlockRangeError,
+    ClosedError,
+    ConfigError,
+    ContractError,
+    FlexKVError,
+    GeometryError,
+)
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import (
+    Edge,
+    EdgeKind,
+    OpId,
+    OpKind,
+    OpStatus,
+    Priority,
+    TransferGraph,
+    TransferOp,
+)
+from flexkv.transfer.host_pool import HostPool
+from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World, ids
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_pages_come_back_as_they_were(
+    make_world: Callable[..., World], layerwise: bool, shared: bool
+) -> None:
+    world = make_world(shared=shared)
+    before = world.scribble()
+    blocks, slots = [3, 0, 31, 7], [5, 31, 0, 9]
+    assert [r.status for r in world.run(world.op(OpKind.D2H, blocks, slots)).values()] == [OpStatus.OK]
+    for block, slot in zip(blocks, slots, strict=True):
+        assert (world.stored(slot) == before[:, block, :].reshape(-1)).all()
+    world.memory[:] = 0
+    world.run(world.op(OpKind.H2D, [1, 2, 4, 6], slots, layerwise=layerwise))
+    for target, source in zip([1, 2, 4, 6], blocks, strict=True):
+        assert (world.memory[:, target] == before[:, source]).all()
+    untouched = [block for block in range(world.blocks) if block not in (1, 2, 4, 6)]
+    assert (world.memory[:, untouched] == 0).all()
+    moves, failed, moved_bytes, busy_s = world.counter.count(OpKind.H2D)
+    assert (moves, failed) == (4 * (world.layers if layerwise else 1), 0)
+    assert moved_bytes == 4 * world.layers * world.run_bytes
+    assert busy_s > 0
+
+
+def bad_op(world: World, **changes: object) -> TransferOp:
+    good: dict[str, object] = {
+        "op_id": OpId(77),
+        "kind": OpKind.H2D,
+        "group": 0,
+        "priority": Priority.LOAD,
+        "blocks": ids([1, 2]),
+        "slots": ids([1, 2]),
+    }
+    return TransferOp(**{**good, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"blocks": ids([1, 32])}, BlockRangeError, r"block 32 at page 1 of op 77 .*allowed are \[0, 32\)"),
+        ({"blocks": ids([-1, 2])}, BlockRangeError, r"block -1 at page 0"),
+        ({"slots": ids([1, 32])}, BlockRangeError, r"slot 32 at page 1 of op 77 .*allowed are \[0, 32\)"),
+        ({"slots": ids([-5, 2])}, BlockRangeError, r"slot -5 at page 0"),
+        ({"blocks": ids([1])}, ContractError, r"1 blocks for 2 slots"),
+        ({"blocks": ids([])}, ContractError, r"0 blocks for 2 slots; H2D needs 2"),
+        ({"group": 3}, ContractError, r"group 3 has no view"),
+        ({"kind": OpKind.DISK_READ}, ContractError, r"no lane for DISK_READ .*this engine has H2D, D2H"),
+        ({"kind": OpKind.DROP}, ContractError, r"no lane for DROP"),
+        ({"kind": 99}, ContractError, r"no lane for unknown \(99\)"),
+        ({"kind": -1}, ContractError, r"no lane for unknown"),
+        ({"priority": 3}, ContractError, r"priority 3"),
+        ({"blocks": np.array([1, 2])}, ContractError, r"blocks of op 77 must be an int32 .*int64"),
+        ({"slots": np.array([1.0, 2.0])}, ContractError, r"slots of op 77 must be an int32"),
+        ({"slots": [1, 2]}, ContractError, r"given a list"),
+        ({"blocks": ids([1, 0, 2, 0])[::2]}, ContractError, r"C-contiguous"),
+        ({"blocks": ids([1, 2]).reshape(1, 2)}, ContractError, r"shape \[pages\]"),
+    ],
+)
+def test_a_bad_op_is_refused_and_nothing_of_its_graph_is_queued(
+    world: World, changes: dict[str, object], error: type[FlexKVError], text: str
+) -> None:
+    good = world.op(OpKind.D2H, [0], [0])
+    with pytest.raises(error, match=text):
+        world.engine.submit(TransferGraph((good, bad_op(world, **changes))))
+    assert all(lane.open_ops == lane.held_places == 0 for lane in world.engine.lanes())
+    assert world.engine.poll() == []
+    assert world.mover.calls == 0
+    world.run(good)  # its id was not taken
+
+
+def test_a_slot_whose_memory_is_not_up_is_refused(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    growing = HostPool(64 * 1024, 8192)
+    world.engine.attach_view(1, world.view, growing)
+    with pytest.raises(BlockRangeError, match=r"slot 8191 at page 0 .*\(ready\), of 8192"):
+        world.engine.submit(TransferGraph((bad_op(world, group=1, blocks=ids([0]), slots=ids([8191])),)))
+    growing.close()
+    with pytest.raises(ClosedError, match="group 1 was closed"):
+        world.engine.submit(TransferGraph((bad_op(world, group=1, blocks=ids([0]), slots=ids([0])),)))
+
+
+@pytest.mark.parametrize(
+    ("edges", "text"),
+    [
+        ([(1, 0, EdgeKind.BARRIER)], "edge 1 -> 0: must lead forward"),
+        ([(0, 0, EdgeKind.BARRIER)], "edge 0 -> 0"),
+        ([(0, 2, EdgeKind.BARRIER)], "edge 0 -> 2"),
+        ([(-1, 1, EdgeKind.BARRIER)], "edge -1 -> 1"),
+        ([(0, 1, 7)], "kind 7"),
+        ([(0, 1, EdgeKind.STREAM)], "as many pages on both sides, given 2 and 1"),
+    ],
+)
+def test_bad_edges_are_refused(world: World, edges: Sequence[tuple[int, int, EdgeKind]], text: str) -> None:
+    ops = (world.op(OpKind.D2H, [0, 1]), world.op(OpKind.H2D, [2], [0]))
+    with pytest.raises(ContractError, match=text):
+        world.engine.submit(TransferGraph(ops, tuple(Edge(*edge) for edge in edges)))
+    assert all(lane.held_places == 0 for lane in world.engine.lanes())
+
+
+def test_an_op_id_in_flight_is_refused_until_its_result_is_polled(world: World) -> None:
+    op = world.op(OpKind.D2H, [0])
+    ticket = world.submit(op)
+    with pytest.raises(ContractError, match=f"op id {op.op_id} is in flight"):
+        world.submit(op)
+    with pytest.raises(ContractError, match="is in flight"):
+        world.submit(bad_op(world), bad_op(world))
+    assert world.engine.wait(ticket, GENEROUS_S)
+    world.results(1)
+    world.run(op)
+
+
+def test_empty_ops_and_empty_graphs_end_ok(world: World) -> None:
+    empty, after = world.op(OpKind.H2D, []), world.op(OpKind.D2H, [1])
+    results = world.run(empty, after, edges=[(0, 1, EdgeKind.BARRIER)])
+    assert [result.status for result in results.values()] == [OpStatus.OK, OpStatus.OK]
+    assert world.engine.wait(world.submit(), 0.0)
+
+
+def test_a_full_queue_is_busy_for_the_whole_graph_and_loads_have_places_of_their_own(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)], queue_ops=4)
+    stores = [world.op(OpKind.D2H, [i]) for i in range(3)]
+    world.submit(*stores)
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    two = TransferGraph((world.op(OpKind.D2H, [4]), world.op(OpKind.D2H, [5])))
+    assert world.engine.submit(two) is None
+    (before,) = [lane.held_places for lane in world.engine.lanes() if lane.kind is OpKind.D2H]
+    assert before == 3, "a BUSY graph holds no place"
+    one = world.submit(world.op(OpKind.D2H, [4]))
+    assert world.engine.submit(TransferGraph((world.op(OpKind.D2H, [5]),))) is None
+    loads = [world.op(OpKind.H2D, [10 + i], [20 + i]) for i in range(4)]
+    world.submit(*loads)  # stores do not take their places
+    world.mover.release()
+    assert world.engine.wait(one, GENEROUS_S)
+    # Ended but not polled: the place is still held, so that results are bounded too.
+    assert world.engine.submit(two) is None
+    assert len(world.results(8)) == 8
+    assert world.engine.submit(two) is not None
+    world.results(2)
+    with pytest.raises(ContractError, match="more than 4 H2D ops of one priority never fits"):
+        world.submit(*[world.op(OpKind.H2D, [i]) for i in range(5)])
+
+
+def test_a_stripe_must_fit_the_slot_and_a_group_has_one_view(world: World) -> None:
+    with pytest.raises(GeometryError, match="a stripe of 4096 bytes at offset 4096 must lie in"):
+        world.engine.attach_view(1, world.view, world.pool, 4096)
+    with pytest.raises(GeometryError, match="multiple of 4096"):
+        world.engine.attach_view(1, world.view, world.pool, 8)
+    with pytest.raises(ContractError, match="group 0 has a view already"):
+        world.engine.attach_view(0, world.view, world.pool)
+    with pytest.raises(ContractError, match="group 5 has no view"):
+        world.engine.detach_view(5)
+    world.engine.detach_view(0)
+    world.engine.attach_view(0, world.view, world.pool, owners=[world.memory])
+    world.run(world.op(OpKind.D2H, [1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"queue_ops": 0}, "queue_ops=0"), ({"copy_threads": 65}, "copy_threads=65")]
+)
+def test_options_out_of_range_are_named(options: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TransferEngine(**options)  # type: ignore[arg-type]
+
+
+def test_an_op_keeps_view_and_pool_alive(make_world: Callable[..., World]) -> None:
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)])
+    before = world.scribble()
+    ticket = world.submit(world.op(OpKind.D2H, [3]))
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    kept = world.pool.slot(3)
+    world.engine.detach_view(0)
+    world.pool.close()
+    world.mover.release()
+    assert world.engine.wait(ticket, GENEROUS_S)
+    assert (kept == before[:, 3].reshape(-1)).all()
+    assert world.results(1).popitem()[1].status is OpStatus.OK

@@ -1,0 +1,141 @@
+"""Host pools across processes: same bytes, dead creators, recycled numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import tempfile
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from flexkv.errors import ClosedError, ContractError, GeometryError
+from flexkv.transfer.host_pool import HostPool, PoolDescriptor
+from tests.unit.transfer.transfer_world import GENEROUS_S
+
+SLOT_BYTES, SLOTS = 128 * 1024, 64
+spawn = multiprocessing.get_context("spawn")
+
+
+def pattern(slot: int, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng([slot, salt]).integers(0, 256, SLOT_BYTES, dtype=np.uint8)
+
+
+def attach_and_answer(connection: Connection, descriptor: PoolDescriptor) -> None:
+    """Checks the creator's bytes, writes its own, says how it went."""
+    pool = HostPool.attach(descriptor)
+    ready = pool.wait_ready(SLOTS, GENEROUS_S)
+    wrong = [slot for slot in range(SLOTS) if not (pool.slot(slot) == pattern(slot, 1)).all()]
+    for slot in range(SLOTS):
+        pool.slot(slot)[:] = pattern(slot, 2)
+    kinds = {extent.pages_kind for extent in pool.report()}
+    connection.send((ready, wrong, kinds, pool.native.attached))
+    pool.close()
+
+
+def create_and_hang(connection: Connection) -> None:
+    pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
+    assert pool.wait_ready(SLOTS, GENEROUS_S)
+    for slot in range(SLOTS):
+        pool.slot(slot)[:] = pattern(slot, 1)
+    connection.send(pool.descriptor())
+    connection.recv()
+
+
+def receive(connection: Connection) -> object:
+    assert connection.poll(120), "the other process said nothing"
+    return connection.recv()
+
+
+def test_two_processes_see_the_same_bytes() -> None:
+    pool = HostPool(SLOT_BYTES, SLOTS, shared=True, extent_bytes=4 << 20)
+    assert pool.wait_ready(SLOTS, GENEROUS_S)
+    for slot in range(SLOTS):
+        pool.slot(slot)[:] = pattern(slot, 1)
+    here, there = spawn.Pipe()
+    worker = spawn.Process(target=attach_and_answer, args=(there, pool.descriptor()))
+    worker.start()
+    assert receive(here) == (True, [], {"attached"}, True)
+    worker.join(GENEROUS_S)
+    assert worker.exitcode == 0
+    assert all((pool.slot(slot) == pattern(slot, 2)).all() for slot in range(SLOTS))
+    pool.close()
+
+
+def test_an_attached_pool_outlives_its_creator_and_nobody_attaches_after() -> None:
+    here, there = spawn.Pipe()
+    creator = spawn.Process(target=create_and_hang, args=(there,))
+    creator.start()
+    descriptor = receive(here)
+    assert isinstance(descriptor, PoolDescriptor)
+    pool = HostPool.attach(descriptor)
+    assert creator.pid is not None
+    os.kill(creator.pid, signal.SIGKILL)
+    creator.join(GENEROUS_S)
+    assert pool.ready_slots == SLOTS
+    for slot in range(SLOTS):
+        assert (pool.slot(slot) == pattern(slot, 1)).all()
+        pool.slot(slot)[:] = 0
+    with pytest.raises(ClosedError, match=f"/proc/{descriptor.pid}/fd/"):
+        HostPool.attach(descriptor)
+    pool.close()
+
+
+def test_numbers_that_name_something_else_now_are_refused() -> None:
+    pool = HostPool(4096, 8, shared=True)
+    other = HostPool(4096, 8, shared=True)
+    descriptor = pool.descriptor()
+    with tempfile.TemporaryFile() as file, pytest.raises(ClosedError, match="is not the pool any more"):
+        HostPool.attach(dataclasses.replace(descriptor, fd=file.fileno(), token=bytes(16)))
+    with pytest.raises(ClosedError, match="its token differs"):
+        HostPool.attach(dataclasses.replace(descriptor, fd=other.descriptor().fd, token=bytes(16)))
+    with pytest.raises(ClosedError, match="is not the pool any more"):
+        HostPool.attach(dataclasses.replace(descriptor, file_bytes=4096, token=bytes(16)))
+    foreign = os.memfd_create("flexkv-pool")
+    os.ftruncate(
+        foreign, descriptor.file_bytes
+    )  # right name, right size, not sealed: it could shrink under us
+    with pytest.raises(ClosedError, match="sealed"):
+        HostPool.attach(dataclasses.replace(descriptor, fd=foreign, token=bytes(16)))
+    os.close(foreign)
+    with pytest.raises(ContractError, match="token has 16 bytes"):
+        HostPool.attach(dataclasses.replace(descriptor, token=b"short"))
+    pool.close()
+    other.close()
+    with pytest.raises(ClosedError):
+        HostPool.attach(descriptor)
+
+
+def attach_with_other_geometry(connection: Connection, descriptor: PoolDescriptor) -> None:
+    try:
+        HostPool.attach(dataclasses.replace(descriptor, slots=descriptor.slots - 1))
+    except GeometryError as error:
+        connection.send(str(error))
+    else:
+        connection.send("attached")
+
+
+def test_another_geometry_is_refused() -> None:
+    pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
+    here, there = spawn.Pipe()
+    worker = spawn.Process(target=attach_with_other_geometry, args=(there, pool.descriptor()))
+    worker.start()
+    assert "it has 64 slots of 131072 bytes" in str(receive(here))
+    worker.join(GENEROUS_S)
+    pool.close()
+
+
+def test_closing_gives_back_the_descriptor_and_the_mapping() -> None:
+    def state() -> tuple[int, int]:
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("flexkv-pool" in line for line in maps)
+
+    before = state()
+    for _ in range(5):
+        pool = HostPool(4096, 64, shared=True)
+        assert pool.wait_ready(64, GENEROUS_S)
+        pool.close()
+    assert state() == before
