@@ -22,12 +22,12 @@ enum class FaultAction : int32_t {
 // Every condition that is set must hold. The first rule that matches a call is the one that acts.
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
-  std::optional<OpKind> kind;
-  std::optional<int64_t> nth_op;  // the n-th op (from 0) that this mover sees, of `kind` if set
-  std::optional<int32_t> page;    // position in the op
-  std::optional<int32_t> layer;   // any call whose layer range holds it
-  std::optional<int32_t> block;
-  std::optional<int32_t> slot;
+  std::optional<OpKind> kind = {};
+  std::optional<int64_t> nth_op = {};  // the n-th op (from 0) that this mover sees, of `kind` if set
+  std::optional<int32_t> page = {};    // position in the op
+  std::optional<int32_t> layer = {};   // any call whose layer range holds it
+  std::optional<int32_t> block = {};
+  std::optional<int32_t> slot = {};
   std::string reason = "injected fault";
   double delay_s = 0;
   int64_t corrupt_bytes = 0;  // how many bytes to damage from the first one moved; 0: all of them

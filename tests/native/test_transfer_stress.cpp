@@ -51,7 +51,7 @@ class Stress {
 
  private:
   struct Set {
-    std::optional<int64_t> ticket;
+    std::optional<int64_t> ticket = {};
     uint8_t value = 0;
     bool layerwise = false;
   };
