@@ -1,5 +1,5 @@
-// Bindings of csrc/index: the block index. The GIL stays held: calls take microseconds, and it keeps a statistics thread
-// from looking into a half-made change.
+// Bindings of csrc/index: the block index. The GIL stays held: calls take microseconds, and it keeps a
+// statistics thread from looking into a half-made change.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -51,8 +51,8 @@ py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_
   if (!done.evicted.empty()) {
     std::memcpy(evicted.mutable_data(), done.evicted.data(), done.evicted.size() * kKeyBytes);
   }
-  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots), evicted, done.known,
-                        done.dropped);
+  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots), evicted,
+                        done.known, done.dropped);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Bindings of csrc/index: hashes and key chains.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <memory>
@@ -51,7 +52,8 @@ py::array view_of(const RowBuffer& rows) {
   return view;
 }
 
-// First item of a list that starts at block (or token) `start` which comes after `done`. Throws ContractError for a gap.
+// First item of a list that starts at block (or token) `start` which comes after `done`. Throws ContractError
+// for a gap.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
   throw ContractError("extend: the list starts at " + std::to_string(start) + " and the chain ends at " +
@@ -135,8 +137,8 @@ py::bytes hash_bytes(const py::bytes& data, bool portable) {
 void bind_keys(py::module_& m) {
   m.def("sha256", &hash_bytes, py::arg("data"), py::arg("portable") = false);
   m.def("sha256_is_native", [] { return sha256_native_compress() != nullptr; });
-  m.def("tail_keys", &tail_keys, py::arg("namespace"), py::arg("group"), py::arg("parent_key"), py::arg("extra"),
-        py::arg("tokens"), py::arg("longest"), py::arg("shortest"), py::arg("base_block"));
+  m.def("tail_keys", &tail_keys, py::arg("namespace"), py::arg("group"), py::arg("parent_key"),
+        py::arg("extra"), py::arg("tokens"), py::arg("longest"), py::arg("shortest"), py::arg("base_block"));
 
   py::class_<EngineKeyChain>(m, "EngineKeyChain")
       .def(py::init<const py::bytes&, uint32_t>(), py::arg("namespace"), py::arg("group"))

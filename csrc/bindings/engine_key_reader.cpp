@@ -27,8 +27,9 @@ size_t EngineKeyReader::count(py::handle keys) {
     const auto array = py::reinterpret_borrow<py::array>(keys);
     if (array.ndim() == 2 && (array.flags() & py::array::c_style)) return static_cast<size_t>(array.shape(0));
   }
-  throw KeySchemeError("engine block keys are a " + type_name(keys) +
-                       "; allowed are a list or tuple of bytes, or a C-contiguous uint8 array of shape [keys, bytes]");
+  throw KeySchemeError(
+      "engine block keys are a " + type_name(keys) +
+      "; allowed are a list or tuple of bytes, or a C-contiguous uint8 array of shape [keys, bytes]");
 }
 
 EngineKeyReader::EngineKeyReader(py::handle keys, size_t begin, size_t end) {

@@ -17,8 +17,8 @@ constexpr size_t kShownCharacters = 80;
 [[noreturn]] void refuse(size_t position, py::handle value) {
   std::string shown = py::repr(value).cast<std::string>();
   if (shown.size() > kShownCharacters) shown = shown.substr(0, kShownCharacters) + "...";
-  throw TokenError("token " + std::to_string(position) + " is " + shown + " (" + Py_TYPE(value.ptr())->tp_name +
-                   ")" + kAllowed);
+  throw TokenError("token " + std::to_string(position) + " is " + shown + " (" +
+                   Py_TYPE(value.ptr())->tp_name + ")" + kAllowed);
 }
 
 uint32_t token_from_int(size_t position, py::handle value, PyObject* integer) {

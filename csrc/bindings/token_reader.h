@@ -1,4 +1,5 @@
-// Reads token ids from what engines keep them in, without a detour over NumPy: a list of 128k ints takes NumPy 3 ms.
+// Reads token ids from what engines keep them in, without a detour over NumPy: a list of 128k ints takes
+// NumPy 3 ms.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -10,8 +11,8 @@ namespace flexkv {
 // Number of tokens in a list, tuple or one-dimensional integer array. Throws TokenError for anything else.
 size_t token_count(pybind11::handle tokens);
 
-// tokens[begin : begin + count] as u32. Throws TokenError naming position and value of the first that is no integer (a
-// bool is none) or lies outside [0, 2**32).
+// tokens[begin : begin + count] as u32. Throws TokenError naming position and value of the first that is no
+// integer (a bool is none) or lies outside [0, 2**32).
 std::vector<uint32_t> read_tokens(pybind11::handle tokens, size_t begin, size_t count);
 
 }  // namespace flexkv

@@ -10,16 +10,16 @@
 namespace flexkv {
 namespace {
 
-// Keys in flight of a batch of probes. Enough to cover memory latency, few enough to stay in the line-fill buffers.
-// Source: sweep of 8..64 on Zen 3, flat from 16 on.
+// Keys in flight of a batch of probes. Enough to cover memory latency, few enough to stay in the line-fill
+// buffers. Source: sweep of 8..64 on Zen 3, flat from 16 on.
 constexpr size_t kProbeBatch = 32;
 
-// How many entries ahead list neighbours are fetched while single entries are relinked; the entries themselves at twice
-// that. Source: the same sweep.
+// How many entries ahead list neighbours are fetched while single entries are relinked; the entries
+// themselves at twice that. Source: the same sweep.
 constexpr size_t kRelinkAhead = 8;
 
-// A link is followed only to an entry that is near, so that its line is likely on its way already. A walk over links
-// to far entries pays the memory's latency for each, four times the cost of overlapped probes.
+// A link is followed only to an entry that is near, so that its line is likely on its way already. A walk
+// over links to far entries pays the memory's latency for each, four times the cost of overlapped probes.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
@@ -74,9 +74,10 @@ EntryId BlockIndex::lookup(uint32_t group, const BlockKey& key, uint32_t hash) c
 size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const {
   size_t i = 0;
   while (i < keys.size()) {
-    // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from the link,
-    // lets the CPU run ahead of the loads.
-    while (i < keys.size() && table_[at].older == at + 1 && is_ready(at + 1, group, keys[i])) entries[i++] = ++at;
+    // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
+    // the link, lets the CPU run ahead of the loads.
+    while (i < keys.size() && table_[at].older == at + 1 && is_ready(at + 1, group, keys[i]))
+      entries[i++] = ++at;
     if (i == keys.size()) break;
     const EntryId next = table_[at].older;
     if (!near(at, next) || !is_ready(next, group, keys[i])) break;
@@ -87,28 +88,32 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
 
 size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
   group_at(group);
-  std::array<uint32_t, kProbeBatch> hashes;
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  size_t hashed = 0;
   size_t i = 0;
   size_t batch = 1;
   while (i < keys.size()) {
-    // One probe at a break between two chains; a growing batch of overlapped ones where no chain is to be found.
+    // One probe at a break between two chains; a growing batch of overlapped ones where no chain is to be
+    // found. Then the map's places are fetched a whole batch ahead, so that the pipeline never runs dry.
     const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
-    for (size_t k = i; k < end; ++k) {
-      hashes[k - i] = map_.hash(keys[k]);
-      map_.prefetch(hashes[k - i]);
+    const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);
+    for (hashed = std::max(hashed, begin); hashed < ahead; ++hashed) {
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
     }
     if (batch > 1) {
       for (size_t k = i; k < end; ++k) {
-        const EntryId candidate = map_.candidate(hashes[k - i]);
+        const EntryId candidate = map_.candidate(hashes[k % hashes.size()]);
         if (candidate != kNoEntry) table_.prefetch(candidate);
       }
     }
     bool chained = false;
     while (i < end && !chained) {
-      const EntryId found = lookup(group, keys[i], hashes[i - begin]);
+      const EntryId found = lookup(group, keys[i], hashes[i % hashes.size()]);
       if (found == kNoEntry || !table_[found].is_ready_in(group)) return i;
-      chained = batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
+      chained =
+          batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
       entries[i++] = found;
     }
     batch = std::min(2 * batch, kProbeBatch);
@@ -123,24 +128,36 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
 
 size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool ready_only,
                         EntryId* entries) const {
+  std::vector<uint32_t> hashes(keys.size());
+  const size_t known = find(group, keys, hashes, entries);
+  if (!ready_only) return known;
+  size_t ready = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (entries[i] != kNoEntry && !table_[entries[i]].is_ready_in(group)) entries[i] = kNoEntry;
+    ready += entries[i] != kNoEntry;
+  }
+  return ready;
+}
+
+size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, std::span<uint32_t> hashes,
+                        EntryId* entries) const {
   group_at(group);
-  std::array<uint32_t, kProbeBatch> hashes;
   size_t found = 0;
+  size_t hashed = 0;
   for (size_t begin = 0; begin < keys.size(); begin += kProbeBatch) {
     const size_t end = std::min(keys.size(), begin + kProbeBatch);
-    for (size_t k = begin; k < end; ++k) {
-      hashes[k - begin] = map_.hash(keys[k]);
-      map_.prefetch(hashes[k - begin]);
+    for (const size_t ahead = std::min(keys.size(), end + kProbeBatch); hashed < ahead; ++hashed) {
+      hashes[hashed] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed]);
     }
     for (size_t k = begin; k < end; ++k) {
-      const EntryId candidate = map_.candidate(hashes[k - begin]);
-      if (candidate != kNoEntry) table_.prefetch(candidate);
+      entries[k] = map_.candidate(hashes[k]);
+      if (entries[k] != kNoEntry) table_.prefetch(entries[k]);
     }
     for (size_t k = begin; k < end; ++k) {
-      EntryId id = lookup(group, keys[k], hashes[k - begin]);
-      if (id != kNoEntry && ready_only && !table_[id].is_ready_in(group)) id = kNoEntry;
-      entries[k] = id;
-      found += id != kNoEntry;
+      if (entries[k] == kNoEntry) continue;
+      entries[k] = lookup(group, keys[k], hashes[k]);
+      found += entries[k] != kNoEntry;
     }
   }
   return found;
@@ -232,7 +249,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   Group& owner = group_at(group);
   Inserted result;
   std::vector<EntryId> found(keys.size());
-  const size_t found_count = find(group, keys, false, found.data());
+  std::vector<uint32_t> hashes(keys.size());
+  const size_t found_count = find(group, keys, hashes, found.data());
   const size_t unknown = keys.size() - found_count;
   const size_t expected = std::min(unknown, max_new);
   result.positions.reserve(expected);
@@ -250,18 +268,10 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     pin(held, slots.data());
   }
 
-  std::array<uint32_t, kProbeBatch> hashes{};
   EntryId at = owner.leased;
   bool full = false;
   for (size_t i = 0; i < keys.size(); ++i) {
-    if (i % kProbeBatch == 0) {
-      const size_t end = std::min(keys.size(), i + kProbeBatch);
-      for (size_t k = i; k < end; ++k) {
-        hashes[k - i] = map_.hash(keys[k]);
-        map_.prefetch(hashes[k - i]);
-      }
-    }
-    const uint32_t hash = hashes[i % kProbeBatch];
+    const uint32_t hash = hashes[i];
     // Looked up again where something was inserted since: the same key may have been offered twice.
     if (found[i] != kNoEntry || lookup(group, keys[i], hash) != kNoEntry) {
       ++result.known;
@@ -313,8 +323,9 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
   size_t count = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const EntryId id = entries[i];
-    const bool present = id >= table_.first() && id < table_.end() &&
-                         (table_[id].state() == EntryState::kReady || table_[id].state() == EntryState::kPending);
+    const bool present =
+        id >= table_.first() && id < table_.end() &&
+        (table_[id].state() == EntryState::kReady || table_[id].state() == EntryState::kPending);
     removed[i] = present;
     if (!present) continue;
     ++count;

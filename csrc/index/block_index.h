@@ -1,8 +1,8 @@
 // The index of one manager: which blocks are in the host tier, where, and which may not be evicted now.
 //
-// Keys of all groups share one map; slots and eviction are per group. There is no closure invariant: a block may be
-// present without the ones before it. Entries are named by EntryId, which stays valid while it is pinned.
-// Not thread-safe. Every call costs O(blocks given); an eviction costs O(1).
+// Keys of all groups share one map; slots and eviction are per group. There is no closure invariant: a block
+// may be present without the ones before it. Entries are named by EntryId, which stays valid while it is
+// pinned. Not thread-safe. Every call costs O(blocks given); an eviction costs O(1).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -46,22 +46,24 @@ class BlockIndex {
   // One more lease on each entry, which must be ready; writes their slots.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given; those
-  // that were removed meanwhile are freed.
+  // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given;
+  // those that were removed meanwhile are freed.
   void unpin(std::span<const EntryId> entries);
 
   // Marks entries as just used, in the order given. A hint: an id that means nothing any more is passed over.
   void touch(std::span<const EntryId> entries);
 
-  // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At most
-  // `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
+  // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At
+  // most `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new);
 
-  // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are removed.
-  // One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became ready.
+  // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
+  // removed. One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became
+  // ready.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published);
 
-  // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in the map.
+  // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in
+  // the map.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
   // Writes which entries may be hit.
@@ -77,8 +79,8 @@ class BlockIndex {
   size_t up_slots(uint32_t group) const { return group_at(group).pool.up(); }
   uint64_t evictions() const { return evictions_; }
 
-  // Checks every link, count, map place and slot owner, and that each entry's pins are the number of times it occurs in
-  // `pinned`. Throws ContractError naming what is wrong. O(entries).
+  // Checks every link, count, map place and slot owner, and that each entry's pins are the number of times it
+  // occurs in `pinned`. Throws ContractError naming what is wrong. O(entries).
   void check_integrity(std::span<const EntryId> pinned) const;
 
  private:
@@ -94,6 +96,9 @@ class BlockIndex {
   bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const;
   // Follows the chain after `at` for as long as it agrees with `keys`; returns how far.
   size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const;
+  // Like the public one, ready or pending; also writes the keys' hashes.
+  size_t find(uint32_t group, std::span<const BlockKey> keys, std::span<uint32_t> hashes,
+              EntryId* entries) const;
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
   bool evict_one(Group& group, std::vector<BlockKey>& evicted);

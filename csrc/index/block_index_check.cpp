@@ -36,23 +36,26 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
       continue;
     }
     require(entry.pins() == leases[id], named(id) + " has " + std::to_string(entry.pins()) + " pins and " +
-                                          std::to_string(leases[id]) + " leases");
+                                            std::to_string(leases[id]) + " leases");
     if (entry.state() == EntryState::kRemoved) {
       require(entry.pins() > 0, named(id) + " is removed, unleased and not freed");
       continue;
     }
     ++in_map;
     require(entry.state() == EntryState::kReady || entry.pins() > 0, named(id) + " is pending and unleased");
-    require(lookup(entry.group(), entry.key, map_.hash(entry.key)) == id, named(id) + " is not found by its key");
+    require(lookup(entry.group(), entry.key, map_.hash(entry.key)) == id,
+            named(id) + " is not found by its key");
   }
-  require(map_.size() == in_map, "the map counts " + std::to_string(map_.size()) + " blocks of " +
-                                     std::to_string(in_map));
+  require(map_.size() == in_map,
+          "the map counts " + std::to_string(map_.size()) + " blocks of " + std::to_string(in_map));
   size_t places = 0;
   map_.for_each([&](uint32_t hash, EntryId id) {
     ++places;
-    require(id >= table_.first() && id < table_.end(), "the map names " + named(id) + ", which was never in use");
+    require(id >= table_.first() && id < table_.end(),
+            "the map names " + named(id) + ", which was never in use");
     const EntryState state = table_[id].state();
-    require(state == EntryState::kReady || state == EntryState::kPending, "the map names the gone " + named(id));
+    require(state == EntryState::kReady || state == EntryState::kPending,
+            "the map names the gone " + named(id));
     require(map_.hash(table_[id].key) == hash, named(id) + " lies under another key's hash");
   });
   require(places == in_map, "the map holds " + std::to_string(places) + " places");
@@ -71,8 +74,10 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
         if (next == head) break;
         require(next >= table_.first(), named(at) + " links to another list's head");
         require(++seen[next] == 1, named(next) + " is linked twice");
-        require(table_[next].group() == group, named(next) + " is in a list of group " + std::to_string(group));
-        require((table_[next].pins() > 0) == (head == leased), named(next) + " is in the wrong list for its pins");
+        require(table_[next].group() == group,
+                named(next) + " is in a list of group " + std::to_string(group));
+        require((table_[next].pins() > 0) == (head == leased),
+                named(next) + " is in the wrong list for its pins");
         require(head == leased || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
         at = next;
       }
@@ -102,7 +107,8 @@ void BlockIndex::check_slots() const {
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const SlotPool& pool = groups_[group].pool;
     for (const uint32_t slot : pool.freed()) own(group, slot);
-    require(pool.unused_from() <= pool.up(), "group " + std::to_string(group) + " uses slots that are not up");
+    require(pool.unused_from() <= pool.up(),
+            "group " + std::to_string(group) + " uses slots that are not up");
     for (uint32_t slot = 0; slot < pool.unused_from(); ++slot) {
       require(owners[group][slot] == 1,
               "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " has no owner");

@@ -21,7 +21,8 @@ struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
   EntryId newer;  // neighbour in its list, away from eviction
-  EntryId older;  // neighbour towards eviction. Of a chain used together: the next block, hence the successor hint
+  EntryId older;  // neighbour towards eviction. Of a chain used together: the next block, hence the successor
+                  // hint
   uint32_t meta;  // state, group and pins in one word, so that the walks test all of them in one comparison
 
   static constexpr uint32_t kPinBits = 24;

@@ -1,5 +1,5 @@
-// All entries, in circular doubly linked lists. An entry in use is in exactly one list; unlinking needs no knowledge
-// of which. The table hands out list heads first and entries after them.
+// All entries, in circular doubly linked lists. An entry in use is in exactly one list; unlinking needs no
+// knowledge of which. The table hands out list heads first and entries after them.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -30,8 +30,8 @@ class EntryTable {
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // An unlinked entry, or kNoEntry when all are in use. The last one released comes first: a chain that was evicted
-  // from its end is handed out again in ascending order, so that the next chain lies in sequence.
+  // An unlinked entry, or kNoEntry when all are in use. The last one released comes first: a chain that was
+  // evicted from its end is handed out again in ascending order, so that the next chain lies in sequence.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;

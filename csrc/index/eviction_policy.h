@@ -1,4 +1,5 @@
-// Which block goes when a slot is needed. One policy object serves one group; it sees only entries that may be evicted.
+// Which block goes when a slot is needed. One policy object serves one group; it sees only entries that may
+// be evicted.
 #pragma once
 #include <memory>
 #include <string>
@@ -14,8 +15,9 @@ class EvictionPolicy {
   // How many list heads of the entry table this policy needs.
   static constexpr size_t kHeads = 1;
 
-  // An unlinked chain first..last, in the order of its request, becomes evictable: it was just used. The policy links
-  // it into one of its lists. The index unlinks entries itself when they are leased, evicted or removed.
+  // An unlinked chain first..last, in the order of its request, becomes evictable: it was just used. The
+  // policy links it into one of its lists. The index unlinks entries itself when they are leased, evicted or
+  // removed.
   virtual void admit(EntryTable& table, EntryId first, EntryId last) = 0;
 
   // The entry to evict next, or kNoEntry. O(1). Does not unlink it.

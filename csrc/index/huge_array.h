@@ -1,5 +1,5 @@
-// A fixed, zeroed array on its own mapping, on huge pages where the system gives them: random probes into tens of MiB
-// otherwise miss the TLB as often as the cache. Pages that are never touched cost no memory.
+// A fixed, zeroed array on its own mapping, on huge pages where the system gives them: random probes into
+// tens of MiB otherwise miss the TLB as often as the cache. Pages that are never touched cost no memory.
 #pragma once
 #include <sys/mman.h>
 

@@ -2,8 +2,9 @@
 //
 // key = first 16 bytes of SHA-256( one 64-byte prefix block: label, namespace, group
 //                                  | u32 length, engine key ).
-// The prefix has a fixed size and the rest carries its length, so no two different inputs give the same bytes. The
-// prefix fills exactly one compression block: its state is kept, and a key of up to 51 bytes costs one compression.
+// The prefix has a fixed size and the rest carries its length, so no two different inputs give the same
+// bytes. The prefix fills exactly one compression block: its state is kept, and a key of up to 51 bytes costs
+// one compression.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,8 +28,8 @@ class KeyHasher {
   // `bytes` must have passed check_engine_key_bytes. Writes kKeyBytes to `out`.
   void block_key(const uint8_t* engine_key, size_t bytes, uint8_t* out) const;
 
-  // Key of the first `count` of the tokens that follow `parent` (empty: they start the request). `extra` is what the
-  // engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
+  // Key of the first `count` of the tokens that follow `parent` (empty: they start the request). `extra` is
+  // what the engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
   void tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 

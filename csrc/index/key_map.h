@@ -1,7 +1,8 @@
 // A flat map key -> entry: open addressing with linear probing, 8 bytes a place, never more than half full.
 //
-// A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so neither a
-// probe that misses nor a removal (which shifts the following places back, leaving no tombstones) touches an entry.
+// A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so
+// neither a probe that misses nor a removal (which shifts the following places back, leaving no tombstones)
+// touches an entry.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -17,7 +18,8 @@ namespace flexkv {
 
 class KeyMap {
  public:
-  // `seed` keeps the places secret from whoever chooses keys: without it, chosen prompts could pile up in one place.
+  // `seed` keeps the places secret from whoever chooses keys: without it, chosen prompts could pile up in one
+  // place.
   KeyMap(size_t max_entries, uint64_t seed)
       : places_(capacity_for(max_entries)),
         shift_(32 - std::countr_zero(places_.size())),

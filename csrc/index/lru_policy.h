@@ -1,5 +1,5 @@
-// Least recently used first; of a chain used together, the block farthest from the start first, because a block is of
-// no use without the ones before it.
+// Least recently used first; of a chain used together, the block farthest from the start first, because a
+// block is of no use without the ones before it.
 #pragma once
 #include "index/eviction_policy.h"
 
@@ -9,7 +9,9 @@ class LruPolicy final : public EvictionPolicy {
  public:
   explicit LruPolicy(EntryId head) : head_(head) {}
 
-  void admit(EntryTable& table, EntryId first, EntryId last) override { table.link_after(head_, first, last); }
+  void admit(EntryTable& table, EntryId first, EntryId last) override {
+    table.link_after(head_, first, last);
+  }
 
   EntryId victim(const EntryTable& table) const override {
     const EntryId oldest = table[head_].newer;

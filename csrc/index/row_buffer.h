@@ -1,5 +1,5 @@
-// Rows of one length that are appended and shared with readers: a reader's view stays valid and unchanged for as long
-// as it holds the storage, whatever is appended or cut later.
+// Rows of one length that are appended and shared with readers: a reader's view stays valid and unchanged for
+// as long as it holds the storage, whatever is appended or cut later.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,5 @@
-// SHA-256 (FIPS 180-4) with the CPU's SHA instructions where it has them; the portable form gives the same bytes.
+// SHA-256 (FIPS 180-4) with the CPU's SHA instructions where it has them; the portable form gives the same
+// bytes.
 #pragma once
 #include <array>
 #include <cstddef>

@@ -21,8 +21,8 @@ class SlotPool {
   // Slots 0 .. slots-1 may be used from now on. Throws BlockRangeError outside [up(), max_slots()].
   void grow(uint32_t slots) {
     if (slots < up_ || slots > max_slots_) {
-      throw BlockRangeError("grow to " + std::to_string(slots) + " slots; allowed are " + std::to_string(up_) +
-                            " to " + std::to_string(max_slots_));
+      throw BlockRangeError("grow to " + std::to_string(slots) + " slots; allowed are " +
+                            std::to_string(up_) + " to " + std::to_string(max_slots_));
     }
     up_ = slots;
   }

@@ -17,7 +17,8 @@ namespace {
 // A message of fixed length with its SHA-256 padding already in place.
 class PaddedMessage {
  public:
-  explicit PaddedMessage(size_t bytes) : buffer_((bytes + 9 + kSha256BlockBytes - 1) / kSha256BlockBytes * kSha256BlockBytes) {
+  explicit PaddedMessage(size_t bytes)
+      : buffer_((bytes + 9 + kSha256BlockBytes - 1) / kSha256BlockBytes * kSha256BlockBytes) {
     buffer_[bytes] = 0x80;
     const uint64_t bits = bytes * 8;
     for (size_t i = 0; i < 8; ++i) buffer_[buffer_.size() - 1 - i] = static_cast<uint8_t>(bits >> (8 * i));
@@ -58,7 +59,8 @@ void TokenChain::append(std::span<const uint32_t> tokens, size_t count) {
   if (count == 0) return;
   uint8_t* out = digests_.reserve(count);
   const uint8_t* prior = blocks() > 0 ? digests_.row(blocks() - 1) : seeded_ ? seed_.data() : nullptr;
-  // One message at a time in a buffer that keeps its padding: [prior digest][tokens][0x80, zeros, length in bits].
+  // One message at a time in a buffer that keeps its padding: [prior digest][tokens][0x80, zeros, length in
+  // bits].
   const size_t prior_bytes = sizeof(Sha256Digest);
   const size_t token_bytes = (bigram_ ? 2 : 1) * block_tokens_ * sizeof(uint32_t);
   PaddedMessage with_prior(prior_bytes + token_bytes);

@@ -1,7 +1,7 @@
 // Chained block digests from token ids, for engines that give no block keys of their own:
 // digest(i) = SHA-256( digest(i - 1), absent for the first block | each token as u32 little endian ).
-// This is the chain SGLang makes of its pages, so several engines can share one cache. The bigram form, for EAGLE
-// drafts, hashes each token together with its successor.
+// This is the chain SGLang makes of its pages, so several engines can share one cache. The bigram form, for
+// EAGLE drafts, hashes each token together with its successor.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,7 +29,9 @@ class TokenChain {
   size_t blocks_of(size_t tokens) const;
 
   // Tokens that `count` blocks from next_token() on read.
-  size_t tokens_read(size_t count) const { return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0); }
+  size_t tokens_read(size_t count) const {
+    return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0);
+  }
 
   // Appends `count` blocks; `tokens` holds tokens_read(count) ids from next_token() on.
   void append(std::span<const uint32_t> tokens, size_t count);

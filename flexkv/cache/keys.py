@@ -81,13 +81,11 @@ def tail_candidates(
     tokens: Tokens,
     block_tokens: int,
     base_block: int,
-    longest_first: bool = True,
 ) -> TailCandidates | None:
-    """Keys of every partial block that could serve `tokens`, one for each count; None where there can be none.
+    """Keys of every partial block that could serve `tokens`, longest first; None where there can be none.
 
     Args:
         tokens: the request's tokens from block `base_block` on; more than `block_tokens - 1` are cut off.
-        longest_first: order of the counts; `CacheManager.match` takes the longest stored one either way.
 
     Raises:
         KeySchemeError: the parent key is missing, too short or too long.
@@ -98,6 +96,4 @@ def tail_candidates(
         return None
     keys = tail_keys(namespace, group, parent_key, extra, tokens, longest, 1, base_block)
     counts = np.arange(longest, 0, -1, dtype=np.int32)
-    if not longest_first:
-        keys, counts = np.ascontiguousarray(keys[::-1]), np.ascontiguousarray(counts[::-1])
     return TailCandidates(keys=keys, tokens=counts, base_block=base_block)

@@ -84,6 +84,11 @@ class LocalCacheManager(CacheManager):
     def free_slots(self, group: int) -> int:
         return self._index.free_slots(group)
 
+    def leased_pages(self, request_id: str) -> int:
+        """Pages that the request's lookup lease holds."""
+        lease = self._leases.get(request_id)
+        return 0 if lease is None else lease.pages
+
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def match(
@@ -144,6 +149,8 @@ class LocalCacheManager(CacheManager):
     ) -> TransferGraph | None:
         lease = self._leases.get(request_id)
         if lease is None:
+            if not any(len(b) for b in blocks):
+                return None
             raise ContractError(
                 f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
             )

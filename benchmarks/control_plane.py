@@ -1,0 +1,238 @@
+"""The control plane against its targets: one thread, 1M cached blocks, 8,192 blocks a request (128k tokens, 16 a block).
+
+Prints a table; `--json PATH` writes it. Every figure is measured twice: wall time, and the thread's CPU time, which other
+programs on the machine disturb less. Medians and minima over rounds; each round works on other keys, so the index is as
+cold as the caches' size makes it, unless the row says hot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import pickle
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.cache.base import GroupSpec, Keys, ManagerLimits
+from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.graph import OpResult, OpStatus
+
+CACHED_BLOCKS = 1 << 20
+REQUEST_BLOCKS = 8192
+BLOCK_TOKENS = 16
+NAMESPACE = namespace_digest({"model": "benchmark"})
+OK = np.empty(0, np.int32)
+
+
+@dataclass
+class Row:
+    name: str
+    target_us: float
+    wall_median_us: float
+    wall_min_us: float
+    cpu_median_us: float
+    cpu_min_us: float
+
+
+class Stopwatch:
+    """Collects wall and CPU time of the parts that `time` runs."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def time(self, work: Callable[[], object]) -> object:
+        gc.disable()
+        cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+        result = work()
+        wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
+        gc.enable()
+        self.wall.append(wall / 1e3)
+        self.cpu.append(cpu / 1e3)
+        return result
+
+    def row(self, name: str, target_us: float) -> Row:
+        median = statistics.median
+        return Row(name, target_us, median(self.wall), min(self.wall), median(self.cpu), min(self.cpu))
+
+
+def random_keys(count: int, seed: int) -> Keys:
+    return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def new_manager() -> LocalCacheManager:
+    manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, CACHED_BLOCKS)], ManagerLimits())
+    manager.grow(0, CACHED_BLOCKS)
+    return manager
+
+
+def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str) -> None:
+    plan = manager.begin_store(name, 0, keys, blocks, 0)
+    assert plan.graph is not None and len(plan.stored) == len(keys)
+    done = manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK))
+    assert done is not None and len(done.published) == len(keys)
+
+
+def bench_manager(rounds: int) -> tuple[list[Row], float]:
+    """Match, plan and store through the whole manager, Python included."""
+    manager = new_manager()
+    keys = random_keys(CACHED_BLOCKS, 0)
+    blocks = np.arange(REQUEST_BLOCKS, dtype=np.int32)
+    before = resident_bytes()
+    for at in range(0, CACHED_BLOCKS, REQUEST_BLOCKS):
+        store(manager, keys[at : at + REQUEST_BLOCKS], blocks, f"fill{at}")
+        manager.release(f"fill{at}")
+    bytes_a_block = (resident_bytes() - before) / CACHED_BLOCKS
+    starts = random.Random(1).sample(range(0, CACHED_BLOCKS, REQUEST_BLOCKS), min(rounds, 100))
+    chains = [keys[at : at + REQUEST_BLOCKS] for at in starts]
+    rows = []
+
+    def match_all(lists: list[Keys], name: str, target_us: float) -> None:
+        watch = Stopwatch()
+        for number, wanted in enumerate(lists):
+            request = f"m{number}"
+            result = watch.time(lambda w=wanted, r=request: manager.match(r, [w], 0))
+            assert result.blocks == REQUEST_BLOCKS  # type: ignore[attr-defined]
+            manager.release(request)
+        rows.append(watch.row(name, target_us))
+
+    match_all(chains, "match 8,192 stored together, with slots and lease", 40)
+    match_all([chains[0]] * len(chains), "the same, hot", 40)
+
+    load, store_plan = Stopwatch(), Stopwatch()
+    for number, wanted in enumerate(chains):
+        request = f"l{number}"
+        manager.match(request, [wanted], 0)
+        data = load.time(lambda r=request: pickle.dumps(manager.begin_load(r, [blocks]), -1))
+        op = pickle.loads(data).ops[0]  # type: ignore[arg-type]
+        manager.complete(0, OpResult(op.op_id, OpStatus.OK, OK))
+        manager.release(request)
+    rows.append(load.row("plan a load of 8,192, graph pickled", 300))
+
+    whole = Stopwatch()
+    for number in range(len(chains)):
+        fresh, request = random_keys(REQUEST_BLOCKS, 1000 + number), f"s{number}"
+        plan = store_plan.time(
+            lambda k=fresh, r=request: (
+                p := manager.begin_store(r, 0, k, blocks, 0),
+                pickle.dumps(p.graph, -1),
+            )[0]
+        )
+        result = OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK)  # type: ignore[attr-defined]
+        whole.time(lambda r=result: manager.complete(0, r))
+        manager.release(request)
+    rows.append(store_plan.row("plan a store of 8,192 with as many evictions, graph pickled", 300))
+    rows.append(whole.row("complete a store of 8,192", 250))
+    return rows, bytes_a_block
+
+
+def bench_index(rounds: int) -> list[Row]:
+    """The native index alone: insertion into free slots, scattered blocks, evictions one by one."""
+    keys = random_keys(CACHED_BLOCKS, 2)
+    insert, rows = Stopwatch(), []
+    flags = np.ones(REQUEST_BLOCKS, np.uint8)
+    index = c_ext.BlockIndex([CACHED_BLOCKS])
+    index.grow(0, CACHED_BLOCKS)
+    for at in range(0, CACHED_BLOCKS, REQUEST_BLOCKS):
+        part = keys[at : at + REQUEST_BLOCKS]
+        insert.time(lambda k=part: index.finish(index.insert(0, k, REQUEST_BLOCKS)[1], flags))
+    rows.append(insert.row("insert 8,192 into the index, made visible", 250))
+    index.check_integrity(np.empty(0, np.uint32))
+
+    single = c_ext.BlockIndex([CACHED_BLOCKS])
+    single.grow(0, CACHED_BLOCKS)
+    order = np.random.default_rng(3).permutation(CACHED_BLOCKS)
+    one = np.ones(1, np.uint8)
+    for i in order:
+        single.finish(single.insert(0, keys[i : i + 1], 1)[1], one)
+    scattered = Stopwatch()
+    shuffled = np.random.default_rng(4).permutation(CACHED_BLOCKS)
+    for number in range(min(rounds, CACHED_BLOCKS // REQUEST_BLOCKS)):
+        chosen = shuffled[number * REQUEST_BLOCKS :][:REQUEST_BLOCKS]
+        wanted = np.ascontiguousarray(keys[chosen])
+        entries: list[np.ndarray] = []
+
+        def look_up(wanted: Keys = wanted, entries: list[np.ndarray] = entries) -> None:
+            found = single.match_prefix(0, wanted)
+            entries.append(found)
+            single.pin(found)
+
+        scattered.time(look_up)
+        assert len(entries[0]) == REQUEST_BLOCKS
+        single.unpin(entries[0])
+    rows.append(scattered.row("match 8,192 single blocks in random order, with slots and lease", 300))
+
+    for name, target in (("stored together", index), ("single blocks", single)):
+        evict = Stopwatch()
+        fresh = random_keys(2000, 5)
+        for i in range(len(fresh)):
+            done = evict.time(lambda k=fresh[i : i + 1], t=target: t.insert(0, k, 1))
+            assert len(done[3]) == 1  # type: ignore[index]
+            target.finish(done[1], one)  # type: ignore[index]
+        rows.append(evict.row(f"evict one block with 1M cached, {name}", 5))
+    return rows
+
+
+def bench_keys(rounds: int) -> list[Row]:
+    """Token hashing and namespaced keys, first and incremental."""
+    tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
+    longer = tokens + tokens[: 64 * BLOCK_TOKENS]
+    engine_keys = [hashlib.sha256(i.to_bytes(4, "little")).digest() for i in range(REQUEST_BLOCKS)]
+    more_keys = engine_keys + engine_keys[:64]
+    first, new, keyed, keyed_new = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
+    for _ in range(rounds):
+        chain, key_chain = TokenChain(BLOCK_TOKENS), EngineKeyChain(NAMESPACE, 0)
+        first.time(lambda c=chain: c.extend(tokens))
+        new.time(lambda c=chain: c.extend(longer))
+        keyed.time(lambda c=key_chain: c.extend(engine_keys))
+        keyed_new.time(lambda c=key_chain: c.extend(more_keys))
+    share = 64 / REQUEST_BLOCKS
+    return [
+        first.row("hash 128k tokens from a list, 16 a block", 3000),
+        new.row("hash 64 more blocks", 3000 * share),
+        keyed.row("namespaced keys of 8,192 engine keys", 1000),
+        keyed_new.row("namespaced keys of 64 more", 1000 * share),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    manager_rows, bytes_a_block = bench_manager(arguments.rounds)
+    rows = [*manager_rows, *bench_index(arguments.rounds), *bench_keys(arguments.rounds)]
+    print(f"{'us':<66}{'target':>8}{'median':>9}{'min':>9}{'cpu med':>9}{'cpu min':>9}")
+    for row in rows:
+        figures = (row.target_us, row.wall_median_us, row.wall_min_us, row.cpu_median_us, row.cpu_min_us)
+        print(f"{row.name:<66}" + "".join(f"{f:>9.1f}" for f in figures)[1:])
+    print(f"memory of the index: {bytes_a_block:.0f} bytes a block (resident set; target 200)")
+    load = os.getloadavg()[0]
+    print(f"load average {load:.1f} on {os.cpu_count()} CPUs; SHA instructions: {c_ext.sha256_is_native()}")
+    if arguments.json:
+        result = {
+            "rows": [asdict(r) for r in rows],
+            "index_bytes_a_block": bytes_a_block,
+            "load_average": load,
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""An engine without numbers: what is in each of its blocks and in each host slot is a symbol.
+
+A symbol is `(epoch, key)` for the KV of that key under those weights, or `(-1, n)` for garbage. Bytes move when the
+simulation says so, page by page and rank by rank, so that whatever touches a slot or block too early or too late shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from flexkv.cache.base import Keys
+from flexkv.transfer.graph import OpResult, TransferOp
+
+Symbol = tuple[int, bytes | int]
+Place = tuple[int, int]
+"""Group and engine block."""
+
+
+@dataclass
+class SimRequest:
+    """A request that wants the blocks of `path`, then `tail`.
+
+    Attributes:
+        arrays: per group, the keys as the manager wants them.
+        keys: the same as bytes.
+        tail_keys: per group, token count -> key of the partial tail of that many tokens.
+        blocks: per group, engine block of each block number; the tail's block comes last.
+        has: per group, whether the engine believes that block to hold KV.
+        computed: blocks (and then the tail) that the engine believes done.
+        unverified: loads in flight whose target the engine uses already.
+    """
+
+    request_id: str
+    path: tuple[int, ...]
+    tail: tuple[int, ...]
+    arrays: list[Keys]
+    keys: list[list[bytes]]
+    tail_keys: list[dict[int, bytes]]
+    state: str = "new"
+    start: int = 0
+    promised: int = 0
+    promised_tail: int = 0
+    tail_loaded: int = 0
+    blocks: list[list[int]] = field(default_factory=list)
+    has: list[list[bool]] = field(default_factory=list)
+    computed: int = 0
+    offered: int = 0
+    unverified: set[int] = field(default_factory=set)
+
+    def key_of(self, group: int, number: int) -> bytes:
+        """Key of whole block `number`, or of the whole tail."""
+        return self.keys[group][number] if number < len(self.path) else self.tail_keys[group][len(self.tail)]
+
+    @property
+    def total(self) -> int:
+        return len(self.path) + bool(self.tail)
+
+
+@dataclass
+class Compute:
+    """One forward over one block of every group: reads `inputs`, writes `outputs`."""
+
+    epoch: int
+    inputs: list[tuple[Place, bytes]]
+    outputs: list[tuple[Place, bytes]]
+    ranks_left: int
+
+
+@dataclass
+class Movement:
+    """An op on one rank. `left` are the pages still to move; `arrived` is what each moved page brought."""
+
+    op: TransferOp
+    is_load: bool
+    left: list[int]
+    failed: list[int] = field(default_factory=list)
+    arrived: dict[int, Symbol] = field(default_factory=dict)
+    started: bool = False
+
+
+class Rank:
+    """One worker: a stream that runs in order, a set of movements that run in any order, and results on their way."""
+
+    def __init__(self, groups: int, blocks: int, slots: Sequence[int]) -> None:
+        self.block: list[list[Symbol]] = [[(-1, 0)] * blocks for _ in range(groups)]
+        self.slot: list[list[Symbol]] = [[(-1, 0)] * n for n in slots]
+        self.stream: deque[Compute | Movement] = deque()
+        self.moving: list[Movement] = []
+        self.outbox: list[OpResult] = []
+
+
+class BlockPool:
+    """Engine blocks of every group, with a count of who may touch each."""
+
+    def __init__(self, groups: int, blocks: int) -> None:
+        self._users = [[0] * blocks for _ in range(groups)]
+
+    def free(self, group: int) -> list[int]:
+        return [b for b, users in enumerate(self._users[group]) if not users]
+
+    def hold(self, place: Place) -> None:
+        self._users[place[0]][place[1]] += 1
+
+    def drop(self, place: Place) -> None:
+        assert self._users[place[0]][place[1]] > 0
+        self._users[place[0]][place[1]] -= 1
+
+
+class SimEngine:
+    """Ranks, blocks and the symbols in them."""
+
+    def __init__(self, ranks: int, groups: int, blocks: int, slots: Sequence[int]) -> None:
+        self.ranks = [Rank(groups, blocks, slots) for _ in range(ranks)]
+        self.pool = BlockPool(groups, blocks)
+        self.weights = 0
+        self._garbage = count(1)
+        self._movements: dict[int, list[Movement]] = {}
+
+    def garbage(self) -> Symbol:
+        return (-1, next(self._garbage))
+
+    def enqueue(self, op: TransferOp, is_load: bool, in_stream: bool) -> None:
+        """Hands an op to every rank; its blocks stay held until `ended`."""
+        for block in op.blocks.tolist():
+            self.pool.hold((op.group, block))
+        movements = [Movement(op, is_load, list(range(op.pages))) for _ in self.ranks]
+        self._movements[op.op_id] = movements
+        for rank, movement in zip(self.ranks, movements, strict=True):
+            (rank.stream if in_stream else rank.moving).append(movement)
+
+    def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
+        """What the page brought on each rank; None where it was not moved."""
+        return [movement.arrived.get(page) for movement in self._movements[op.op_id]]
+
+    def ended(self, op: TransferOp) -> None:
+        del self._movements[op.op_id]
+        for block in op.blocks.tolist():
+            self.pool.drop((op.group, block))
+
+    def compute(self, inputs: list[tuple[Place, bytes]], outputs: list[tuple[Place, bytes]]) -> None:
+        for place, _ in [*inputs, *outputs]:
+            self.pool.hold(place)
+        task = Compute(self.weights, inputs, outputs, len(self.ranks))
+        for rank in self.ranks:
+            rank.stream.append(task)
+
+    def run_compute(self, rank: Rank, task: Compute) -> None:
+        good = all(rank.block[g][b] == (task.epoch, key) for (g, b), key in task.inputs)
+        for (g, b), key in task.outputs:
+            rank.block[g][b] = (task.epoch, key) if good else self.garbage()
+        task.ranks_left -= 1
+        if not task.ranks_left:
+            for place, _ in [*task.inputs, *task.outputs]:
+                self.pool.drop(place)
+
+    def move_page(self, rank: Rank, movement: Movement, fails: bool) -> None:
+        """Moves the next page; a failing one leaves garbage behind."""
+        movement.started = True
+        page = movement.left.pop(0)
+        group = movement.op.group
+        block, slot = int(movement.op.blocks[page]), int(movement.op.slots[page])
+        source = rank.slot[group][slot] if movement.is_load else rank.block[group][block]
+        movement.arrived[page] = self.garbage() if fails else source
+        if movement.is_load:
+            rank.block[group][block] = movement.arrived[page]
+        else:
+            rank.slot[group][slot] = movement.arrived[page]
+        if fails:
+            movement.failed.append(page)

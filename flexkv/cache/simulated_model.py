@@ -1,0 +1,266 @@
+"""What a cache manager must do, written a second time: sets and dictionaries, no native code, no arrays.
+
+The model is told of every call and its answer and raises `RuleBroken` where the two disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexkv.cache.base import CacheListener, Completion, GroupPolicy, GroupSpec, Keys, ManagerLimits, OpRole
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import OpResult, OpStatus
+
+Key = tuple[int, bytes]
+"""Group and block key."""
+
+
+class RuleBroken(ContractError):
+    """The manager did what the rules forbid, or not what they demand."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuleBroken(what)
+
+
+@dataclass
+class ModelOp:
+    """An op in flight; lists have one element a page."""
+
+    request_id: str
+    role: OpRole
+    keys: list[Key]
+    slots: list[int]
+    numbers: list[int]
+    epoch: int
+    waits_for: set[int]
+    barred: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    suspect: set[int] = field(default_factory=set)
+    reports: int = 0
+
+
+class Recorder(CacheListener):
+    """Collects what the manager tells its listener during one call."""
+
+    def __init__(self) -> None:
+        self.published: list[Key] = []
+        self.evicted: list[Key] = []
+        self.resets: list[int] = []
+
+    def on_publish(self, group: int, keys: Keys) -> None:
+        self.published += [(group, bytes(key)) for key in keys]
+
+    def on_evict(self, group: int, keys: Keys) -> None:
+        self.evicted += [(group, bytes(key)) for key in keys]
+
+    def on_reset(self, epoch: int) -> None:
+        self.resets.append(epoch)
+
+    def take_evicted(self) -> list[Key]:
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
+    def take_published(self) -> list[Key]:
+        published, self.published = self.published, []
+        return published
+
+
+class Model:
+    """The manager's state as the rules have it."""
+
+    def __init__(self, specs: Sequence[GroupSpec], limits: ManagerLimits) -> None:
+        self.specs = specs
+        self.limits = limits
+        self.visible: dict[Key, int] = {}
+        self.pending: dict[Key, int] = {}
+        self.leases: dict[str, list[tuple[Key, int]]] = {}
+        self.ops: dict[int, ModelOp] = {}
+        self.up = [0] * len(specs)
+        self.epoch = 0
+
+    # --- what is held -------------------------------------------------------------------------------------------------
+
+    def held_slots(self, group: int) -> set[int]:
+        """Slots that an op or a lease may still touch."""
+        held = {slot for lease in self.leases.values() for key, slot in lease if key[0] == group}
+        for op in self.ops.values():
+            held.update(slot for key, slot in zip(op.keys, op.slots, strict=True) if key[0] == group)
+        return held
+
+    def load_pages(self) -> int:
+        leased = sum(map(len, self.leases.values()))
+        return leased + sum(len(op.keys) for op in self.ops.values() if op.role is OpRole.LOAD)
+
+    def store_pages(self) -> int:
+        return sum(len(op.keys) for op in self.ops.values() if op.role is OpRole.STORE)
+
+    # --- lookups ------------------------------------------------------------------------------------------------------
+
+    def needed(self, group: int, start: int, blocks: int) -> range:
+        """Numbers of the blocks that restore a prefix of `blocks` blocks after `start`."""
+        spec, end = self.specs[group], start + blocks
+        if spec.policy is GroupPolicy.PREFIX:
+            return range(start, end)
+        if spec.policy is GroupPolicy.EXACT_BOUNDARY:
+            return range(max(start, end - 1), end)
+        first_token = end * spec.block_tokens - spec.window_tokens
+        return range(max(start, first_token // spec.block_tokens), end)
+
+    def restorable(self, keys: Sequence[Sequence[bytes]], start: int) -> int:
+        """The longest prefix after `start` that may be promised now."""
+        room = self.limits.inflight_load_pages - self.load_pages()
+        for blocks in range(min(map(len, keys)) - start, 0, -1):
+            pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, blocks)]
+            if len(pages) <= room and all(page in self.visible for page in pages):
+                return blocks
+        return 0
+
+    def tail(self, tails: Sequence[dict[int, bytes]], pages: int) -> int:
+        """The longest partial tail that may be promised after `pages` pages; `tails` maps token counts to keys."""
+        prefix_only = all(spec.policy is GroupPolicy.PREFIX for spec in self.specs)
+        room = self.limits.inflight_load_pages - self.load_pages() - pages
+        if not prefix_only or room < len(tails) or not tails:
+            return 0
+        common = set.intersection(*(set(counts) for counts in tails))
+        stored = [n for n in common if all((g, counts[n]) in self.visible for g, counts in enumerate(tails))]
+        return max(stored, default=0)
+
+    def lease(self, request_id: str, pages: list[tuple[Key, int]]) -> None:
+        for key, slot in pages:
+            require(
+                self.visible.get(key) == slot, f"match of {request_id} names slot {slot}, not the key's own"
+            )
+        if pages:
+            self.leases[request_id] = pages
+
+    def release(self, request_id: str) -> None:
+        self.leases.pop(request_id, None)
+
+    # --- stores -------------------------------------------------------------------------------------------------------
+
+    def plan_store(
+        self,
+        keys: list[Key],
+        stored: list[int],
+        slots: list[int],
+        known: int,
+        dropped: int,
+        evicted: list[Key],
+    ) -> None:
+        """Checks what `begin_store` did before it is applied."""
+        group = keys[0][0]
+        held = self.held_slots(group)
+        for key in evicted:
+            require(key in self.visible, "an unknown block was evicted")
+            require(key not in keys, "a block was evicted to store its own neighbours")
+            slot = self.visible.pop(key, -1)
+            require(slot not in held, f"the leased slot {slot} was evicted")
+        expected_known = [i for i, key in enumerate(keys) if key in self.visible or key in self.pending]
+        require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
+        require(not set(expected_known) & set(stored), "a known block was stored again")
+        require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
+        used = held | {slot for key, slot in self.visible.items() if key[0] == group}
+        require(len(set(slots)) == len(slots) and not used & set(slots), "a slot in use was given away")
+        require(all(0 <= slot < self.up[group] for slot in slots), "a slot that is not up was given away")
+        require(
+            self.store_pages() + len(stored) <= self.limits.inflight_store_pages, "the store queue overflowed"
+        )
+        if dropped and self.store_pages() + len(stored) < self.limits.inflight_store_pages:
+            require(len(used | set(slots)) == self.up[group], "a store was dropped with slots free")
+            evictable = [
+                k for k, s in self.visible.items() if k[0] == group and s not in held and k not in keys
+            ]
+            require(not evictable, "a store was dropped with blocks to evict")
+
+    def add_op(self, op_id: int, op: ModelOp) -> None:
+        require(op_id not in self.ops, f"op number {op_id} was used twice")
+        self.ops[op_id] = op
+        if op.role is OpRole.STORE:
+            self.pending.update((key, op_id) for key in op.keys)
+
+    def bar(self, request_id: str, first_block: int) -> int:
+        """Applies `discard_from`; returns how many pages it bars."""
+        count = 0
+        for op_id, op in self.ops.items():
+            if op.request_id == request_id and op.role is OpRole.STORE:
+                pages = {i for i, n in enumerate(op.numbers) if n >= first_block} - op.barred
+                op.barred |= pages
+                count += len(pages)
+                for i in pages:
+                    self._drop_pending(op.keys[i], op_id)
+        return count
+
+    def _drop_pending(self, key: Key, op_id: int) -> None:
+        if self.pending.get(key) == op_id:
+            del self.pending[key]
+
+    # --- completions --------------------------------------------------------------------------------------------------
+
+    def report(self, result: OpResult) -> None:
+        """Applies one rank's result; before `complete` is called."""
+        op = self.ops[result.op_id]
+        op.reports += 1
+        if result.status is not OpStatus.OK:
+            pages = set(range(len(op.keys)))
+            if result.status is OpStatus.FAILED:
+                pages = {int(i) for i in result.failed}
+            op.failed |= pages
+            if result.status is not OpStatus.CANCELLED:
+                op.suspect |= pages
+        if op.role is OpRole.LOAD and op.failed:
+            self.bar(op.request_id, min(op.numbers[i] for i in op.failed))
+
+    def end_op(
+        self, op_id: int, completion: Completion | None, evicted: list[Key], published: list[Key]
+    ) -> None:
+        """Checks and applies what `complete` answered."""
+        op = self.ops[op_id]
+        if op.reports < self.limits.ranks:
+            require(completion is None and not published, "an op ended before every rank reported")
+            return
+        require(completion is not None, "every rank reported and the op did not end")
+        assert completion is not None
+        del self.ops[op_id]
+        if op.role is OpRole.LOAD:
+            bad = [op.keys[i] for i in sorted(op.suspect) if self.visible.get(op.keys[i]) == op.slots[i]]
+            require(sorted(bad) == sorted(evicted), "a failed load forgot other pages than its failed ones")
+            for key in bad:
+                del self.visible[key]
+            lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
+            require(len(completion.failed_blocks) == len(lost), "a load's failed blocks are not named")
+            return
+        good = set(range(len(op.keys))) - op.failed - op.barred - op.gone
+        if op.epoch != self.epoch or op.waits_for & set(self.ops):
+            good = set()
+        require(
+            sorted(completion.published.tolist()) == sorted(good),
+            "a store published other pages than its good ones",
+        )
+        require(sorted(published) == sorted(op.keys[i] for i in good), "the listener was told of other pages")
+        for i, key in enumerate(op.keys):
+            self._drop_pending(key, op_id)
+            if i in good:
+                self.visible[key] = op.slots[i]
+
+    # --- forgetting ---------------------------------------------------------------------------------------------------
+
+    def forget(self, keys: list[Key]) -> tuple[int, list[Key]]:
+        """Applies `forget`; returns how many were known and which of them were visible."""
+        seen = [key for key in dict.fromkeys(keys) if key in self.visible]
+        for key in seen:
+            del self.visible[key]
+        pending = [key for key in dict.fromkeys(keys) if key in self.pending]
+        for key in pending:
+            op = self.ops[self.pending.pop(key)]
+            op.gone.add(op.keys.index(key))
+        return len(seen) + len(pending), seen
+
+    def reset(self) -> None:
+        self.visible.clear()
+        self.pending.clear()
+        self.leases.clear()
+        self.epoch += 1

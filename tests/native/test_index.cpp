@@ -1,0 +1,283 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "index/block_index.h"
+#include "index/sha256.h"
+
+using namespace flexkv;
+
+namespace {
+
+std::string hex(const Sha256Digest& digest) {
+  static const char* digits = "0123456789abcdef";
+  std::string text;
+  for (const uint8_t byte : digest) text += {digits[byte >> 4], digits[byte & 15]};
+  return text;
+}
+
+std::string hash(const std::string& text, Sha256Compress compress) {
+  Sha256 sha(compress);
+  for (size_t at = 0; at < text.size(); at += 37) {
+    sha.update(text.data() + at, std::min<size_t>(37, text.size() - at));
+  }
+  return hex(sha.finish());
+}
+
+std::vector<BlockKey> keys(size_t count, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<BlockKey> made(count);
+  for (BlockKey& key : made) key = {random(), random()};
+  return made;
+}
+
+// One group, all of its slots up.
+struct FullIndex : BlockIndex {
+  explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
+};
+
+std::vector<EntryId> store(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
+  const Inserted done = index.insert(group, offered, offered.size());
+  const std::vector<uint8_t> ok(done.entries.size(), 1);
+  std::vector<uint8_t> published(done.entries.size());
+  index.finish(done.entries, ok.data(), published.data());
+  CHECK(published == ok);
+  return done.entries;
+}
+
+std::vector<EntryId> match(const BlockIndex& index, std::span<const BlockKey> wanted, uint32_t group = 0) {
+  std::vector<EntryId> entries(wanted.size());
+  entries.resize(index.match_prefix(group, wanted, entries.data()));
+  return entries;
+}
+
+std::vector<EntryId> pin(BlockIndex& index, std::span<const BlockKey> wanted) {
+  const auto entries = match(index, wanted);
+  std::vector<int32_t> slots(entries.size());
+  index.pin(entries, slots.data());
+  return entries;
+}
+
+}  // namespace
+
+TEST_CASE("SHA-256 gives the FIPS 180-4 vectors, by instruction and without") {
+  std::vector<Sha256Compress> forms = {sha256_compress_portable};
+  if (sha256_native_compress()) forms.push_back(sha256_native_compress());
+  for (const Sha256Compress form : forms) {
+    CHECK(hash("", form) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    CHECK(hash("abc", form) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    CHECK(hash("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", form) ==
+          "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+    CHECK(hash(std::string(1'000'000, 'a'), form) ==
+          "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+  }
+}
+
+TEST_CASE("matching stops at the first miss and ignores what is pending") {
+  FullIndex index(64);
+  const auto chain = keys(20, 1);
+  store(index, std::span(chain).first(5));
+  const Inserted pending = index.insert(0, std::span(chain).subspan(5, 3), 8);
+  store(index, std::span(chain).subspan(8, 4));
+  CHECK(match(index, chain).size() == 5);
+  CHECK(match(index, std::span(chain).subspan(8)).size() == 4);
+  const std::vector<uint8_t> ok = {1, 0, 1};
+  std::vector<uint8_t> published(3);
+  index.finish(pending.entries, ok.data(), published.data());
+  CHECK(published == ok);
+  CHECK(match(index, chain).size() == 6);
+  index.check_integrity({});
+}
+
+TEST_CASE("chains that share a prefix, lie backwards or are scattered are matched whole") {
+  FullIndex index(4096);
+  const auto chain = keys(1000, 2);
+  auto backwards = keys(300, 3);
+  store(index, chain);
+  std::reverse(backwards.begin(), backwards.end());
+  store(index, backwards);
+  std::reverse(backwards.begin(), backwards.end());
+  std::vector<BlockKey> branch(chain.begin(), chain.begin() + 400);
+  branch.insert(branch.end(), backwards.begin(), backwards.end());
+  std::vector<BlockKey> scattered = branch;
+  std::shuffle(scattered.begin(), scattered.end(), std::mt19937(4));
+  for (const auto& wanted : {chain, backwards, branch, scattered}) {
+    const auto entries = match(index, wanted);
+    REQUIRE(entries.size() == wanted.size());
+    std::vector<EntryId> found(wanted.size());
+    CHECK(index.find(0, wanted, true, found.data()) == wanted.size());
+    CHECK(found == entries);
+    const auto leased = pin(index, wanted);
+    index.check_integrity(leased);
+    index.unpin(leased);
+    index.check_integrity({});
+  }
+}
+
+TEST_CASE("the block used least recently goes first, and of a chain the one farthest from the start") {
+  FullIndex index(8);
+  const auto first = keys(4, 5), second = keys(4, 6), third = keys(5, 7);
+  store(index, first);
+  store(index, second);
+  index.unpin(pin(index, std::span(first).first(3)));  // first[3] stays old
+  const Inserted done = index.insert(0, third, 5);
+  CHECK(done.evicted == std::vector<BlockKey>{first[3], second[3], second[2], second[1], second[0]});
+  CHECK(done.dropped == 0);
+}
+
+TEST_CASE("leased and pending blocks are never evicted, nor what is offered again") {
+  FullIndex index(6);
+  const auto held = keys(3, 8), offered = keys(6, 9);
+  store(index, held);
+  const auto leased = pin(index, held);
+  store(index, std::span(offered).first(2));
+  const Inserted done = index.insert(0, offered, 6);
+  CHECK(done.known == 2);
+  CHECK(done.positions == std::vector<uint32_t>{2});
+  CHECK(done.dropped == 3);
+  CHECK(done.evicted.empty());
+  auto pinned = leased;
+  pinned.insert(pinned.end(), done.entries.begin(), done.entries.end());
+  index.check_integrity(pinned);
+  CHECK_THROWS_AS(index.check_integrity(leased), ContractError);
+}
+
+TEST_CASE("a removed block is a miss at once and its slot is free after its last lease") {
+  FullIndex index(4);
+  const auto chain = keys(4, 10);
+  store(index, chain);
+  const auto leased = pin(index, std::span(chain).first(2));
+  const auto again = pin(index, std::span(chain).first(1));
+  std::vector<uint8_t> removed(2);
+  CHECK(index.remove(leased, removed.data()) == 2);
+  CHECK(index.remove(leased, removed.data()) == 0);
+  CHECK(match(index, chain).empty());
+  CHECK(index.free_slots(0) == 0);
+  index.unpin(leased);
+  CHECK(index.free_slots(0) == 1);
+  index.unpin(again);
+  CHECK(index.free_slots(0) == 2);
+  index.check_integrity({});
+}
+
+TEST_CASE("clear empties the index but for what is leased") {
+  FullIndex index(8);
+  const auto chain = keys(6, 11);
+  store(index, chain);
+  const auto leased = pin(index, std::span(chain).first(2));
+  const Inserted pending = index.insert(0, keys(1, 12), 1);
+  CHECK(index.clear() == 7);
+  CHECK(index.size() == 0);
+  std::vector<uint8_t> ok = {1}, published(1);
+  index.finish(pending.entries, ok.data(), published.data());
+  CHECK(published[0] == 0);
+  index.unpin(leased);
+  CHECK(index.free_slots(0) == 8);
+  index.check_integrity({});
+  store(index, chain);
+  CHECK(match(index, chain).size() == 6);
+}
+
+TEST_CASE("groups have their own slots and never hit each other's blocks") {
+  BlockIndex index({2, 3}, "lru", 1);
+  index.grow(0, 2);
+  index.grow(1, 3);
+  const auto chain = keys(3, 13);
+  CHECK(store(index, chain, 0).size() == 2);
+  CHECK(store(index, chain, 1).size() == 3);
+  CHECK(match(index, chain, 0).size() == 2);
+  CHECK(match(index, chain, 1).size() == 3);
+  index.check_integrity({});
+  CHECK_THROWS_AS(match(index, chain, 2), BlockRangeError);
+}
+
+TEST_CASE("misuse is refused and changes nothing") {
+  CHECK_THROWS_AS(BlockIndex({}, "lru", 1), ConfigError);
+  CHECK_THROWS_AS(BlockIndex({4}, "random", 1), ConfigError);
+  FullIndex index(4);
+  CHECK_THROWS_AS(index.grow(0, 3), BlockRangeError);
+  CHECK_THROWS_AS(index.grow(0, 5), BlockRangeError);
+  const auto entries = store(index, keys(3, 14));
+  std::vector<EntryId> with_bad = entries;
+  with_bad.push_back(1'000'000);
+  std::vector<int32_t> slots(with_bad.size());
+  CHECK_THROWS_AS(index.pin(with_bad, slots.data()), ContractError);
+  CHECK_THROWS_AS(index.unpin(entries), ContractError);
+  index.check_integrity({});
+}
+
+TEST_CASE("thousands of random steps keep every invariant") {
+  std::mt19937 random(15);
+  BlockIndex index({300, 100}, "lru", 7);
+  index.grow(0, 100);
+  index.grow(1, 100);
+  const auto universe = keys(500, 16);
+  std::vector<std::vector<EntryId>> leases, writes;
+  const auto pick = [&](auto& from) {
+    const size_t at = random() % from.size();
+    auto taken = from[at];
+    from.erase(from.begin() + static_cast<std::ptrdiff_t>(at));
+    return taken;
+  };
+  for (int step = 0; step < 20'000; ++step) {
+    const uint32_t group = random() % 2;
+    const size_t begin = random() % 450, count = 1 + random() % 50;
+    const auto range = std::span(universe).subspan(begin, std::min<size_t>(count, universe.size() - begin));
+    switch (random() % 8) {
+      case 0:
+      case 1: {
+        auto entries = match(index, range, group);
+        std::vector<int32_t> slots(entries.size());
+        index.pin(entries, slots.data());
+        CHECK(std::set<int32_t>(slots.begin(), slots.end()).size() == slots.size());
+        if (!entries.empty()) leases.push_back(entries);
+        break;
+      }
+      case 2:
+      case 3: {
+        auto done = index.insert(group, range, random() % 60);
+        CHECK(done.known + done.dropped + done.entries.size() == range.size());
+        if (!done.entries.empty()) writes.push_back(done.entries);
+        break;
+      }
+      case 4:
+        if (!leases.empty()) index.unpin(pick(leases));
+        break;
+      case 5:
+        if (!writes.empty()) {
+          const auto entries = pick(writes);
+          std::vector<uint8_t> ok(entries.size()), published(entries.size());
+          for (auto& flag : ok) flag = random() % 4 > 0;
+          index.finish(entries, ok.data(), published.data());
+        }
+        break;
+      case 6: {
+        std::vector<EntryId> found(range.size());
+        std::vector<uint8_t> removed(range.size());
+        index.find(group, range.first(std::min<size_t>(3, range.size())), false, found.data());
+        index.remove(std::span(found).first(std::min<size_t>(3, range.size())), removed.data());
+        break;
+      }
+      default: {
+        std::vector<EntryId> guesses(20);
+        for (auto& guess : guesses) guess = random() % 600;
+        index.touch(guesses);
+        if (random() % 500 == 0) index.clear();
+        if (random() % 100 == 0 && index.up_slots(0) < 300) index.grow(0, index.up_slots(0) + 20);
+      }
+    }
+    if (step % 20 == 0) {
+      std::vector<EntryId> pinned;
+      for (const auto* lists : {&leases, &writes}) {
+        for (const auto& list : *lists) pinned.insert(pinned.end(), list.begin(), list.end());
+      }
+      index.check_integrity(pinned);
+    }
+  }
+}

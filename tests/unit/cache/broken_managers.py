@@ -1,0 +1,201 @@
+"""Managers that each break one rule. The simulation must notice every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.graph import OpResult
+
+
+class IndexProxy:
+    """The native index with some calls replaced."""
+
+    def __init__(self, index: Any, **replaced: Callable[..., Any]) -> None:
+        self._index = index
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+class PublishesBeforeCompletion(LocalCacheManager):
+    def begin_store(self, *args: Any) -> Any:
+        plan = super().begin_store(*args)
+        if plan.graph:
+            op = self._inflight.get(plan.graph.ops[0].op_id)
+            self._index.finish(op.entries, np.ones(len(op.entries), np.uint8))
+            self._index.pin(op.entries)
+        return plan
+
+
+class PublishesFailedPages(LocalCacheManager):
+    def _end_store(self, op: Any) -> Any:
+        op.failed[:] = False
+        return super()._end_store(op)
+
+
+class NeedsOneRankOnly(LocalCacheManager):
+    def complete(self, rank: int, result: OpResult) -> Any:
+        for other in range(self._limits.ranks):
+            if other != rank and result.op_id in self._inflight:
+                op = self._inflight.get(result.op_id)
+                op.reported.add(other)
+        return super().complete(rank, result) if result.op_id in self._inflight else None
+
+
+class IgnoresDiscard(LocalCacheManager):
+    def discard_from(self, request_id: str, first_block: int) -> int:
+        return 0
+
+
+class PublishesPoisonSilently(LocalCacheManager):
+    """Answers `discard_from` as if it had obeyed."""
+
+    def discard_from(self, request_id: str, first_block: int) -> int:
+        before = {op.op_id: op.barred.copy() for op in self._inflight}
+        count = super().discard_from(request_id, first_block)
+        for op in self._inflight:
+            if op.op_id in before and not np.array_equal(before[op.op_id], op.barred):
+                op.barred = before[op.op_id]
+        return count
+
+
+class LeasesNothing(LocalCacheManager):
+    """Lookups and loads do not keep their slots from being evicted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        index = self._index
+
+        def pin(entries: Any) -> Any:
+            slots = index.pin(entries)
+            index.unpin(entries)
+            return slots
+
+        self._index = IndexProxy(index, pin=pin, unpin=lambda entries: None)  # type: ignore[assignment]
+        self._lookup._index = self._index
+
+
+class FreesLoadsAtPlan(LocalCacheManager):
+    """A load's slots may be evicted while it is in flight."""
+
+    def begin_load(self, *args: Any, **kwargs: Any) -> Any:
+        graph = super().begin_load(*args, **kwargs)
+        for op in graph.ops if graph else ():
+            self._index.unpin(self._inflight.get(op.op_id).entries)
+        return graph
+
+    def _end_load(self, op: Any) -> Any:
+        index = self._index
+        self._index = IndexProxy(index, unpin=lambda entries: None)  # type: ignore[assignment]
+        try:
+            return super()._end_load(op)
+        finally:
+            self._index = index
+
+
+class KeepsFailedPages(LocalCacheManager):
+    def _end_load(self, op: Any) -> Any:
+        op.suspect[:] = False
+        return super()._end_load(op)
+
+
+class ReportsFailedLoadsAsGood(LocalCacheManager):
+    def _end_load(self, op: Any) -> Any:
+        op.failed[:] = False
+        return super()._end_load(op)
+
+
+class PublishesAfterReset(LocalCacheManager):
+    """A reset forgets what is visible, and lets stores in flight end as if nothing had happened."""
+
+    def reset(self) -> int:
+        pending = {op.op_id: op.entries for op in self._inflight if op.role.value == "store"}
+        visible = [key for keys in self._seen.values() for key in keys]
+        for request_id in self._leases.requests():
+            self._end_lease(request_id)
+        for group in range(len(self._specs)):
+            keys = [key for g, key in visible if g == group]
+            if keys:
+                array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+                entries = self._index.find(group, array)
+                self._index.remove(entries)
+        self._epoch += 1
+        for op in self._inflight:
+            if op.op_id in pending:
+                op.epoch = self._epoch
+        if self._listener:
+            self._listener.on_reset(self._epoch)
+        return self._epoch
+
+    @property
+    def _seen(self) -> dict[int, list[tuple[int, bytes]]]:
+        return self.__dict__.setdefault("seen", {})
+
+    def _end_store(self, op: Any) -> Any:
+        keys = self._index.keys_of(op.entries)
+        done = super()._end_store(op)
+        self._seen[op.op_id] = [(op.group, bytes(keys[i])) for i in done.published]
+        return done
+
+
+class KeepsLoadsOverReset(LocalCacheManager):
+    """Loads of old weights count as good after a reset."""
+
+    def _end_load(self, op: Any) -> Any:
+        op.epoch = self._epoch
+        return super()._end_load(op)
+
+
+class LeaksSlots(LocalCacheManager):
+    """A lookup that is released keeps its lease in the index."""
+
+    def release(self, request_id: str) -> None:
+        self._leases.pop(request_id)
+
+
+class OverfillsQueues(LocalCacheManager):
+    def _room_for_loads(self) -> int:
+        return 1_000_000
+
+
+class ForgetsNothing(LocalCacheManager):
+    def forget(self, group: int, keys: Any) -> int:
+        return int(np.count_nonzero(self._index.find(group, keys, ready_only=False) != 0xFFFFFFFF))
+
+
+class StoresInLostOrder(LocalCacheManager):
+    """Gives the slots of a store in the wrong order: every page lands under its neighbour's key."""
+
+    def begin_store(self, *args: Any) -> Any:
+        plan = super().begin_store(*args)
+        if plan.graph:
+            slots = plan.graph.ops[0].slots
+            slots[:] = slots[::-1].copy()
+        return plan
+
+
+BROKEN = [
+    PublishesBeforeCompletion,
+    PublishesFailedPages,
+    NeedsOneRankOnly,
+    IgnoresDiscard,
+    PublishesPoisonSilently,
+    LeasesNothing,
+    FreesLoadsAtPlan,
+    KeepsFailedPages,
+    ReportsFailedLoadsAsGood,
+    PublishesAfterReset,
+    KeepsLoadsOverReset,
+    LeaksSlots,
+    OverfillsQueues,
+    ForgetsNothing,
+    StoresInLostOrder,
+]

@@ -1,0 +1,113 @@
+"""The real manager against the model, over more than 100,000 random steps; and managers that must be caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulation import RuleBroken, Simulation, SimulationConfig
+from flexkv.errors import ContractError
+from tests.unit.cache.broken_managers import BROKEN
+
+GROUPS = {
+    "one group": (GroupSpec(4, 40),),
+    "two groups": (GroupSpec(4, 30), GroupSpec(4, 50)),
+    "hybrid": (
+        GroupSpec(4, 30),
+        GroupSpec(4, 30, GroupPolicy.TRAILING_WINDOW, 7),
+        GroupSpec(4, 20, GroupPolicy.EXACT_BOUNDARY),
+    ),
+}
+STEPS = 6_000
+SEEDS = range(6)
+
+
+def config(seed: int, groups: str, steps: int = STEPS) -> SimulationConfig:
+    return SimulationConfig(
+        seed=seed, steps=steps, groups=GROUPS[groups], ranks=1 + seed % 3, ordered_reports=seed % 4 != 3
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_no_rule_is_broken(groups: str, seed: int) -> None:
+    report = Simulation(config(seed, groups)).run()
+    assert report.steps == STEPS
+    assert report.verified_pages > 100
+    assert report.failed_pages > 5
+    assert report.stats.stored_pages > 100
+    assert report.stats.evicted_blocks > 0
+
+
+def test_the_suite_takes_enough_steps() -> None:
+    assert len(GROUPS) * len(SEEDS) * STEPS >= 100_000
+
+
+def test_a_seed_repeats_its_steps() -> None:
+    first, second = (Simulation(config(5, "two groups", 1_500)).run() for _ in range(2))
+    assert first == second
+
+
+def test_every_action_and_outcome_occurs() -> None:
+    reports = [Simulation(config(seed, "one group")).run() for seed in range(3)]
+    actions = {name for report in reports for name in report.actions}
+    assert actions == {
+        "arrive", "advance_request", "move", "deliver", "abort", "preempt",
+        "cancel", "forget", "expire", "grow_some", "lose_pool", "reset",
+    }  # fmt: skip
+    for name in ("tail_hits", "discarded_pages", "failed_store_pages", "expired_leases", "forgotten_blocks"):
+        assert sum(getattr(report.stats, name) for report in reports) > 0, name
+
+
+def narrow_configs() -> Iterator[SimulationConfig]:
+    """Few slots and short queues, so that eviction and BUSY are common; no `check_integrity` to lean on."""
+    for seed in range(12):
+        yield SimulationConfig(
+            seed=seed,
+            steps=5_000,
+            groups=(GroupSpec(4, 14 + 4 * (seed % 3)),),
+            ranks=2,
+            failure_rate=0.05,
+            integrity_every=0,
+            load_queue_pages=16,
+        )
+
+
+def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0) -> str:
+    for narrow in narrow_configs():
+        narrow = dataclasses.replace(narrow, integrity_every=integrity_every)
+        try:
+            Simulation(narrow, manager_class).run()
+        except ContractError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("manager_class", BROKEN, ids=lambda c: c.__name__)
+def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by(manager_class)
+
+
+def test_the_real_manager_passes_where_the_broken_ones_fail() -> None:
+    assert caught_by(LocalCacheManager) == ""
+
+
+BYTES_ALONE = ["PublishesFailedPages", "IgnoresDiscard", "ReportsFailedLoadsAsGood"]
+
+
+@pytest.mark.parametrize("name", BYTES_ALONE)
+def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model's view of the manager's answers is switched off, the symbols in blocks and slots still tell."""
+
+    def require_bytes_only(holds: bool, what: str) -> None:
+        if not holds and "bytes" in what:
+            raise RuleBroken(what)
+
+    monkeypatch.setattr("flexkv.cache.simulated_model.require", require_bytes_only)
+    monkeypatch.setattr("flexkv.cache.simulation.require", require_bytes_only)
+    (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
+    assert "bytes" in caught_by(manager_class, integrity_every=5)
