@@ -1,8 +1,8 @@
-"""The control plane against its targets: one thread, 1M cached blocks, 8,192 blocks a request (128k tokens, 16 a block).
+"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks a request (128k tokens, 16 a block).
 
-Prints a table; `--json PATH` writes it. Every figure is measured twice: wall time, and the thread's CPU time, which other
-programs on the machine disturb less. Medians and minima over rounds; each round works on other keys, so the index is as
-cold as the caches' size makes it, unless the row says hot.
+Prints a table; `--json PATH` writes it. Every figure is measured twice: wall time, and the thread's CPU time, which
+other programs on the machine disturb less. Medians and minima over rounds; each round works on other keys, so the index
+is as cold as the size of the caches makes it, unless the row says hot.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ def new_manager() -> LocalCacheManager:
 
 def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str) -> None:
     plan = manager.begin_store(name, 0, keys, blocks, 0)
-    assert plan.graph is not None and len(plan.stored) == len(keys)
+    assert plan.graph is not None
+    assert len(plan.stored) == len(keys)
     done = manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK))
-    assert done is not None and len(done.published) == len(keys)
+    assert done is not None
+    assert len(done.published) == len(keys)
 
 
 def bench_manager(rounds: int) -> tuple[list[Row], float]:
