@@ -1,0 +1,200 @@
+"""The same core behind vLLM's built-in `FlexKVConnectorV1`, reduced to what the hooks of that class make safe.
+
+That class is not told of the engine's block pool, of preemptions, of a reset, nor of the KV cache configuration, and
+carries no metadata from worker to scheduler. So here stores end inside the step that computed them (no block can be
+reused under a copy), only prompt blocks are stored, loads run inside the step, and both sides share one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.bare_tensors import config_of_tensors
+from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
+from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.references import NoWatch
+from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.config import FlexKVConfig, load_config
+from flexkv.errors import ConfigError
+from flexkv.observe import configure_logging, get_logger, warn_once
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+FULL_CONNECTOR = '"kv_connector":"FlexKVConnector","kv_connector_module_path":"flexkv.adapters.vllm"'
+
+
+class FlexKVConnectorV1Impl:
+    """What vLLM's built-in class delegates to.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed, or the engine has more than one rank.
+        KeySchemeError: the engine's block hashes are not cryptographic.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+        transfer = vllm_config.kv_transfer_config
+        asked = load_config(transfer.kv_connector_extra_config)
+        configure_logging(asked.observe.log_level)
+        check_parallelism(vllm_config)
+        check_hash(vllm_config.cache_config.prefix_caching_hash_algo)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        if ranks != 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {ranks}: vLLM's built-in FlexKVConnectorV1 carries nothing from worker to "
+                f"scheduler, so it works with 1; set {FULL_CONNECTOR}"
+            )
+        self._vllm_config = vllm_config
+        self._settings = _reduced(asked)
+        self._engine_id = str(transfer.engine_id)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.WORKER:
+            self._worker = WorkerSide(self._settings, 0, 1)
+            local_link.announce(self._engine_id, self._worker)
+        else:
+            logger.warning(
+                "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
+                "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "
+                "For all of flexkv set %s",
+                FULL_CONNECTOR,
+            )
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # --- worker ---
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register_kv_caches(kv_caches, config_of_tensors(kv_caches, self._vllm_config))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_loads(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads that a forward reads have ended before it starts."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Stores move whole blocks after the forward."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.finish_stores(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_failed_blocks()
+
+    def get_kv_connector_stats(self) -> None:
+        """vLLM's class cannot rebuild statistics of ours, and would warn of every report."""
+
+    @staticmethod
+    def _orders() -> ConnectorMetadata:
+        orders = get_kv_transfer_group()._get_connector_metadata()
+        return orders if isinstance(orders, ConnectorMetadata) else ConnectorMetadata()
+
+    # --- scheduler ---
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        side = self._side()
+        return side.match(request, num_computed_tokens) if side is not None else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if (side := self._side()) is not None:
+            side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
+        side = self._side()
+        return side.build(scheduler_output) if side is not None else ConnectorMetadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if (side := self._side()) is not None:
+            side.update(connector_output)
+            side.collect()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if (side := self._side()) is not None:
+            side.finished(request)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        side = self._side()
+        return side.take_events() if side is not None else ()
+
+    def _side(self) -> SchedulerSide | None:
+        """The scheduler's side, made when the worker has registered its KV caches."""
+        if self._scheduler is not None:
+            return self._scheduler
+        workers = local_link.workers_here(self._engine_id, 1)
+        if not workers or workers[0].kv_config is None:
+            warn_once(
+                logger,
+                "builtin-no-worker",
+                "no worker in this process: vLLM's built-in FlexKVConnectorV1 carries nothing between processes, so "
+                "nothing is cached. Set %s",
+                FULL_CONNECTOR,
+            )
+            return None
+        geometry: BlockGeometry = block_geometry(workers[0].kv_config)
+        events = self._vllm_config.kv_events_config
+        self._scheduler = SchedulerSide(
+            self._settings,
+            geometry,
+            engine_namespace(self._vllm_config, geometry, self._settings),
+            self._engine_id,
+            ranks=1,
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            with_events=events is not None and events.enable_kv_cache_events,
+            stores_end_in_step=True,
+        )
+        self._scheduler.bind_watch(NoWatch())
+        self._scheduler.find_ranks()
+        return self._scheduler
+
+
+def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
+    """The settings that this connector can keep; says which of those asked for it cannot."""
+    kept = {
+        "store.mode": "eager",
+        "store.tokens": "prompt",
+        "store.partial_blocks": False,
+        "load.mode": "sync",
+    }
+    for key, value in kept.items():
+        section, name = key.split(".")
+        given = getattr(getattr(asked, section), name)
+        if given != value and asked.origin(key) != "default":
+            logger.warning(
+                "%s=%r (%s) needs %s; here it is %r", key, given, asked.origin(key), FULL_CONNECTOR, value
+            )
+    store = asked.store.model_copy(update={"mode": "eager", "tokens": "prompt", "partial_blocks": False})
+    return asked.model_copy(update={"store": store, "load": asked.load.model_copy(update={"mode": "sync"})})

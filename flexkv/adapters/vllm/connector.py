@@ -1,0 +1,226 @@
+"""The KV connector that vLLM loads: hands every hook to the side that it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.fingerprint import engine_namespace
+from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.config import load_config
+from flexkv.observe import Counters, configure_logging, get_logger
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+class FlexKVConnector(KVConnectorBase_V1):
+    """KV cache in host memory for vLLM.
+
+    `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_connector_module_path":"flexkv.adapters.vllm",
+    "kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed, or the engine is split in a way that is not supported.
+        GeometryError: the model's KV cache is not one group of full attention.
+        KeySchemeError: the engine's block hashes are not cryptographic.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    worker_class: type[WorkerSide] = WorkerSide
+    """What runs the lanes; a subclass of the connector may decorate the mover with another one."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        configure_logging(settings.observe.log_level)
+        check_parallelism(vllm_config)
+        geometry = block_geometry(kv_cache_config)
+        parallel = vllm_config.parallel_config
+        engine_id, ranks = str(self._kv_transfer_config.engine_id), parallel.tensor_parallel_size
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        if role is KVConnectorRole.WORKER:
+            self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
+            local_link.announce(engine_id, self.worker)
+            return
+        self._warn_of_policy()
+        events = vllm_config.kv_events_config
+        self.scheduler = SchedulerSide(
+            settings,
+            geometry,
+            engine_namespace(vllm_config, geometry, settings),
+            engine_id,
+            ranks,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            with_events=events is not None and events.enable_kv_cache_events,
+        )
+
+    def _warn_of_policy(self) -> None:
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a request whose load fails ends with an error. "
+                'Set "kv_load_failure_policy":"recompute" in --kv-transfer-config to compute it instead',
+                policy,
+            )
+
+    # --- both sides ---
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped store is a later miss, nothing else: preempted output may be used."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return required_layout(vllm_config)
+
+    def get_kv_connector_stats(self) -> FlexKVStats | None:
+        if self.scheduler is not None:
+            counters = self.scheduler.take_counters()
+        else:
+            counters = self._worker.counters.take() if self._worker.counters else None
+        return FlexKVStats.of(counters) if counters is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlexKVStats | None:
+        return FlexKVStats.of(Counters(data))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FlexKVPromMetrics:
+        return FlexKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+    # --- worker ---
+
+    @property
+    def _worker(self) -> WorkerSide:
+        assert self.worker is not None, "a worker's hook was called on the scheduler's connector"
+        return self.worker
+
+    @property
+    def _orders(self) -> ConnectorMetadata:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, ConnectorMetadata)
+        return orders
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, ConnectorMetadata)
+        self._worker.before_forward(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads that a forward reads have ended before it starts."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Stores move whole blocks after the forward."""
+
+    def wait_for_save(self) -> None:
+        self._worker.submit_stores(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._worker.poll(idle=self._orders.idle)
+        return None, self._worker.take_finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return self._worker.take_metadata()
+
+    # --- scheduler ---
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self.scheduler is not None, "a scheduler's hook was called on a worker's connector"
+        return self.scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
+        self._scheduler.take_handshake(ours)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
+        return self._scheduler.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.finished(request)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def has_pending_block_frees(self) -> bool:
+        """Stores hold no engine block, so there is nothing to wait for instead of a preemption."""
+        return False
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset()

@@ -1,0 +1,143 @@
+"""KV cache events: what became visible in host memory and what left it, in the engine's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    ExternalBlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.cache.base import CacheListener, Keys, StorePlan
+from flexkv.transfer.graph import OpId
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+LOCAL = "LOCAL"
+
+
+class EventLog(CacheListener):
+    """Collects events until the engine takes them. Does nothing, and costs nothing, when the engine wants none.
+
+    Partial tails have no hash in the engine's words, so nothing is said of them.
+    """
+
+    def __init__(self, enabled: bool, geometry: BlockGeometry) -> None:
+        self.enabled = enabled
+        self._geometry = geometry
+        self._events: list[KVCacheEvent] = []
+        self._planned: dict[bytes, BlockStored] = {}
+        self._keys_of_op: dict[OpId, list[bytes]] = {}
+        self._announced: dict[bytes, list[ExternalBlockHash]] = {}
+
+    def planned(self, tracker: RequestTracker, plan: StorePlan, first_block: int) -> None:
+        """Remembers what a store's blocks are; the request may be gone when they become visible."""
+        if not self.enabled or plan.graph is None:
+            return
+        numbers = [first_block + position for position in plan.stored.tolist()]
+        keys = [tracker.keys()[number].tobytes() for number in numbers]
+        for number, key in zip(numbers, keys, strict=True):
+            self._planned[key] = self._stored(tracker.request, number)
+        for op in plan.graph.ops:
+            self._keys_of_op[op.op_id] = keys
+
+    def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
+        """The same for blocks of which only their hash is left (lazy stores)."""
+        if not self.enabled or plan.graph is None:
+            return
+        positions = plan.stored.tolist()
+        for position in positions:
+            self._planned[keys[position].tobytes()] = BlockStored(
+                block_hashes=[maybe_convert_block_hash(hashes[position])],
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=self._geometry.block_tokens,
+                lora_id=None,
+                medium=MEDIUM_CPU,
+                lora_name=None,
+                group_idx=0,
+                locality=LOCAL,
+            )
+        for op in plan.graph.ops:
+            self._keys_of_op[op.op_id] = [keys[position].tobytes() for position in positions]
+
+    def ended(self, op_id: OpId) -> None:
+        """The store has ended everywhere; what was not published by now never will be."""
+        for key in self._keys_of_op.pop(op_id, ()):
+            self._planned.pop(key, None)
+
+    def on_publish(self, group: int, keys: Keys) -> None:
+        if not self.enabled:
+            return
+        for row in keys:
+            key = row.tobytes()
+            event = self._planned.pop(key, None)
+            if event is not None:
+                self._announced[key] = event.block_hashes
+                self._events.append(event)
+
+    def on_evict(self, group: int, keys: Keys) -> None:
+        if not self.enabled:
+            return
+        gone = [block_hash for row in keys for block_hash in self._announced.pop(row.tobytes(), ())]
+        if gone:
+            self._events.append(
+                BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=group, locality=LOCAL)
+            )
+
+    def on_reset(self, epoch: int) -> None:
+        if self.enabled:
+            self._announced.clear()
+            self._events.append(AllBlocksCleared())
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _hash_index(self, block: int) -> int:
+        return (block + 1) * self._geometry.hashes_per_block - 1
+
+    def _stored(self, request: Request, block: int) -> BlockStored:
+        tokens = self._geometry.block_tokens
+        first, end = block * tokens, (block + 1) * tokens
+        hashes = request.block_hashes
+        parent = hashes[self._hash_index(block - 1)] if block else None
+        mm_index = next(
+            (
+                index
+                for index, feature in enumerate(request.mm_features)
+                if feature.mm_position.offset + feature.mm_position.length > first
+            ),
+            len(request.mm_features),
+        )
+        extra, _ = generate_block_hash_extra_keys(request, first, end, mm_index)
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[self._hash_index(block)])],
+            parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
+            token_ids=list(request.all_token_ids[first:end]),
+            block_size=tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_CPU,
+            lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys([extra] if extra else None),
+            group_idx=0,
+            locality=LOCAL,
+            session_id=request.session_id,
+        )

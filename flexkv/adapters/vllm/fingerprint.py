@@ -1,0 +1,87 @@
+"""The namespace of an engine's keys: everything that must be equal before two blocks' KV may be exchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexkv.adapters.vllm.extra_keys import framed
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.weights import weights_identity
+from flexkv.cache.keys import namespace_digest
+from flexkv.config import FlexKVConfig
+from flexkv.errors import KeySchemeError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
+
+VOLATILE_FIELDS = {
+    "_name_or_path",
+    "transformers_version",
+    "_commit_hash",
+    "_attn_implementation",
+    "torch_dtype",
+}
+"""Entries of a model's configuration that say where it was read from, and with what, not what it computes."""
+
+
+def check_hash(algorithm: str) -> None:
+    """Refuses block hashes that somebody could make collide.
+
+    Raises:
+        KeySchemeError: says what to set.
+    """
+    if algorithm not in CRYPTOGRAPHIC_HASHES:
+        raise KeySchemeError(
+            f"vLLM hashes blocks with prefix_caching_hash_algo={algorithm!r}, with which two prompts can be made to "
+            f"share a key and then each other's KV; set --prefix-caching-hash-algo to one of "
+            f"{', '.join(CRYPTOGRAPHIC_HASHES)}"
+        )
+
+
+def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> bytes:
+    """The namespace of this engine's keys, 32 bytes: the same in every process that would compute the same KV.
+
+    Raises:
+        KeySchemeError: the engine's block hashes are not cryptographic.
+        ConfigError: nothing identifies the weights.
+    """
+    check_hash(config.cache_config.prefix_caching_hash_algo)
+    return namespace_digest(
+        {name: framed(value) for name, value in _fields(config, geometry, settings).items()}
+    )
+
+
+def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> dict[str, Any]:
+    model, cache = config.model_config, config.cache_config
+    speculative = config.speculative_config
+    weights = settings.identity.model or weights_identity(model.model, model.revision)
+    return {
+        "engine": "vllm",
+        "weights": weights,
+        # Random weights are the same only for the same seed.
+        "random_weights": model.seed if str(config.load_config.load_format) == "dummy" else None,
+        "architecture": _plain(model.hf_text_config.to_dict()),
+        "model_dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "layers": list(geometry.layer_names),
+        "block_tokens": geometry.block_tokens,
+        "hash": cache.prefix_caching_hash_algo,
+        # A draft model's layers have KV in the same blocks.
+        "draft": str(speculative.model) if speculative is not None else None,
+        "namespace": settings.identity.namespace,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A model's configuration as plain values, without what does not change its KV."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_FIELDS}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    return str(value)

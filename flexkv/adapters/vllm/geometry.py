@@ -1,0 +1,121 @@
+"""What the engine's KV cache configuration means to us, and what we refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from flexkv.errors import ConfigError, GeometryError
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.vllm import VllmGroup, VllmHandler
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CPU_ATTENTION_OWNER = "vllm-cpu-attn"
+BLOCK_FIRST_ORDER = "BLHNC"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGeometry:
+    """Tokens a block of the engine's one KV group, and blocks of its pool.
+
+    Attributes:
+        hash_tokens: tokens that one of the engine's block hashes covers; divides `block_tokens`.
+    """
+
+    block_tokens: int
+    hash_tokens: int
+    num_blocks: int
+    layer_names: tuple[str, ...]
+
+    @property
+    def hashes_per_block(self) -> int:
+        return self.block_tokens // self.hash_tokens
+
+
+def block_geometry(config: KVCacheConfig) -> BlockGeometry:
+    """Reads and checks the engine's KV cache configuration.
+
+    Raises:
+        GeometryError: several KV groups, or a group that is not full attention.
+    """
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise GeometryError(
+            f"the model has {len(groups)} KV cache groups ({kinds}); flexkv stores models with 1. "
+            "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, (FullAttentionSpec, MLAAttentionSpec)):
+        raise GeometryError(
+            f"KV cache group of {len(groups[0].layer_names)} layers is a {type(spec).__name__}; flexkv stores "
+            "full attention (FullAttentionSpec, MLAAttentionSpec)"
+        )
+    hash_tokens = config.hash_block_size or spec.block_size
+    if spec.block_size % hash_tokens:
+        raise GeometryError(
+            f"a block of {spec.block_size} tokens is no multiple of the {hash_tokens} tokens that a block hash covers"
+        )
+    return BlockGeometry(spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names))
+
+
+def check_parallelism(config: VllmConfig) -> None:
+    """Refuses what splits a block's bytes or layers over ranks in a way that no slot image describes.
+
+    Raises:
+        ConfigError: names the setting and the value that works.
+    """
+    parallel = config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ConfigError(
+                f"vLLM's {name} is {size}; flexkv works with 1 (tensor and data parallelism are fine)"
+            )
+
+
+def required_layout(config: VllmConfig) -> str | None:
+    """The physical order to ask vLLM for: blocks outermost, so that a block is one contiguous run over all layers.
+
+    None where the platform has another one only; an order that the attention backend cannot take would be refused
+    with a warning at every start.
+    """
+    return None if current_platform.is_cpu() else BLOCK_FIRST_ORDER
+
+
+def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> tuple[Any, FormatId]:
+    """The view of this rank's pool and the format of its pages.
+
+    Returns:
+        (KvView, FormatId) of the one KV group.
+
+    Raises:
+        GeometryError: tensors and configuration disagree.
+    """
+    geometry = block_geometry(config)
+    on_cpu = current_platform.is_cpu()
+    is_latent = isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+    interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None
+    handler = VllmHandler(
+        caches=caches,
+        placements=config.kv_cache_tensors,
+        groups=[
+            VllmGroup(geometry.layer_names, interior=interior, owner=CPU_ATTENTION_OWNER if on_cpu else "")
+        ],
+        num_blocks=config.num_blocks,
+        order=str(config.kv_cache_layout),
+        ranks=ranks,
+    )
+    return handler.view(0), handler.format_id(0)

@@ -1,0 +1,99 @@
+"""Answers the engine's question "how much of this request do you have?", and turns a promise into a load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexkv.adapters.vllm.extra_keys import tail_extra
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.request import Lookup, RequestTracker
+from flexkv.cache.base import CacheManager, MatchResult, TailCandidates
+from flexkv.cache.keys import tail_candidates
+from flexkv.observe import Counters
+from flexkv.transfer.graph import TransferGraph
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+GROUP = 0
+"""The one KV group of a model that this adapter accepts."""
+
+
+class Lookups:
+    """Lookups and loads of one engine."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        geometry: BlockGeometry,
+        namespace: bytes,
+        with_tails: bool,
+        counters: Counters,
+    ) -> None:
+        self._manager = manager
+        self._block_tokens = geometry.block_tokens
+        self._namespace = namespace
+        self._with_tails = with_tails
+        self._counters = counters
+
+    def match(self, tracker: RequestTracker, computed_tokens: int) -> int:
+        """Tokens that host memory has beyond `computed_tokens`; they are leased until they are loaded or released."""
+        request = tracker.request
+        # The engine has to compute at least one token to sample from.
+        wanted_end = request.num_tokens - 1
+        tracker.lookup = None
+        if (
+            request.skip_reading_prefix_cache
+            or computed_tokens % self._block_tokens
+            or computed_tokens >= wanted_end
+        ):
+            self._manager.release(tracker.request_id)
+            return 0
+        start = computed_tokens // self._block_tokens
+        keys = tracker.keys()
+        match = self._manager.match(tracker.request_id, [keys], start)
+        tail = self._tail_candidates(tracker, start + match.blocks) if self._with_tails else None
+        if tail is not None:
+            match = self._manager.match(tracker.request_id, [keys[: tail.base_block]], start, [tail])
+        tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
+        self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
+        self._counters.add("flexkv_hit_tokens_total", tokens)
+        if tokens <= 0:
+            self._manager.release(tracker.request_id)
+            return 0
+        tracker.lookup = Lookup(start, tokens, match)
+        return tokens
+
+    def begin_load(
+        self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int
+    ) -> TransferGraph | None:
+        """The load that fills the blocks which the engine allocated for `external_tokens` of the last promise."""
+        lookup, tracker.lookup = tracker.lookup, None
+        if lookup is None or external_tokens <= 0:
+            self._manager.release(tracker.request_id)
+            return None
+        # The engine may take less than it was promised; the last block may be needed in part only.
+        pages = min(-(-external_tokens // self._block_tokens), _promised_pages(lookup.match))
+        table = blocks.get_block_ids()[GROUP]
+        tracker.block_ids[:] = table
+        targets = tracker.blocks(lookup.start_block, lookup.start_block + pages)
+        with_tail = pages > lookup.match.blocks
+        return self._manager.begin_load(tracker.request_id, [targets], tail=with_tail)
+
+    def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
+        request = tracker.request
+        first = base_block * self._block_tokens
+        # A tail that ends with the prompt serves all of it but the token that is computed anyway.
+        end = min(first + self._block_tokens - 1, request.num_tokens)
+        if end <= first:
+            return None
+        extra = tail_extra(request, first, end)
+        if extra is None:
+            return None
+        parent = tracker.parent_hash(base_block)
+        tokens = request.all_token_ids[first:end]
+        return tail_candidates(self._namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block)
+
+
+def _promised_pages(match: MatchResult) -> int:
+    return match.blocks + (1 if match.tail_tokens else 0)

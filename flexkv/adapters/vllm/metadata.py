@@ -1,0 +1,107 @@
+"""What travels between the scheduler's side and the workers' side with each engine step. Plain and picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """What one worker says about its KV pool before the first lookup.
+
+    Attributes:
+        stripe_bytes: bytes of one block on this rank.
+        num_blocks: blocks of the engine's pool on this rank.
+        pid: process of the worker; the scheduler's own process means that both share memory anyway.
+    """
+
+    rank: int
+    pid: int
+    stripe_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGrant:
+    """Where a worker finds the unit's host pool, and which bytes of each slot are its own.
+
+    Attributes:
+        descriptor: `HostPool.descriptor()`.
+        stripe_offsets: byte offset of each rank's stripe in a slot image.
+    """
+
+    descriptor: Any
+    stripe_offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's load. `sync`: the step's forward needs it."""
+
+    request_id: str
+    graph: TransferGraph
+    sync: bool
+
+
+@dataclass(slots=True)
+class ConnectorMetadata(KVConnectorMetadata):
+    """One step's orders to every worker of the unit.
+
+    Attributes:
+        grant: the host pool, until every rank has said that it has it.
+        early: stores of blocks that were complete before this step; submitted before its forward.
+        reused: blocks that were handed out again while a store still reads them (op -> positions in the op): before
+            the forward the copy must have ended, or those pages count as failed.
+        stores: stores of blocks that this step's forward completes; submitted after it.
+        cancel: loads nobody waits for any more; what was not issued is dropped.
+        void: loads whose bytes must not be used, however they end.
+        idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
+    """
+
+    grant: PoolGrant | None = None
+    early: list[TransferGraph] = field(default_factory=list)
+    reused: dict[OpId, list[int]] = field(default_factory=dict)
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[TransferGraph] = field(default_factory=list)
+    cancel: list[OpId] = field(default_factory=list)
+    void: list[OpId] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler after a step.
+
+    Attributes:
+        results: (rank, terminal result of an op on that rank), in the order in which they came.
+        ready: host slots that a rank can use, sent when the number changed.
+        errors: why a rank cannot use the pool at all.
+        handshakes: of ranks that have no pool yet. vLLM collects handshakes itself at the start, but a MultiConnector
+            passes on those of one of its connectors only.
+    """
+
+    results: list[tuple[int, OpResult]] = field(default_factory=list)
+    ready: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    handshakes: dict[int, Handshake] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Joins another rank's report to this one."""
+        assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
+        self.results.extend(other.results)
+        self.ready.update(other.ready)
+        self.errors.update(other.errors)
+        self.handshakes.update(other.handshakes)
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.results or self.ready or self.errors or self.handshakes)

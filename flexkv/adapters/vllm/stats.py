@@ -1,0 +1,94 @@
+"""flexkv's metrics in the form in which vLLM logs them and exports them to Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from flexkv.observe import METRICS, Counters, Metric, MetricKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PROMETHEUS_PREFIX = "vllm:"
+
+
+class FlexKVStats(KVConnectorStats):
+    """Counters as vLLM carries them from workers and scheduler to its loggers; `data` is the counters' plain data."""
+
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, counters: Counters) -> FlexKVStats:
+        return cls(data=counters.data)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> FlexKVStats:
+        """Adds what another rank or interval reports."""
+        self.data = Counters(self.data).merge(Counters(other.data)).data
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One number a series, for vLLM's log line."""
+        return dict(Counters(self.data).summary())
+
+    def is_empty(self) -> bool:
+        """Whether nothing was reported."""
+        return not self.data
+
+
+class FlexKVPromMetrics(KVConnectorPromMetrics):
+    """Every metric of the table, registered under `vllm:flexkv_...` with the engine's labels."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {metric.name: self._register(metric, metric_types) for metric in METRICS.values()}
+        self._bound: dict[tuple[int, str, str], Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Records an interval's values."""
+        for name, values in transfer_stats_data.items():
+            metric = METRICS.get(name)
+            if metric is None:
+                continue
+            for series, value in values.items():
+                bound = self._bind(engine_idx, metric, series)
+                if metric.kind is MetricKind.COUNTER:
+                    bound.inc(value)
+                elif metric.kind is MetricKind.GAUGE:
+                    bound.set(value)
+                else:
+                    for sample in value:
+                        bound.observe(sample)
+
+    def _register(self, metric: Metric, types: dict[type[PromMetric], type[PromMetricT]]) -> Any:
+        labels = [*self._labelnames, *(name for name, _ in metric.labels)]
+        common = {"name": PROMETHEUS_PREFIX + metric.name, "documentation": metric.help, "labelnames": labels}
+        if metric.kind is MetricKind.COUNTER:
+            return types[Counter](**common)
+        if metric.kind is MetricKind.GAUGE:
+            return types[Gauge](**common, multiprocess_mode="mostrecent")
+        return types[Histogram](**common, buckets=list(metric.buckets))
+
+    def _bind(self, engine: int, metric: Metric, series: str) -> Any:
+        key = (engine, metric.name, series)
+        if key not in self._bound:
+            values = [*self.per_engine_labelvalues[engine], *metric.label_values(series)]
+            self._bound[key] = self._metrics[metric.name].labels(*values)
+        return self._bound[key]

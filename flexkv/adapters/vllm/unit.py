@@ -1,0 +1,157 @@
+"""The host memory of one ownership unit: slot image, pool and manager, sized when every rank is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.platforms import current_platform
+
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.metadata import Handshake, PoolGrant
+from flexkv.c_ext import SlotImage
+from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
+from flexkv.errors import CapacityError, GeometryError
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
+
+logger = get_logger(__name__)
+
+START_WAIT_S = 10.0
+"""How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
+the first requests find room; the rest comes up while the engine runs."""
+
+
+@dataclass(slots=True)
+class HostUnit:
+    """One unit's host tier.
+
+    Attributes:
+        grant: what the workers need to map the pool; None once all have it.
+        grant_needed: workers live in other processes.
+        slots: of the pool, once all of it is up.
+        usable: False after a rank could not use the pool: then nothing is promised and nothing stored.
+    """
+
+    pool: HostPool
+    image: SlotImage
+    manager: LocalCacheManager
+    ranks: int
+    grant: PoolGrant | None = None
+    usable: bool = True
+    grant_needed: bool = False
+    slots: int = 0
+    _up: int = 0
+    _evictions_said: int = 0
+    _ready: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        config: FlexKVConfig,
+        geometry: BlockGeometry,
+        handshakes: Mapping[int, Handshake],
+        shared: bool,
+        listener: CacheListener,
+    ) -> HostUnit:
+        """Sizes and creates pool and manager.
+
+        Raises:
+            GeometryError: a rank is missing, or the ranks count different blocks.
+            CapacityError: the memory does not hold one slot, or is not there.
+        """
+        ranks = len(handshakes)
+        if sorted(handshakes) != list(range(ranks)):
+            raise GeometryError(f"handshake of ranks {sorted(handshakes)}; expected 0 to {ranks - 1}")
+        counts = {handshake.num_blocks for handshake in handshakes.values()}
+        if counts != {geometry.num_blocks}:
+            raise GeometryError(
+                f"the ranks have {sorted(counts)} blocks, the scheduler {geometry.num_blocks}"
+            )
+        image = SlotImage([handshakes[rank].stripe_bytes for rank in range(ranks)])
+        memory = read_memory()
+        size = resolve_host_bytes(
+            config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free
+        )
+        host = config.host
+        slots = size // image.total_bytes
+        if slots < 1:
+            raise CapacityError(
+                f"{size} bytes of host memory hold no slot of {image.total_bytes} bytes (one block of "
+                f"{geometry.block_tokens} tokens over {ranks} ranks); set host.bytes to more"
+            )
+        pool_extent = min(MAX_EXTENT_BYTES, max(host.extent_bytes, image.total_bytes))
+        pool = HostPool(
+            image.total_bytes,
+            slots,
+            shared=shared,
+            extent_bytes=pool_extent,
+            huge_pages=host.huge_pages,
+        )
+        first_slots = min(slots, max(1, pool_extent // image.total_bytes))
+        if not pool.wait_ready(first_slots, START_WAIT_S):
+            logger.warning(
+                "host tier: not up yet after %.0f s: %s", START_WAIT_S, pool.stopped_reason or "slow memory"
+            )
+        limits = ManagerLimits(
+            ranks=ranks,
+            inflight_store_pages=config.store.inflight_pages,
+            inflight_load_pages=config.load.inflight_pages,
+            lease_s=config.load.lease_s,
+        )
+        manager = LocalCacheManager(
+            [GroupSpec(geometry.block_tokens, slots)], limits, policy=config.index.policy, listener=listener
+        )
+        logger.info(
+            "host tier: %d slots of %d bytes (%.2f GiB) for %d rank(s), %d tokens a block",
+            slots,
+            image.total_bytes,
+            slots * image.total_bytes / 2**30,
+            ranks,
+            geometry.block_tokens,
+        )
+        return cls(pool, image, manager, ranks, slots=slots)
+
+    def make_grant(self) -> PoolGrant:
+        """What workers in other processes need to map the pool."""
+        self.grant_needed = True
+        offsets = tuple(self.image.stripe_offset(rank) for rank in range(self.ranks))
+        return PoolGrant(self.pool.descriptor(), offsets)
+
+    def heard(self, ready: Mapping[int, int]) -> None:
+        """Ranks said how many slots they can use."""
+        self._ready.update(ready)
+        if self.grant is not None and len(self._ready) == self.ranks:
+            self.grant = None
+
+    def grow(self) -> None:
+        """Lets the manager use what has come up since."""
+        up = self.pool.ready_slots
+        if not current_platform.is_cpu() and self.grant_needed:
+            # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
+            # device a slot is up for all at once, and workers map the pool before they touch it.
+            up = min(up, *self._ready.values()) if len(self._ready) == self.ranks else 0
+        if up > self._up:
+            self._up = up
+            self.manager.grow(0, up)
+
+    def disable(self, rank: int, error: str) -> None:
+        """A rank cannot use the pool: the engine goes on without a cache."""
+        if self.usable:
+            logger.error("host tier is off: rank %d: %s", rank, error)
+            self.usable = False
+
+    def count(self, counters: Counters) -> None:
+        """Sets the gauges."""
+        counters.set("flexkv_host_slots", self._up)
+        counters.set("flexkv_host_slots_used", self._up - self.manager.free_slots(0))
+        counters.set("flexkv_inflight_ops", self.manager.inflight_ops())
+        evictions = self.manager.stats().evicted_blocks
+        counters.add("flexkv_evictions_total", evictions - self._evictions_said)
+        self._evictions_said = evictions
+
+    def close(self) -> None:
+        """Gives the memory back once the last worker has let go of it."""
+        self.pool.close()

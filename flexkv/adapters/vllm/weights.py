@@ -1,0 +1,61 @@
+"""What tells one set of weights from another without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from flexkv.errors import ConfigError
+
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 4096
+"""64 samples of 4 KiB spread over each weights file: a fine-tune changes nearly every tensor, so that one of them
+differs is practically certain, and a model of a hundred files is read in well under a second."""
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
+
+
+def weights_identity(model: str, revision: str | None) -> str:
+    """A string that differs for different weights of the model: the hub's commit, else a digest of sampled content.
+
+    Args:
+        model: a folder, a file, or a hub name; a hub name stands for itself with its revision.
+
+    Raises:
+        ConfigError: the folder holds no weights that we know; says what to set.
+    """
+    path = Path(model)
+    if commit := COMMIT.search(str(path)):
+        return f"commit:{commit.group(1)}"
+    if not path.exists():
+        return f"hub:{model}@{revision or 'default'}"
+    files = [path] if path.is_file() else _weight_files(path)
+    if not files:
+        raise ConfigError(
+            f"{model} holds no weights ({', '.join(WEIGHT_PATTERNS)}), so nothing tells it from other models; "
+            "set identity.model to a name or revision of the weights"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        _sample(file, digest)
+    return f"sampled:{digest.hexdigest()}"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for pattern in WEIGHT_PATTERNS:
+        if found := sorted(folder.glob(pattern)):
+            return found
+    return []
+
+
+def _sample(file: Path, digest: hashlib._Hash) -> None:
+    """Name, size, the first bytes (for safetensors: the header's begin) and samples spread evenly over the file."""
+    size = file.stat().st_size
+    digest.update(f"{file.name}\0{size}\0".encode())
+    step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
+    with file.open("rb") as content:
+        for start in range(0, size, step):
+            content.seek(start)
+            digest.update(content.read(SAMPLE_BYTES))

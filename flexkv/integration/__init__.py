@@ -1,0 +1,1 @@
+"""Names under which other projects look for flexkv."""

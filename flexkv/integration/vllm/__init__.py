@@ -1,0 +1,1 @@
+"""Where vLLM's built-in FlexKVConnectorV1 looks."""
