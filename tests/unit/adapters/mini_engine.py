@@ -1,0 +1,293 @@
+"""A very small engine around the connector's two sides: vLLM's requests, block pool and order of calls, and a
+"forward" that writes numbers which depend on all tokens up to a position. What a test sees here is exact."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.geometry import block_geometry
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
+from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.cache.keys import namespace_digest
+from flexkv.config import load_config
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool
+
+LAYERS, HEADS, CONTENT = 2, 2, 8
+NAMESPACE = namespace_digest({"model": "mini"})
+
+
+def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS) -> KVCacheConfig:
+    """One group of full attention in LBHNC, float32."""
+    names = [f"layer.{i}" for i in range(layers)]
+    page = heads * BLOCK_TOKENS * CONTENT * 4
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
+    )
+    tensor = KVCacheTensor(
+        size=layers * blocks * page, layers=names, layer_stride=blocks * page, block_stride=page
+    )
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=BLOCK_TOKENS,
+    )
+
+
+def make_caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
+    names = config.kv_cache_groups[0].layer_names
+    heads = config.kv_cache_groups[0].kv_cache_spec.num_kv_heads
+    whole = torch.zeros(len(names), config.num_blocks, heads, BLOCK_TOKENS, CONTENT)
+    return {name: whole[i] for i, name in enumerate(names)}
+
+
+@dataclass(eq=False)
+class Live:
+    """A request in the engine: its blocks, and how many tokens it has computed."""
+
+    request: Request
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    waiting_for_load: bool = False
+    scheduled: bool = False
+
+
+class MiniEngine:
+    """`ranks` workers; `remote` keeps the sides apart as different processes would be."""
+
+    def __init__(
+        self,
+        blocks: int = 32,
+        ranks: int = 1,
+        remote: bool = False,
+        worker_class: type[WorkerSide] = WorkerSide,
+        with_events: bool = False,
+        **settings: Any,
+    ) -> None:
+        config = load_config(
+            {"host.bytes": "2MiB", "host.extent_bytes": "2MiB", "host.huge_pages": "off"} | settings, {}
+        )
+        self.kv_config = kv_config(blocks)
+        self.pool: BlockPool = make_pool(blocks)
+        engine_id = f"mini-{id(self)}"
+        self.caches = [make_caches(self.kv_config) for _ in range(ranks)]
+        self.workers = [worker_class(config, rank, ranks) for rank in range(ranks)]
+        for worker, caches in zip(self.workers, self.caches, strict=True):
+            worker.register_kv_caches(caches, self.kv_config)
+            if not remote:
+                local_link.announce(engine_id, worker)
+        self.side = SchedulerSide(
+            config,
+            block_geometry(self.kv_config),
+            NAMESPACE,
+            engine_id,
+            ranks,
+            step_tokens=16,
+            with_events=with_events,
+        )
+        self.side.bind_block_pool(self.pool)
+        self.side.take_handshake({worker.rank: worker.handshake() for worker in self.workers})
+        self.live: dict[str, Live] = {}
+        self.finished_loads: list[str] = []
+        self.invalid: set[int] = set()
+        self._pending: dict[str, int] = {}
+
+    # --- what the scheduler does ---
+
+    def add(self, request: Request) -> int:
+        """Admits a request: lookup, blocks for all of its tokens. Returns the tokens it gets from outside."""
+        live = self.live[request.request_id] = Live(request)
+        tokens, is_async = self.side.match(request, 0)
+        count = -(-request.num_tokens // BLOCK_TOKENS)
+        live.blocks = self.pool.get_new_blocks(count)
+        ids = [block.block_id for block in live.blocks]
+        self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (ids,)), tokens)
+        request.num_computed_tokens = tokens
+        live.waiting_for_load = is_async
+        if not is_async:
+            self._cache_blocks(live, request.num_tokens)
+        return tokens
+
+    def step(
+        self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
+    ) -> None:
+        """One engine step. `scheduled`: tokens by request; by default all prompt tokens that are not computed."""
+        if scheduled is None:
+            scheduled = {
+                name: live.request.num_tokens - live.request.num_computed_tokens
+                for name, live in self.live.items()
+                if not live.waiting_for_load and live.request.num_tokens > live.request.num_computed_tokens
+            }
+        output = self._output(scheduled)
+        orders = self.side.build(output)
+        for name, tokens in scheduled.items():
+            request = self.live[name].request
+            request.num_computed_tokens += tokens
+            request.num_in_flight_tokens += tokens
+        reports = [self._run_worker(worker, orders, scheduled, before_forward) for worker in self.workers]
+        for name, tokens in scheduled.items():
+            self.live[name].request.num_in_flight_tokens -= tokens
+        self._take(reports)
+
+    def until(self, done: Callable[[], bool], steps: int = 2000) -> None:
+        """Empty steps until something is so."""
+        for _ in range(steps):
+            if done():
+                return
+            self.step({})
+        raise AssertionError("it never came to that")
+
+    def drain(self) -> None:
+        self.until(lambda: not self.side.has_work)
+
+    def finish(self, name: str, keep_blocks: bool = False) -> list[KVCacheBlock]:
+        """The request ends; its blocks are freed unless a load is still writing them."""
+        live = self.live.pop(name)
+        self.side.finished(live.request)
+        if not live.waiting_for_load and not keep_blocks:
+            self.pool.free_blocks(reversed(live.blocks))
+        return live.blocks
+
+    def run(self, request: Request) -> int:
+        """Admits, loads, computes, finishes and drains; returns the tokens from outside."""
+        tokens = self.add(request)
+        live = self.live[request.request_id]
+        if live.waiting_for_load:
+            self.until(lambda: not live.waiting_for_load)
+        self.step()
+        self.check(request.request_id)
+        self.finish(request.request_id)
+        self.drain()
+        return tokens
+
+    def forget(self) -> None:
+        """The engine drops its prefix cache, and all free blocks are spoiled."""
+        assert self.pool.reset_prefix_cache()
+        for caches in self.caches:
+            for cache in caches.values():
+                cache.fill_(-1.0)
+
+    # --- what the forward does ---
+
+    def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
+        """KV depends on everything before."""
+        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank}/{layer}"
+        return float(zlib.crc32(prefix.encode()) % 100_003)
+
+    def write(self, rank: int, live: Live, first: int, end: int) -> None:
+        for layer, cache in enumerate(self.caches[rank].values()):
+            for position in range(first, end):
+                block, slot = divmod(position, BLOCK_TOKENS)
+                value = self.expected(rank, layer, live.request.all_token_ids[:], position)
+                cache[live.blocks[block].block_id, :, slot, :] = value
+
+    def wrong(self, name: str, end: int | None = None) -> list[int]:
+        """Positions whose KV is not what it must be, on any rank or layer."""
+        live = self.live[name]
+        end = live.request.num_computed_tokens if end is None else end
+        bad = set()
+        for rank, caches in enumerate(self.caches):
+            for layer, cache in enumerate(caches.values()):
+                for position in range(end):
+                    block, slot = divmod(position, BLOCK_TOKENS)
+                    value = self.expected(rank, layer, live.request.all_token_ids[:], position)
+                    if not (cache[live.blocks[block].block_id, :, slot, :] == value).all():
+                        bad.add(position)
+        return sorted(bad)
+
+    def check(self, name: str) -> None:
+        assert self.wrong(name) == []
+
+    # --- internals ---
+
+    def _cache_blocks(self, live: Live, tokens: int) -> None:
+        full = tokens // BLOCK_TOKENS
+        self.pool.cache_full_blocks(
+            live.request, live.blocks, 0, full, block_size=BLOCK_TOKENS, kv_cache_group_id=0
+        )
+
+    def _output(self, scheduled: dict[str, int]) -> SchedulerOutput:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = dict(scheduled)
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        cached = CachedRequestData.make_empty()
+        for name in scheduled:
+            live = self.live[name]
+            ids = ([block.block_id for block in live.blocks],)
+            if not live.scheduled:
+                live.scheduled = True
+                output.scheduled_new_reqs.append(SimpleNamespace(req_id=name, block_ids=ids))
+            else:
+                cached.req_ids.append(name)
+                cached.new_block_ids.append(None)
+        output.scheduled_cached_reqs = cached
+        return output
+
+    def _run_worker(
+        self,
+        worker: WorkerSide,
+        orders: ConnectorMetadata,
+        scheduled: dict[str, int],
+        before_forward: Callable[[], None] | None,
+    ) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        worker.before_forward(orders)
+        worker.start_loads(orders)
+        if before_forward is not None:
+            before_forward()
+        for name, tokens in scheduled.items():
+            live = self.live[name]
+            end = live.request.num_computed_tokens
+            self.write(worker.rank, live, end - tokens, end)
+        worker.submit_stores(orders)
+        worker.poll(idle=orders.idle)
+        return worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+
+    def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:
+        metadata: WorkerMetadata | None = None
+        for finished, _, report in reports:
+            for name in finished:
+                self._pending[name] = self._pending.get(name, 0) + 1
+                assert self._pending[name] <= len(self.workers), f"{name} reported twice by a rank"
+            if report is not None:
+                metadata = report if metadata is None else metadata.aggregate(report)
+        invalid = set().union(*(failed for _, failed, _ in reports))
+        self.invalid |= invalid
+        for live in self.live.values():
+            for number, block in enumerate(live.blocks):
+                if block.block_id in invalid:
+                    computed = live.request.num_computed_tokens
+                    live.request.num_computed_tokens = min(computed, number * BLOCK_TOKENS)
+                    break
+        done = {name for name, count in self._pending.items() if count == len(self.workers)}
+        self.side.update(
+            KVConnectorOutput(
+                finished_recving=done, invalid_block_ids=invalid, kv_connector_worker_meta=metadata
+            )
+        )
+        for name in done:
+            del self._pending[name]
+            self.finished_loads.append(name)
+            if (live := self.live.get(name)) is not None:
+                live.waiting_for_load = False
+                computed = min(live.request.num_computed_tokens, live.request.num_tokens - 1)
+                live.request.num_computed_tokens = computed
+                self._cache_blocks(live, computed)
+
+    def close(self) -> None:
+        self.side.close()
+        for worker in self.workers:
+            worker.close()

@@ -1,0 +1,91 @@
+"""Blocks with a store in flight, watched through vLLM's own block pool."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.adapters.vllm.references import BlockWatch
+from flexkv.transfer.graph import OpId
+from tests.unit.adapters.vllm_objects import make_pool, make_request
+
+OP = OpId(7)
+
+
+def ids(blocks) -> np.ndarray:
+    return np.array([block.block_id for block in blocks], dtype=np.int32)
+
+
+def test_watching_takes_no_reference_and_lets_the_cache_be_reset() -> None:
+    pool = make_pool()
+    watch = BlockWatch(pool, 0.5)
+    blocks = pool.get_new_blocks(3)
+    watch.add(OP, ids(blocks))
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+    assert pool.get_num_free_blocks() == 12
+    pool.free_blocks(blocks)
+    assert pool.get_num_free_blocks() == 15
+    assert pool.reset_prefix_cache()
+
+
+def test_a_block_handed_out_again_is_named_by_its_position() -> None:
+    pool = make_pool(8)
+    watch = BlockWatch(pool, 1.0)
+    blocks = pool.get_new_blocks(3)
+    watch.add(OP, ids(blocks))
+    pool.free_blocks([blocks[1]])
+    assert watch.take_reused() == {}
+    again = pool.get_new_blocks(5)
+    assert blocks[1] in again
+    assert watch.take_reused() == {OP: [1]}
+    assert watch.take_reused() == {}
+
+
+def test_a_reset_counts_as_reuse_because_the_pool_will_not_say_it_again() -> None:
+    pool = make_pool()
+    watch = BlockWatch(pool, 1.0)
+    blocks = pool.get_new_blocks(2)
+    watch.add(OP, ids(blocks))
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    assert watch.take_reused() == {OP: [0, 1]}
+
+
+def test_an_ended_store_is_not_named() -> None:
+    pool = make_pool(8)
+    watch = BlockWatch(pool, 1.0)
+    blocks = pool.get_new_blocks(3)
+    watch.add(OP, ids(blocks))
+    watch.end(OP)
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(7)
+    assert watch.take_reused() == {}
+    assert watch.room == 8
+
+
+def test_the_share_bounds_what_is_in_flight() -> None:
+    pool = make_pool(16)
+    watch = BlockWatch(pool, 0.25)
+    assert watch.room == 4
+    watch.add(OP, ids(pool.get_new_blocks(3)))
+    assert watch.room == 1
+
+
+def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
+    pool = make_pool(8)
+    request = make_request(range(12))
+    blocks = pool.get_new_blocks(3)
+    pool.cache_full_blocks(request, blocks, 0, 3, block_size=4, kv_cache_group_id=0)
+    pool.free_blocks(reversed(blocks))
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    watch = BlockWatch(pool, 1.0)
+    watch.add_free(OP, ids(blocks))
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
+    assert watch.take_reused() == {}
+    # A hit takes the block with its content; an allocation takes it for something else.
+    pool.touch([blocks[0]])
+    assert watch.take_reused() == {}
+    taken = pool.get_new_blocks(5)
+    assert blocks[2] in taken
+    assert blocks[0] not in taken
+    assert watch.take_reused() == {OP: sorted(i for i, block in enumerate(blocks) if block in taken)}
+    assert watch.take_reused() == {}

@@ -1,0 +1,46 @@
+"""Different weights, different identity; the same weights, the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapters.vllm.weights import SAMPLE_BYTES, SAMPLES_PER_FILE, weights_identity
+from flexkv.errors import ConfigError
+
+SIZE = SAMPLES_PER_FILE * SAMPLE_BYTES * 4
+
+
+def write(folder: Path, name: str = "model.safetensors", change: int | None = None) -> str:
+    folder.mkdir()
+    content = bytearray(i * 7 % 251 for i in range(SIZE))
+    if change is not None:
+        for at in range(change, SIZE, SAMPLE_BYTES):
+            content[at] ^= 1
+    (folder / name).write_bytes(content)
+    return str(folder)
+
+
+def test_the_same_content_elsewhere_is_the_same_model(tmp_path: Path) -> None:
+    assert weights_identity(write(tmp_path / "a"), None) == weights_identity(write(tmp_path / "b"), None)
+
+
+def test_a_fine_tune_of_the_same_shape_is_another_model(tmp_path: Path) -> None:
+    assert weights_identity(write(tmp_path / "a"), None) != weights_identity(
+        write(tmp_path / "b", change=5), None
+    )
+
+
+def test_a_hub_snapshot_is_named_by_its_commit() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert weights_identity(f"/cache/models--x/snapshots/{commit}", None) == f"commit:{commit}"
+
+
+def test_a_hub_name_is_taken_with_its_revision() -> None:
+    assert weights_identity("org/model", "v2") != weights_identity("org/model", "v3")
+
+
+def test_a_folder_without_weights_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"identity\.model"):
+        weights_identity(str(tmp_path), None)
