@@ -57,8 +57,11 @@ test-engines: build  ## tests with the real vLLM engine
 soak: build-test  ## long runs of the same tests: FLEXKV_SOAK=20 stretches them
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
 
-bench: build  ## benchmarks: JSON and tables
-	$(PY) -m benchmarks
+# Every program in benchmarks/ takes --json.
+BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+bench: build  ## all benchmarks: tables, and JSON in out/
+	@mkdir -p out
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
 
 clean:  ## what the build made
 	rm -rf build dist out *.egg-info flexkv/*.so
