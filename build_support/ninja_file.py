@@ -90,7 +90,7 @@ class NinjaFile:
 
         self.variant = variant
         sanitize = SANITIZERS[variant.sanitizer]
-        optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g -O1" if sanitize else "-O3 -g1"
+        optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 -O1" if sanitize else "-O3 -g1"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
         cuda_define = "-DFLEXKV_WITH_CUDA=1" if variant.toolkit else "-DFLEXKV_WITH_CUDA=0"
