@@ -20,6 +20,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
     Attributes:
         stripe_bytes: bytes of one block on this rank.
+        runs: contiguous pieces of one block on this rank; each has a digest of its own where stored pages are verified.
         num_blocks: blocks of the engine's pool on this rank.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
     """
@@ -27,7 +28,20 @@ class Handshake(KVConnectorHandshakeMetadata):
     rank: int
     pid: int
     stripe_bytes: int
+    runs: int
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank's share of a slot lies, in bytes from the slot's start.
+
+    Attributes:
+        digests: of the rank's run digests in the trailer; None where nothing is verified.
+    """
+
+    stripe: int
+    digests: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +50,11 @@ class PoolGrant:
 
     Attributes:
         descriptor: `HostPool.descriptor()`.
-        stripe_offsets: byte offset of each rank's stripe in a slot image.
+        places: of each rank.
     """
 
     descriptor: Any
-    stripe_offsets: tuple[int, ...]
+    places: tuple[RankPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)

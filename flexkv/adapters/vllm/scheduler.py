@@ -58,7 +58,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._step_tokens = step_tokens
         self._stores_end_in_step = stores_end_in_step
-        self._handshakes: dict[int, Handshake] = {}
+        self.handshakes: dict[int, Handshake] = {}
         self.trackers: dict[str, RequestTracker] = {}
         self.orders = ConnectorMetadata()
         self._loading: dict[OpId, str] = {}
@@ -96,14 +96,14 @@ class SchedulerSide:
             GeometryError: the ranks do not agree.
             CapacityError: not even one slot fits.
         """
-        self._handshakes.update(ranks)
-        if self.unit is not None or len(self._handshakes) < self._ranks:
+        self.handshakes.update(ranks)
+        if self.unit is not None or len(self.handshakes) < self._ranks:
             return
         assert self._watch is not None, "the engine binds its block pool before the handshake"
         self._local = local_link.workers_here(self._engine_id, self._ranks)
-        unit = HostUnit.create(self._config, self._geometry, self._handshakes, not self._local, self.events)
+        unit = HostUnit.create(self._config, self._geometry, self.handshakes, not self._local, self.events)
         for worker in self._local:
-            worker.attach(unit.pool, unit.image.stripe_offset(worker.rank))
+            worker.attach(unit.pool, unit.places[worker.rank])
         unit.grant = None if self._local else unit.make_grant()
         manager, store = unit.manager, self._config.store
         rules = StoreRules(self._geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from vllm.platforms import current_platform
 
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.metadata import Handshake, PoolGrant
+from flexkv.adapters.vllm.metadata import Handshake, PoolGrant, RankPlace
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
@@ -16,6 +16,7 @@ from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
+from flexkv.transfer.trailer import digest_areas
 
 logger = get_logger(__name__)
 
@@ -29,6 +30,7 @@ class HostUnit:
     """One unit's host tier.
 
     Attributes:
+        places: each rank's share of a slot.
         grant: what the workers need to map the pool; None once all have it.
         grant_needed: workers live in other processes.
         slots: of the pool, once all of it is up.
@@ -36,13 +38,12 @@ class HostUnit:
     """
 
     pool: HostPool
-    image: SlotImage
+    places: tuple[RankPlace, ...]
     manager: LocalCacheManager
-    ranks: int
+    slots: int
     grant: PoolGrant | None = None
     usable: bool = True
     grant_needed: bool = False
-    slots: int = 0
     _up: int = 0
     _evictions_said: int = 0
     _ready: dict[int, int] = field(default_factory=dict)
@@ -70,7 +71,13 @@ class HostUnit:
             raise GeometryError(
                 f"the ranks have {sorted(counts)} blocks, the scheduler {geometry.num_blocks}"
             )
-        image = SlotImage([handshakes[rank].stripe_bytes for rank in range(ranks)])
+        said = [handshakes[rank] for rank in range(ranks)]
+        trailer_bytes, digests = digest_areas([rank.runs for rank in said]) if config.host.verify else (0, [])
+        image = SlotImage([rank.stripe_bytes for rank in said], trailer_bytes)
+        places = tuple(
+            RankPlace(image.stripe_offset(rank), image.trailer_offset + digests[rank] if digests else None)
+            for rank in range(ranks)
+        )
         memory = read_memory()
         size = resolve_host_bytes(
             config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free
@@ -112,18 +119,17 @@ class HostUnit:
             ranks,
             geometry.block_tokens,
         )
-        return cls(pool, image, manager, ranks, slots=slots)
+        return cls(pool, places, manager, slots)
 
     def make_grant(self) -> PoolGrant:
         """What workers in other processes need to map the pool."""
         self.grant_needed = True
-        offsets = tuple(self.image.stripe_offset(rank) for rank in range(self.ranks))
-        return PoolGrant(self.pool.descriptor(), offsets)
+        return PoolGrant(self.pool.descriptor(), self.places)
 
     def heard(self, ready: Mapping[int, int]) -> None:
         """Ranks said how many slots they can use."""
         self._ready.update(ready)
-        if self.grant is not None and len(self._ready) == self.ranks:
+        if self.grant is not None and len(self._ready) == len(self.places):
             self.grant = None
 
     def grow(self) -> None:
@@ -132,7 +138,7 @@ class HostUnit:
         if not current_platform.is_cpu() and self.grant_needed:
             # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
             # device a slot is up for all at once, and workers map the pool before they touch it.
-            up = min(up, *self._ready.values()) if len(self._ready) == self.ranks else 0
+            up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
             self.manager.grow(0, up)

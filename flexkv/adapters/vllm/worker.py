@@ -13,7 +13,14 @@ import numpy as np
 from vllm.platforms import current_platform
 
 from flexkv.adapters.vllm.geometry import build_view
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, LoadJob, PoolGrant, WorkerMetadata
+from flexkv.adapters.vllm.metadata import (
+    ConnectorMetadata,
+    Handshake,
+    LoadJob,
+    PoolGrant,
+    RankPlace,
+    WorkerMetadata,
+)
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, FlexKVError
 from flexkv.observe import Counters, get_logger
@@ -35,10 +42,17 @@ IDLE_WAIT_S = 0.002
 """How long a step without a forward waits for a copy to end. Without it the engine spins through empty steps and takes
 the time from the threads that copy; a new request waits at most this long."""
 
+PAST_DEADLINE = "past load.deadline_s"
+
 
 @dataclass(slots=True)
 class _Op:
-    """An op submitted here and not yet reported."""
+    """An op submitted here and not yet reported.
+
+    Attributes:
+        torn: positions whose block was written while the copy read it.
+        given_up: why its bytes are not to be used however it ends; empty while they are.
+    """
 
     ticket: int
     kind: OpKind
@@ -47,7 +61,7 @@ class _Op:
     load: LoadJob | None = None
     deadline_s: float = float("inf")
     torn: set[int] | None = None
-    void: bool = False
+    given_up: str = ""
 
 
 class WorkerSide:
@@ -94,9 +108,10 @@ class WorkerSide:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
         if self.kv_config is None:
             return None
-        return Handshake(self.rank, os.getpid(), self._view.stripe_bytes, self.kv_config.num_blocks)
+        view = self._view
+        return Handshake(self.rank, os.getpid(), view.stripe_bytes, len(view.runs), self.kv_config.num_blocks)
 
-    def attach(self, pool: Any, stripe_offset: int) -> None:
+    def attach(self, pool: HostPool, place: RankPlace) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool."""
         transfer = self._config.transfer
         engine = TransferEngine(
@@ -105,14 +120,14 @@ class WorkerSide:
             copy_threads=transfer.copy_thread_count(),
             op_stuck_s=transfer.stuck_s,
         )
-        engine.attach_view(0, self._view, pool, stripe_offset, owners=self._caches)
+        engine.attach_view(0, self._view, pool, place.stripe, place.digests, self._caches)
         self._engine, self._pool = engine, pool
 
     def _take_grant(self, grant: PoolGrant) -> None:
         if self._engine is not None or self._error:
             return
         try:
-            self.attach(HostPool.attach(grant.descriptor), grant.stripe_offsets[self.rank])
+            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank])
         except FlexKVError as error:
             # The engine can live without a cache; the scheduler's side is told and promises nothing.
             self._error = f"{type(error).__name__}: {error}"
@@ -125,11 +140,9 @@ class WorkerSide:
         if orders.grant is not None:
             self._take_grant(orders.grant)
         for op_id in orders.void:
-            if op := self._ops.get(op_id):
-                op.void = True
-        for op_id in (*orders.cancel, *orders.void):
-            if op := self._ops.get(op_id):
-                self._engine.cancel(op.ticket)
+            self._give_up(op_id, "the cache was reset")
+        for op_id in orders.cancel:
+            self._give_up(op_id, "the request ended")
         for graph in orders.early:
             # A forward is waiting for this copy, so it goes before the other stores.
             self._submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
@@ -169,11 +182,9 @@ class WorkerSide:
         for result in self._engine.poll():
             self._end(result)
         now_s = time.monotonic()
-        for op in self._ops.values():
+        for op_id, op in self._ops.items():
             if op.deadline_s < now_s:
-                # Only what was not issued yet can be recalled; the report waits for the terminal result.
-                op.deadline_s = float("inf")
-                self._engine.cancel(op.ticket)
+                self._give_up(op_id, PAST_DEADLINE)
 
     # --- reports ---
 
@@ -260,6 +271,14 @@ class WorkerSide:
             else:
                 self._enter(op.op_id, _Op(ticket, op.kind, op.pages, time.monotonic()))
 
+    def _give_up(self, op_id: OpId, reason: str) -> None:
+        """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
+        op = self._ops.get(op_id)
+        if op is not None and not op.given_up:
+            op.given_up = reason
+            op.deadline_s = float("inf")
+            self._engine.cancel(op.ticket)
+
     def _enter(self, op_id: OpId, op: _Op) -> None:
         self._ops[op_id] = op
 
@@ -281,6 +300,7 @@ class WorkerSide:
         for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
             if self._wait(mine, ends_s):
                 continue
+            mine.given_up = PAST_DEADLINE
             self._engine.cancel(mine.ticket)
             if not self._wait(mine, time.monotonic() + 2 * self._config.transfer.stuck_s):
                 raise ClosedError(
@@ -302,14 +322,17 @@ class WorkerSide:
 
     def _end(self, result: OpResult) -> None:
         op = self._ops.pop(result.op_id)
-        failed = np.arange(op.pages, dtype=np.int32) if op.void else result.failed
-        if op.torn:
-            failed = np.union1d(failed, np.fromiter(op.torn, dtype=np.int32)).astype(np.int32)
-        if len(failed) and result.status is OpStatus.OK:
-            reason = "the cache was reset" if op.void else "the engine reused the block before the copy ended"
-            result = OpResult(result.op_id, OpStatus.FAILED, failed, reason)
-        elif len(failed) != len(result.failed):
-            result = OpResult(result.op_id, result.status, failed, result.reason)
+        if op.given_up:
+            # Not FAILED: that would say that the stored pages are bad.
+            everything = np.arange(op.pages, dtype=np.int32)
+            result = OpResult(result.op_id, OpStatus.CANCELLED, everything, op.given_up)
+        elif op.torn:
+            torn = np.fromiter(op.torn, dtype=np.int32)
+            failed = np.union1d(result.failed, torn).astype(np.int32)
+            status = OpStatus.FAILED if result.status is OpStatus.OK else result.status
+            result = OpResult(
+                result.op_id, status, failed, result.reason or "the engine reused the block too soon"
+            )
         self._results.append(result)
         self._count(op, result)
         if op.load is not None:
@@ -330,7 +353,7 @@ class WorkerSide:
         self.counters.add("flexkv_moved_bytes_total", moved * self._view.stripe_bytes, direction=direction)
         self.counters.observe("flexkv_transfer_seconds", time.monotonic() - op.started_s, direction=direction)
         if len(result.failed):
-            reason = _FAILURE_LABELS[result.status]
+            reason = "deadline" if op.given_up == PAST_DEADLINE else _FAILURE_LABELS[result.status]
             self.counters.add(
                 "flexkv_failed_pages_total", len(result.failed), direction=direction, reason=reason
             )

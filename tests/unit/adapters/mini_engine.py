@@ -122,6 +122,18 @@ class MiniEngine:
             self._cache_blocks(live, request.num_tokens)
         return tokens
 
+    def adopt(self, request: Request, shared: list[KVCacheBlock]) -> None:
+        """Admits a request whose first blocks the engine has in its own prefix cache."""
+        live = self.live[request.request_id] = Live(request)
+        tokens = len(shared) * BLOCK_TOKENS
+        self.side.match(request, tokens)
+        self.pool.touch(shared)
+        count = -(-request.num_tokens // BLOCK_TOKENS) - len(shared)
+        live.blocks = [*shared, *self.pool.get_new_blocks(count)]
+        ids = [block.block_id for block in live.blocks]
+        self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
+        request.num_computed_tokens = tokens
+
     def step(
         self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
     ) -> None:
@@ -189,19 +201,21 @@ class MiniEngine:
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
     def write(self, rank: int, live: Live, first: int, end: int) -> None:
+        """Computes KV; what is computed from wrong KV comes out wrong."""
+        spoiled = 0.5 if self.wrong(live.request.request_id, first, [rank]) else 0.0
         for layer, cache in enumerate(self.caches[rank].values()):
             for position in range(first, end):
                 block, slot = divmod(position, BLOCK_TOKENS)
                 value = self.expected(rank, layer, live.request.all_token_ids[:], position)
-                cache[live.blocks[block].block_id, :, slot, :] = value
+                cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
 
-    def wrong(self, name: str, end: int | None = None) -> list[int]:
-        """Positions whose KV is not what it must be, on any rank or layer."""
+    def wrong(self, name: str, end: int | None = None, ranks: Sequence[int] | None = None) -> list[int]:
+        """Positions whose KV is not what it must be, on any layer of any of these ranks."""
         live = self.live[name]
         end = live.request.num_computed_tokens if end is None else end
         bad = set()
-        for rank, caches in enumerate(self.caches):
-            for layer, cache in enumerate(caches.values()):
+        for rank in range(len(self.caches)) if ranks is None else ranks:
+            for layer, cache in enumerate(self.caches[rank].values()):
                 for position in range(end):
                     block, slot = divmod(position, BLOCK_TOKENS)
                     value = self.expected(rank, layer, live.request.all_token_ids[:], position)

@@ -1,0 +1,280 @@
+"""What the connector does when copies fail, stall or come late: no wrong byte, no lost and no second report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.errors import CapacityError, ClosedError, GeometryError
+from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+H2D, D2H = 0, 1
+
+
+def stored(engine: MiniEngine) -> int:
+    return engine.side.unit.manager.stats().stored_pages
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_page_of_an_async_load_is_computed_again_and_stored_again(
+    make_engine: Make, ranks: int
+) -> None:
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, times=1))
+    engine = make_engine(ranks=ranks, remote=ranks > 1, worker_class=worker)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert len(engine.invalid) == 1 if ranks == 1 else 1 <= len(engine.invalid) <= 2
+    assert stored(engine) == 5 + 1
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_nothing_computed_from_a_failed_sync_load_is_published(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, layer=None, times=1))
+    engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
+    engine.run(make_request(PROMPT[:16], "one"))
+    engine.forget()
+    request = make_request(PROMPT, "two")
+    assert engine.add(request) == 16
+    engine.step()
+    assert len(engine.invalid) == 1
+    assert engine.wrong("two", 23) != []
+    engine.drain()
+    # The step computed block 4 from the block that never came.
+    assert stored(engine) == 4
+    assert request.num_computed_tokens == 8
+    engine.step()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
+    assert stored(engine) == 6
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_request_that_shares_the_failed_block_is_not_published_either(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=1, times=1))
+    engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
+    engine.run(make_request(PROMPT[:8], "one"))
+    engine.forget()
+    assert engine.add(make_request(PROMPT[:16], "two")) == 8
+    # "three" found the blocks of "two" in the engine's own prefix cache.
+    sharing = make_request([*PROMPT[:8], *range(9)], "three")
+    engine.adopt(sharing, engine.live["two"].blocks[:2])
+    engine.step()
+    engine.drain()
+    assert stored(engine) == 2
+
+
+def test_the_engine_resets_its_cache_while_stores_are_in_flight(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H))
+    engine = make_engine(worker_class=worker)
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.finish("one")
+    assert engine.side.has_work
+    assert engine.pool.reset_prefix_cache()
+    assert engine.side.reset()
+    worker.movers[0].release()
+    engine.drain()
+    assert stored(engine) == 0
+    assert engine.run(make_request(PROMPT, "two")) == 0
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_engine(blocks=8, worker_class=worker, **{"store.max_reference_share": 1.0})
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.finish("one")
+    # Six of seven blocks are needed: the stalled store's source is overwritten.
+    engine.add(make_request([*range(23)], "two"))
+    engine.step()
+    worker.movers[0].release()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
+    engine.forget()
+    got = engine.run(make_request(PROMPT, "three"))
+    assert got < 20
+    engine.forget()
+    assert engine.run(make_request([*range(23)], "four")) == 20
+
+
+def test_a_forward_waits_for_a_copy_that_is_only_slow(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(1, kind=D2H, nth_op=0, delay_s=0.01))
+    engine = make_engine(blocks=8, worker_class=worker, **{"store.max_reference_share": 1.0})
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.finish("one")
+    engine.add(make_request([*range(23)], "two"))
+    engine.step()
+    engine.finish("two")
+    engine.drain()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
+    engine = make_engine(ranks=2, remote=True, worker_class=slow)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    slow.movers[0].release()
+    assert engine.add(make_request(PROMPT, "two")) == 20
+    engine.step({})
+    blocks = engine.finish("two", keep_blocks=True)
+    for _ in range(5):
+        engine.step({})
+    assert engine.finished_loads == []
+    assert all(block.ref_cnt == 1 for block in blocks)
+    assert slow.movers[1].wait_stalled(1, 10.0)
+    slow.movers[1].release()
+    engine.until(lambda: engine.finished_loads == ["two"])
+    engine.pool.free_blocks(blocks)
+    engine.drain()
+    engine.step({})
+    assert engine.finished_loads == ["two"]
+    engine.side.unit.manager.check_integrity()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
+    engine = make_engine(worker_class=slow, **{"load.deadline_s": 0.05})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    request = make_request(PROMPT, "two")
+    assert engine.add(request) == 20
+    engine.step({})
+    assert slow.movers[0].wait_stalled(1, 10.0)
+    time.sleep(0.1)
+    for _ in range(5):
+        engine.step({})
+    assert engine.finished_loads == [], "reported while bytes may still move"
+    slow.movers[0].release()
+    engine.until(lambda: engine.finished_loads == ["two"])
+    assert engine.invalid, "pages that were not issued before the deadline count as failed"
+    engine.step()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_sync_load_past_its_deadline_waits_for_the_lane_and_is_computed(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(1, kind=H2D, page=0, delay_s=0.3, times=1))
+    engine = make_engine(worker_class=slow, **{"load.mode": "sync", "load.deadline_s": 0.02})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    engine.add(make_request(PROMPT, "two"))
+    engine.step()
+    assert engine.invalid
+    engine.step()
+    engine.check("two")
+
+
+def test_a_sync_load_that_is_stuck_for_good_stops_the_worker(make_engine: Make) -> None:
+    stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
+    engine = make_engine(
+        worker_class=stuck,
+        **{"load.mode": "sync", "load.deadline_s": 0.02, "transfer.stuck_s": 0.1, "transfer.close_s": 0.1},
+    )
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    engine.add(make_request(PROMPT, "two"))
+    with pytest.raises(ClosedError, match="stuck"):
+        engine.step()
+    stuck.movers[0].release()
+
+
+def test_a_reset_under_an_async_load_voids_it(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
+    engine = make_engine(worker_class=slow)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    request = make_request(PROMPT, "two")
+    engine.add(request)
+    engine.step({})
+    assert engine.side.reset() is False
+    engine.step({})
+    slow.movers[0].release()
+    engine.until(lambda: engine.finished_loads == ["two"])
+    assert request.num_computed_tokens == 0
+    engine.drain()
+    assert engine.side.reset() is True
+
+
+def test_after_a_reset_running_requests_store_nothing_of_the_old_weights(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.add(make_request(PROMPT, "one"))
+    engine.step({"one": 8})
+    assert engine.side.reset()
+    engine.step()
+    engine.finish("one")
+    engine.drain()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 0
+
+
+def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    names = [f"r{i}" for i in range(4)]
+    for name in names:
+        assert engine.add(make_request(PROMPT, name)) == 20
+    engine.step({})
+    assert engine.finished_loads == []
+    slow.movers[0].release()
+    engine.until(lambda: sorted(engine.finished_loads) == names)
+    for name in names:
+        engine.check(name)
+
+
+def test_the_engine_comes_to_rest(make_engine: Make) -> None:
+    engine = make_engine(**{"store.partial_blocks": True})
+    engine.run(make_request(PROMPT, "one"))
+    assert not engine.side.has_work
+    assert all(not worker.busy for worker in engine.workers)
+    assert all(block.ref_cnt == 0 for block in engine.pool.blocks if not block.is_null)
+
+
+def test_bytes_that_changed_in_host_memory_are_found(make_engine: Make) -> None:
+    engine = make_engine(**{"host.verify": True})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    for slot in range(5):
+        engine.side.unit.pool.slot(slot)[3] ^= 1
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert len(engine.invalid) == 5
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+    assert len(engine.invalid) == 5
+
+
+def test_too_little_memory_says_how_much_a_slot_needs(make_engine: Make) -> None:
+    with pytest.raises(CapacityError, match=r"1024 bytes .* host\.bytes"):
+        make_engine(**{"host.bytes": 1024})
+
+
+def test_ranks_that_disagree_are_refused(make_engine: Make) -> None:
+    engine = make_engine()
+    other = make_engine(blocks=16)
+    engine.side.unit = None
+    engine.side.handshakes.clear()
+    with pytest.raises(GeometryError, match="16"):
+        engine.side.take_handshake({0: other.workers[0].handshake()})
