@@ -1,4 +1,4 @@
-"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks a request (128k tokens, 16 a block).
+"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks a request (128k tokens).
 
 Prints a table; `--json PATH` writes it. Every figure is measured twice: wall time, and the thread's CPU time, which
 other programs on the machine disturb less. Medians and minima over rounds; each round works on other keys, so the index

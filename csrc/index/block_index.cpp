@@ -24,6 +24,9 @@ constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
+// How many entries ahead a walk fetches: 16 lines. The hardware's own prefetch stops at every 4 KiB.
+constexpr EntryId kWalkAhead = 32;
+
 // Heads a group needs: the list of leased entries, and the policy's.
 constexpr size_t kHeadsPerGroup = 1 + EvictionPolicy::kHeads;
 
@@ -256,6 +259,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   result.positions.reserve(expected);
   result.entries.reserve(expected);
   result.slots.reserve(expected);
+  result.evicted.reserve(expected - std::min(expected, owner.pool.free()));
 
   // What the request has already must not be evicted to make room for the rest of it.
   std::vector<EntryId> held;
@@ -268,10 +272,13 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     pin(held, slots.data());
   }
 
+  if (expected > owner.pool.free()) evict(owner, expected - owner.pool.free(), result.evicted);
   EntryId at = owner.leased;
   bool full = false;
   for (size_t i = 0; i < keys.size(); ++i) {
     const uint32_t hash = hashes[i];
+    // Fetched again: what the search fetched has been pushed out by the evictions and the rest of the keys.
+    if (i + kProbeBatch < keys.size()) map_.prefetch(hashes[i + kProbeBatch]);
     // Looked up again where something was inserted since: the same key may have been offered twice.
     if (found[i] != kNoEntry || lookup(group, keys[i], hash) != kNoEntry) {
       ++result.known;
@@ -280,7 +287,6 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     std::optional<uint32_t> slot;
     if (!full && result.positions.size() < max_new) {
       slot = owner.pool.take();
-      if (!slot && evict_one(owner, result.evicted)) slot = owner.pool.take();
     }
     if (!slot) {
       full = true;
@@ -368,15 +374,30 @@ void BlockIndex::copy_keys(std::span<const EntryId> entries, uint8_t* out) const
   }
 }
 
-bool BlockIndex::evict_one(Group& group, std::vector<BlockKey>& evicted) {
-  const EntryId victim = group.policy->victim(table_);
-  if (victim == kNoEntry) return false;
-  evicted.push_back(table_[victim].key);
-  table_.unlink(victim, victim);
-  take_from_map(victim);
-  free_entry(victim);
-  ++evictions_;
-  return true;
+size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
+  // In batches, so that the misses on the map's places overlap.
+  std::array<EntryId, kProbeBatch> victims;
+  size_t gone = 0;
+  while (gone < count) {
+    const size_t wanted = std::min(kProbeBatch, count - gone);
+    size_t chosen = 0;
+    while (chosen < wanted) {
+      const EntryId victim = group.policy->victim(table_);
+      if (victim == kNoEntry) break;
+      table_.unlink(victim, victim);
+      map_.prefetch(map_.hash(table_[victim].key));
+      victims[chosen++] = victim;
+    }
+    for (size_t i = 0; i < chosen; ++i) {
+      evicted.push_back(table_[victims[i]].key);
+      take_from_map(victims[i]);
+      free_entry(victims[i]);
+    }
+    gone += chosen;
+    if (chosen < wanted) break;
+  }
+  evictions_ += gone;
+  return gone;
 }
 
 void BlockIndex::take_from_map(EntryId id) {

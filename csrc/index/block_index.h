@@ -101,7 +101,7 @@ class BlockIndex {
               EntryId* entries) const;
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
-  bool evict_one(Group& group, std::vector<BlockKey>& evicted);
+  size_t evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
   void free_entry(EntryId id);
   void take_from_map(EntryId id);
 

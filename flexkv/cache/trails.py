@@ -10,41 +10,47 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.leases import NO_ENTRIES, EntryIds
+from flexkv.cache.leases import EntryIds
 
 MAX_TRAILS = 16_384
 """Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""
 
 
 class Trail:
-    """Entries of one request in one group, by block number."""
+    """Entries of one request in one group, by block number. Parts are kept as they come and joined when read."""
 
-    __slots__ = ("_entries", "_marked_blocks", "blocks")
+    __slots__ = ("_marked_blocks", "_parts", "blocks")
 
     def __init__(self) -> None:
-        self._entries: EntryIds = NO_ENTRIES
+        self._parts: list[tuple[int | NDArray[np.int64], EntryIds]] = []
         self.blocks = 0
         self._marked_blocks = 0
 
     def put(self, first_block: int, entries: EntryIds) -> None:
-        end = first_block + len(entries)
-        if end > len(self._entries):
-            grown = np.full(max(end, 2 * len(self._entries)), np.iinfo(np.uint32).max, np.uint32)
-            grown[: self.blocks] = self._entries[: self.blocks]
-            self._entries = grown
-        self._entries[first_block:end] = entries
-        self.blocks = max(self.blocks, end)
+        """`entries` are those of the blocks from `first_block` on; the array must not be changed later."""
+        if len(entries):
+            self._parts.append((first_block, entries))
+            self.blocks = max(self.blocks, first_block + len(entries))
 
     def put_at(self, block_numbers: NDArray[np.int64], entries: EntryIds) -> None:
-        """`block_numbers` ascending."""
-        last = int(block_numbers[-1])
-        if last >= len(self._entries):
-            self.put(last, entries[-1:])
-        self._entries[block_numbers] = entries
-        self.blocks = max(self.blocks, last + 1)
+        """Entry i is that of block `block_numbers[i]`; ascending, at least one."""
+        self._parts.append((block_numbers, entries))
+        self.blocks = max(self.blocks, int(block_numbers[-1]) + 1)
 
     def entries(self) -> EntryIds:
-        return self._entries[: self.blocks]
+        """Entry of each block, uint32 [blocks]; no entry at all where none was put."""
+        if len(self._parts) == 1:
+            place, entries = self._parts[0]
+            if isinstance(place, int) and place == 0:
+                return entries
+        joined = np.full(self.blocks, np.iinfo(np.uint32).max, np.uint32)
+        for place, entries in self._parts:
+            if isinstance(place, int):
+                joined[place : place + len(entries)] = entries
+            else:
+                joined[place] = entries
+        self._parts = [(0, joined)]
+        return joined
 
     def due(self) -> bool:
         """Whether the blocks have doubled since this last said so."""
