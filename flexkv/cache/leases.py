@@ -16,7 +16,7 @@ EntryIds = NDArray[np.uint32]
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupLease:
     """One group's share of a promise: whole blocks, then (in the same arrays) the partial tail if there is one.
 
@@ -37,7 +37,7 @@ class GroupLease:
         return len(self.entries) > self.blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
     """A promise to one request.
 

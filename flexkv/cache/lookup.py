@@ -18,7 +18,7 @@ from flexkv.transfer.graph import BlockIds
 NO_ENTRY = np.uint32(0xFFFFFFFF)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """What a request can restore; nothing is leased yet.
 
@@ -66,7 +66,7 @@ class Lookup:
         room_pages: int,
     ) -> Found:
         """The longest prefix that all groups restore with at most `room_pages` pages, and the longest tail after it."""
-        offered = [k[start_block:] for k in keys]
+        offered = [k[start_block:] for k in keys] if start_block else keys
         if self._all_prefix:
             present = [self._index.match_prefix(g, k) for g, k in enumerate(offered)]
             uncut = min(map(len, present))
