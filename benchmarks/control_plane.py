@@ -82,8 +82,15 @@ def new_manager() -> LocalCacheManager:
     return manager
 
 
-def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str) -> None:
+def plan_store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str) -> StorePlan:
     plan = manager.begin_store(name, 0, keys, blocks, 0)
+    pickle.dumps(plan.graph, -1)
+    return plan
+
+
+def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str, watch: Stopwatch) -> None:
+    plan = watch.time(lambda: plan_store(manager, keys, blocks, name))
+    assert isinstance(plan, StorePlan)
     assert plan.graph is not None
     assert len(plan.stored) == len(keys)
     done = manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK))

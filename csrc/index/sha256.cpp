@@ -22,21 +22,22 @@ uint32_t small_sigma1(uint32_t x) { return std::rotr(x, 17) ^ std::rotr(x, 19) ^
 
 void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t blocks) {
   for (; blocks > 0; --blocks, data += kSha256BlockBytes) {
-    uint32_t w[64];
+    uint32_t w[16];
     for (int t = 0; t < 16; ++t) w[t] = load_be32(data + 4 * t);
-    for (int t = 16; t < 64; ++t) {
-      w[t] = small_sigma1(w[t - 2]) + w[t - 7] + small_sigma0(w[t - 15]) + w[t - 16];
-    }
     uint32_t v[8];
     std::copy(state, state + 8, v);
+    // Unrolled, every index is a constant: instead of moving the eight words on, each round renames them.
+#pragma GCC unroll 64
     for (int t = 0; t < 64; ++t) {
-      const uint32_t choose = (v[4] & v[5]) ^ (~v[4] & v[6]);
-      const uint32_t majority = (v[0] & v[1]) ^ (v[0] & v[2]) ^ (v[1] & v[2]);
-      const uint32_t t1 = v[7] + big_sigma1(v[4]) + choose + kSha256RoundConstants[t] + w[t];
-      const uint32_t t2 = big_sigma0(v[0]) + majority;
-      std::copy_backward(v, v + 7, v + 8);
-      v[4] += t1;
-      v[0] = t1 + t2;
+      if (t >= 16) {
+        w[t & 15] += small_sigma1(w[(t - 2) & 15]) + w[(t - 7) & 15] + small_sigma0(w[(t - 15) & 15]);
+      }
+      const auto word = [&](int i) -> uint32_t& { return v[(i - t) & 7]; };
+      const uint32_t choose = (word(4) & word(5)) ^ (~word(4) & word(6));
+      const uint32_t majority = (word(0) & word(1)) ^ (word(0) & word(2)) ^ (word(1) & word(2));
+      const uint32_t t1 = word(7) + big_sigma1(word(4)) + choose + kSha256RoundConstants[t] + w[t & 15];
+      word(3) += t1;
+      word(7) = t1 + big_sigma0(word(0)) + majority;
     }
     for (int i = 0; i < 8; ++i) state[i] += v[i];
   }
