@@ -38,7 +38,12 @@ def build_facts() -> dict[str, str]:
     except ImportError as error:
         return {**facts, "native core": f"missing ({error}): run `make build`"}
     build = c_ext.build_info()
-    facts["native core"] = f"{c_ext.__variant__}, {build['compiler']}"
+    facts["native core"] = f"{c_ext.__variant__}, compiler {build['compiler']}"
+    cuda = c_ext.cuda_info()
+    usable = (
+        f"{cuda['device_count']} device(s), driver {cuda['driver'] // 1000}.{cuda['driver'] % 1000 // 10}"
+    )
+    facts["cuda"] = usable if cuda["device_count"] else f"not used: {cuda['reason']}"
     return facts
 
 

@@ -15,6 +15,10 @@ from flexkv.errors import FlexKVError
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("flexkv.cli.config_command", "Show or document the settings."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
+    "simulate": (
+        "flexkv.cli.simulate_command",
+        "Drive the cache manager through everything that can go wrong.",
+    ),
 }
 """Command -> (module with a click command named `command`, one line of help)."""
 

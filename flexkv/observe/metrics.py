@@ -112,9 +112,6 @@ _TABLE = (
     Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Slots of the host tier that are up."),
     Metric("flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Slots that hold a page or receive one."),
     Metric(
-        "flexkv_quarantined_slots", MetricKind.GAUGE, "slots", "Slots taken out of use by a stuck transfer."
-    ),
-    Metric(
         "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."
     ),
     Metric(

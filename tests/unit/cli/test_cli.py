@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flexkv.cache.manager import LocalCacheManager
 from flexkv.cli.config_command import markdown_reference
 from flexkv.cli.main import COMMANDS, main
+from flexkv.errors import ContractError
 from flexkv.observe.metrics import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,6 +79,28 @@ def test_info_describes_build_and_machine(capsys: pytest.CaptureFixture[str]) ->
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {"flexkv", "native core", "cpus", "memory", "host tier", "huge pages, private"} <= set(facts)
+
+
+def test_simulate_repeats_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for _ in range(2):
+        assert main(["simulate", "--seed", "5", "--steps", "300", "--json"]) == 0
+        runs.append(json.loads(capsys.readouterr().out))
+    assert runs[0] == runs[1]
+    assert runs[0]["steps"] == 300
+    assert main(["simulate", "--steps", "50"]) == 0
+    assert "no rule broken" in capsys.readouterr().out
+
+
+def test_simulate_names_seed_and_step_of_a_broken_rule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: LocalCacheManager, request_id: str) -> None:
+        raise ContractError("broken on purpose")
+
+    monkeypatch.setattr(LocalCacheManager, "release", broken)
+    assert main(["simulate", "--seed", "7", "--steps", "2000"]) == 1
+    assert re.search(r"seed 7, after step \d+ of 2000.*broken on purpose", capsys.readouterr().err)
 
 
 def test_documentation_holds_the_generated_tables() -> None:

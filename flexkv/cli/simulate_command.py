@@ -1,0 +1,73 @@
+"""`flexkv simulate`: drives the real cache manager against a model of everything that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flexkv.cache.simulation import Simulation, SimulationConfig, SimulationReport
+from flexkv.errors import ContractError
+
+RULE_BROKEN_EXIT_CODE = 1
+
+
+@click.command()
+@click.option(
+    "--seed", default=0, show_default=True, help="Names the run: the same seed takes the same steps."
+)
+@click.option(
+    "--steps", default=20_000, show_default=True, type=click.IntRange(min=1), help="Random actions."
+)
+@click.option(
+    "--ranks", default=2, show_default=True, type=click.IntRange(1, 64), help="Workers that report each op."
+)
+@click.option(
+    "--failure-rate",
+    default=0.03,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of moved pages that fail.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
+def command(
+    ctx: click.Context, seed: int, steps: int, ranks: int, failure_rate: float, as_json: bool
+) -> None:
+    """Run the cache manager through random loads, stores, failures, late reports, aborts, lost pools and resets.
+
+    Every answer is compared with a model, every loaded page with what its key promises. Exit code 1 when a rule is
+    broken; the message names rule, seed and step.
+    """
+    simulation = Simulation(SimulationConfig(seed, steps, ranks=ranks, failure_rate=failure_rate))
+    started = time.perf_counter()
+    try:
+        report = simulation.run()
+    except ContractError as error:
+        place = f"seed {seed}, after step {simulation.report.steps} of {steps}"
+        click.echo(f"rule broken ({place}): {type(error).__name__}: {error}", err=True)
+        ctx.exit(RULE_BROKEN_EXIT_CODE)
+    _print(report, seed, time.perf_counter() - started, as_json)
+
+
+def _print(report: SimulationReport, seed: int, seconds: float, as_json: bool) -> None:
+    facts = {
+        "seed": seed,
+        "steps": report.steps,
+        "verified pages": report.verified_pages,
+        "failed pages": report.failed_pages,
+        **{name.replace("_", " "): count for name, count in asdict(report.stats).items()},
+    }
+    if as_json:
+        click.echo(json.dumps({**facts, "actions": report.actions}, indent=2))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, f"{value:,}")
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(f"no rule broken in {report.steps:,} steps ({seconds:.1f} s)")

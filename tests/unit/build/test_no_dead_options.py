@@ -1,0 +1,40 @@
+"""Every setting is read by something, and every metric is recorded by something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexkv.config.model import setting_fields
+from flexkv.observe import METRICS
+
+PACKAGE = Path(__file__).resolve().parents[3] / "flexkv"
+# A setting may be read where it is resolved together with others.
+RESOLVERS = ("config/memory.py", "config/sections.py")
+
+
+def text_outside(folder: str, *but: str) -> str:
+    """All code of the package that is not in `folder`, and the files of `but` in it."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != folder]
+    return "\n".join(path.read_text() for path in [*paths, *(PACKAGE / name for name in but)])
+
+
+CODE = text_outside("config", *RESOLVERS)
+
+
+@pytest.mark.parametrize("key", list(setting_fields()))
+def test_setting_is_read(key: str) -> None:
+    section, name = key.split(".")
+    # `config.transfer.copy_threads`, or the section under its own name; `self.` is the section resolving itself.
+    assert f"{section}.{name}" in CODE or f"self.{name}" in CODE
+
+
+@pytest.mark.parametrize("name", list(METRICS))
+def test_metric_is_recorded(name: str) -> None:
+    assert f'"{name}"' in text_outside("observe", "observe/counters.py")
+
+
+def test_a_dead_option_would_be_found() -> None:
+    assert "host.nonsense" not in CODE
+    assert '"flexkv_nonsense_total"' not in text_outside("observe")
