@@ -17,8 +17,9 @@ from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.adapters.vllm.unit import share_of_node
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import load_config
 from flexkv.observe import Counters, configure_logging, get_logger
@@ -73,15 +74,20 @@ class FlexKVConnector(KVConnectorBase_V1):
             local_link.announce(engine_id, self.worker)
             return
         self._warn_of_policy()
-        events = vllm_config.kv_events_config
+        events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
         self.scheduler = SchedulerSide(
-            settings,
+            share_of_node(settings, parallel.data_parallel_size_local),
             geometry,
             engine_namespace(vllm_config, geometry, settings),
             engine_id,
             ranks,
             vllm_config.scheduler_config.max_num_batched_tokens,
             with_events=events is not None and events.enable_kv_cache_events,
+            use=Use(
+                loads=self._kv_transfer_config.is_kv_consumer,
+                stores=self._kv_transfer_config.is_kv_producer,
+                drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+            ),
         )
 
     def _warn_of_policy(self) -> None:

@@ -91,11 +91,16 @@ class LazyPlanner:
         self._seen = (-1, -1)
 
     def suspect(self, block_ids: list[int]) -> None:
-        """Blocks computed from a failed load: not to be stored under the hash they carry now."""
+        """Blocks computed from a failed load or replaced weights: not to be stored under the hash they carry now."""
         blocks = self._watch.pool.blocks
         for block_id in block_ids:
             if (block_hash := blocks[block_id].block_hash) is not None:
                 self.suspects[block_id] = block_hash
+
+    def trust(self, block_ids: list[int]) -> None:
+        """Blocks that were computed again."""
+        for block_id in block_ids:
+            self.suspects.pop(block_id, None)
 
     def _candidates(self) -> list[KVCacheBlock]:
         found: list[KVCacheBlock] = []

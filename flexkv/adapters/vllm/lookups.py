@@ -20,7 +20,13 @@ GROUP = 0
 
 
 class Lookups:
-    """Lookups and loads of one engine."""
+    """Lookups and loads of one engine.
+
+    Args:
+        with_tails: partial tails are stored and may be hit.
+        drop_last_block: a hit always leaves a block to compute: a draft model that reads the main model's hidden states
+            (EAGLE, MTP) needs them for the end of the prompt. The engine does so with its own prefix cache too.
+    """
 
     def __init__(
         self,
@@ -29,11 +35,13 @@ class Lookups:
         namespace: bytes,
         with_tails: bool,
         counters: Counters,
+        drop_last_block: bool = False,
     ) -> None:
         self._manager = manager
         self._block_tokens = geometry.block_tokens
         self._namespace = namespace
-        self._with_tails = with_tails
+        self._with_tails = with_tails and not drop_last_block
+        self._drop_last_block = drop_last_block
         self._counters = counters
 
     def match(self, tracker: RequestTracker, computed_tokens: int) -> int:
@@ -56,6 +64,8 @@ class Lookups:
         if tail is not None:
             match = self._manager.match(tracker.request_id, [keys[: tail.base_block]], start, [tail])
         tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
+        if self._drop_last_block:
+            tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
         self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
         self._counters.add("flexkv_hit_tokens_total", tokens)
         if tokens <= 0:

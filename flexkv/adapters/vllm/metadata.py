@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.transfer.graph import OpId, OpResult, TransferGraph
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,21 @@ class PoolGrant:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """One request's load. `sync`: the step's forward needs it."""
+    """One request's load.
+
+    Attributes:
+        graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
+        sync: the step's forward needs it.
+    """
 
     request_id: str
-    graph: TransferGraph
+    graph: TransferGraph | None
     sync: bool
+    lost: tuple[int, ...] = ()
+
+    @property
+    def ops(self) -> tuple[TransferOp, ...]:
+        return self.graph.ops if self.graph is not None else ()
 
 
 @dataclass(slots=True)

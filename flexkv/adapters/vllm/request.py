@@ -40,6 +40,7 @@ class RequestTracker:
         retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
+        suspect_from: number of the first block computed from a failed load and not computed again yet.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class RequestTracker:
     lookup: Lookup | None = None
     loading: OpId | None = None
     stale: bool = False
+    suspect_from: int | None = None
     _last_hash: bytes = b""
 
     @property
@@ -86,6 +88,7 @@ class RequestTracker:
         self.cursor = 0
         self.retry_step = 0
         self.stale = False
+        self.suspect_from = None
 
 
 def wants_no_store(request: Request) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm import local_link
@@ -37,6 +38,21 @@ EXPIRE_EVERY_S = 1.0
 """How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the engine wants of the cache.
+
+    Attributes:
+        loads: answer lookups (vLLM's kv_role is kv_both or kv_consumer).
+        stores: store blocks (kv_both or kv_producer).
+        drop_last_block: see `Lookups`.
+    """
+
+    loads: bool = True
+    stores: bool = True
+    drop_last_block: bool = False
+
+
 class SchedulerSide:
     """One ownership unit. All methods are called by the engine's scheduler thread; none waits for a copy."""
 
@@ -50,6 +66,7 @@ class SchedulerSide:
         step_tokens: int,
         with_events: bool = False,
         stores_end_in_step: bool = False,
+        use: Use = Use(),
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -58,6 +75,7 @@ class SchedulerSide:
         self._ranks = ranks
         self._step_tokens = step_tokens
         self._stores_end_in_step = stores_end_in_step
+        self._use = use
         self.handshakes: dict[int, Handshake] = {}
         self.trackers: dict[str, RequestTracker] = {}
         self.orders = ConnectorMetadata()
@@ -108,7 +126,14 @@ class SchedulerSide:
         manager, store = unit.manager, self._config.store
         rules = StoreRules(self._geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
         self.unit = unit
-        self._lookups = Lookups(manager, self._geometry, self._namespace, store.partial_blocks, self.counters)
+        self._lookups = Lookups(
+            manager,
+            self._geometry,
+            self._namespace,
+            store.partial_blocks,
+            self.counters,
+            self._use.drop_last_block,
+        )
         self._stores = StorePlanner(manager, self._watch, rules, self._namespace, self.counters, self.events)
         if store.mode == "lazy":
             self._lazy = LazyPlanner(
@@ -125,7 +150,7 @@ class SchedulerSide:
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps."""
-        if self.unit is None or self._lookups is None or not self.unit.usable:
+        if self.unit is None or self._lookups is None or not self.unit.usable or not self._use.loads:
             return 0, False
         self._collect_early()
         self.unit.grow()
@@ -139,15 +164,23 @@ class SchedulerSide:
         tracker = self._tracker(request)
         if external_tokens == 0 and tracker.lookup is None:
             return
+        promised = tracker.lookup is not None
         graph = self._lookups.begin_load(tracker, blocks, external_tokens)
-        if graph is None:
-            return
         sync = self._config.load.mode == "sync"
-        self.orders.loads.append(LoadJob(tracker.request_id, graph, sync))
-        for op in graph.ops:
-            self._loading[op.op_id] = tracker.request_id
-            if not sync:
-                tracker.loading = op.op_id
+        if graph is not None:
+            self.orders.loads.append(LoadJob(tracker.request_id, graph, sync))
+            for op in graph.ops:
+                self._loading[op.op_id] = tracker.request_id
+                if not sync:
+                    tracker.loading = op.op_id
+        elif external_tokens > 0 and not promised:
+            # The engine counts on blocks that nobody fills. It must hear that they failed.
+            logger.error(
+                "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
+            )
+            self.orders.loads.append(
+                LoadJob(tracker.request_id, None, sync, tuple(blocks.get_block_ids()[0]))
+            )
 
     # --- the step ---
 
@@ -157,9 +190,9 @@ class SchedulerSide:
         self._follow(output)
         if self.unit is not None and self.unit.usable:
             self.unit.grow()
-            if self._lazy is not None:
+            if self._lazy is not None and self._use.stores:
                 self._add(self.orders.early, self._lazy.plan())
-            else:
+            elif self._use.stores:
                 self._plan_eager(output)
             self._watch_reuse(output)
             self.orders.grant = self.unit.grant
@@ -190,10 +223,23 @@ class SchedulerSide:
         if tracker.loading is not None:
             # Nobody waits for the load any more; its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
-        elif self._lazy is None and not self._stores_end_in_step and self.unit.usable:
+        elif self._lazy is not None:
+            self._settle_suspects(tracker)
+        elif self._use.stores and not self._stores_end_in_step and self.unit.usable:
             self._store_rest(tracker)
         # Last, because it marks the request's blocks as used together.
         self.unit.manager.release(tracker.request_id)
+
+    def _settle_suspects(self, tracker: RequestTracker) -> None:
+        """For lazy stores: which of the request's blocks hold what their hash says, now that it lets go of them."""
+        assert self._lazy is not None
+        assert self._stores is not None
+        if tracker.stale:
+            self._lazy.suspect(tracker.block_ids)
+        elif tracker.suspect_from is not None:
+            good = max(0, self._stores.certain_at_end(tracker)) // self._geometry.block_tokens
+            self._lazy.trust(tracker.block_ids[tracker.suspect_from : good])
+            self._lazy.suspect(tracker.block_ids[max(good, tracker.suspect_from) :])
 
     def _store_rest(self, tracker: RequestTracker) -> None:
         """What was generated since the last whole block was stored, and the tail, before their blocks are freed."""
@@ -238,6 +284,7 @@ class SchedulerSide:
             tracker.stale = bool(tracker.block_ids)
             tracker.lookup = None
         assert self._watch is not None
+        # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
         stale = {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
         self._stores.stale_hashes = stale
         if self._lazy is not None:
@@ -280,19 +327,28 @@ class SchedulerSide:
         trackers = self.trackers
         for request_id in output.preempted_req_ids or ():
             if tracker := trackers.get(request_id):
+                if self._lazy is not None:
+                    self._settle_suspects(tracker)
                 tracker.restart()
         for new in output.scheduled_new_reqs:
             if tracker := trackers.get(new.req_id):
-                tracker.restart()
-                tracker.block_ids.extend(new.block_ids[0])
+                self._start(tracker, new.block_ids[0])
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is None:
                 continue
             if tracker := trackers.get(request_id):
                 if request_id in cached.resumed_req_ids:
-                    tracker.restart()
-                tracker.block_ids.extend(blocks[0])
+                    self._start(tracker, blocks[0])
+                else:
+                    tracker.block_ids.extend(blocks[0])
+
+    def _start(self, tracker: RequestTracker, block_ids: list[int]) -> None:
+        """The request begins, or begins again, with this block table."""
+        tracker.restart()
+        tracker.block_ids.extend(block_ids)
+        if self._stores is not None:
+            self._stores.mark_stale(tracker)
 
     def _plan_eager(self, output: SchedulerOutput) -> None:
         stores = self._stores
@@ -376,5 +432,4 @@ class SchedulerSide:
             self.unit.manager.discard_from(tracker.request_id, first)
             tracker.cursor = min(tracker.cursor, first)
             tracker.retry_step = 0
-            if self._lazy is not None:
-                self._lazy.suspect(tracker.block_ids[first:])
+            tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)

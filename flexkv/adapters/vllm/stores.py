@@ -84,7 +84,7 @@ class StorePlanner:
         if end <= tracker.cursor or step < tracker.retry_step:
             return None
         first = tracker.cursor
-        if not self._may_store(tracker, first, end):
+        if tracker.skip_save or tracker.stale:
             tracker.cursor = end
             return None
         keys = tracker.keys()
@@ -111,9 +111,9 @@ class StorePlanner:
     def plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
         """The store of the tokens after the last whole block, at the request's end."""
         block, tokens = divmod(certain_tokens, self._rules.block_tokens)
-        if not self._rules.tails or tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
+        if not self._rules.tails or tracker.skip_save or tracker.stale:
             return None
-        if not self._may_store(tracker, block, block + 1):
+        if tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
             return None
         request, first = tracker.request, certain_tokens - tokens
         extra = tail_extra(request, first, certain_tokens)
@@ -133,16 +133,13 @@ class StorePlanner:
                 self._watch.add(op.op_id, op.blocks)
         return plan.graph
 
-    def _may_store(self, tracker: RequestTracker, first: int, end: int) -> bool:
-        if tracker.skip_save or tracker.stale:
-            return False
-        if not self.stale_hashes:
-            return True
-        blocks = self._watch.pool.blocks
-        return not any(
-            self.stale_hashes.get(block, b"") == blocks[block].block_hash
-            for block in tracker.block_ids[first:end]
-        )
+    def mark_stale(self, tracker: RequestTracker) -> None:
+        """Whether the request took blocks that still hold KV of replaced weights from the engine's own cache."""
+        if self.stale_hashes:
+            blocks = self._watch.pool.blocks
+            tracker.stale = any(
+                self.stale_hashes.get(block, b"") == blocks[block].block_hash for block in tracker.block_ids
+            )
 
 
 def first_failed(tracker: RequestTracker, failed_blocks: set[int]) -> int | None:

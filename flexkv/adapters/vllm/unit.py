@@ -25,6 +25,13 @@ START_WAIT_S = 10.0
 the first requests find room; the rest comes up while the engine runs."""
 
 
+def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
+    """The configuration of one of `units` data-parallel ranks on this node, unless it says the number itself."""
+    if units <= 1 or config.origin("host.units_per_node") != "default":
+        return config
+    return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})
+
+
 @dataclass(slots=True)
 class HostUnit:
     """One unit's host tier.

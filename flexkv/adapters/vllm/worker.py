@@ -244,12 +244,17 @@ class WorkerSide:
         return waiting
 
     def _submit_load(self, job: LoadJob) -> None:
+        if job.graph is None:
+            self._failed_blocks.update(job.lost)
+            if not job.sync:
+                self._finished.add(job.request_id)
+            return
         ticket = self._engine.submit(job.graph) if self._engine is not None else None
         if ticket is None and self._engine is not None:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
             self._waiting.append(job)
             return
-        for op in job.graph.ops:
+        for op in job.ops:
             if ticket is None:
                 self._enter(op.op_id, _Op(-1, op.kind, op.pages, time.monotonic(), job))
                 self._end(_refused(op.op_id, op.pages, self._error or "no host pool"))
@@ -294,10 +299,10 @@ class WorkerSide:
             self.poll(idle=True)
         if job in self._waiting:
             self._waiting.remove(job)
-            for op in job.graph.ops:
+            for op in job.ops:
                 self._enter(op.op_id, _Op(-1, op.kind, op.pages, time.monotonic(), job))
                 self._end(_refused(op.op_id, op.pages, "found no place in the queue before the deadline"))
-        for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
+        for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
             if self._wait(mine, ends_s):
                 continue
             mine.given_up = PAST_DEADLINE
@@ -340,10 +345,10 @@ class WorkerSide:
 
     def _end_load(self, job: LoadJob, result: OpResult) -> None:
         if len(result.failed):
-            blocks = next(op.blocks for op in job.graph.ops if op.op_id == result.op_id)
+            blocks = next(op.blocks for op in job.ops if op.op_id == result.op_id)
             self._failed_blocks.update(blocks[result.failed].tolist())
             self._unreported_failure = True
-        if not job.sync and not any(op.op_id in self._ops for op in job.graph.ops):
+        if not job.sync and not any(op.op_id in self._ops for op in job.ops):
             self._finished.add(job.request_id)
 
     def _count(self, op: _Op, result: OpResult) -> None:

@@ -20,9 +20,10 @@ from vllm.v1.request import Request
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
-from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.cache.keys import namespace_digest
+from flexkv.cache.base import Keys
+from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool
 
@@ -76,6 +77,7 @@ class MiniEngine:
         remote: bool = False,
         worker_class: type[WorkerSide] = WorkerSide,
         with_events: bool = False,
+        use: Use = Use(),  # noqa: B008 - frozen
         **settings: Any,
     ) -> None:
         config = load_config(
@@ -98,6 +100,7 @@ class MiniEngine:
             ranks,
             step_tokens=16,
             with_events=with_events,
+            use=use,
         )
         self.side.bind_block_pool(self.pool)
         self.side.take_handshake({worker.rank: worker.handshake() for worker in self.workers})
@@ -192,6 +195,12 @@ class MiniEngine:
         for caches in self.caches:
             for cache in caches.values():
                 cache.fill_(-1.0)
+
+    @staticmethod
+    def keys_of(request: Request) -> Keys:
+        chain = EngineKeyChain(NAMESPACE, 0)
+        chain.extend(request.block_hashes)
+        return chain.keys
 
     # --- what the forward does ---
 

@@ -102,6 +102,7 @@ def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make
     engine.step()
     worker.movers[0].release()
     engine.check("two")
+    engine.until(lambda: not engine.side.unit.manager.inflight_ops())
     engine.finish("two")
     engine.drain()
     engine.forget()
@@ -133,12 +134,12 @@ def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make
     slow.movers[0].release()
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({})
+    assert slow.movers[1].wait_stalled(1, 10.0)
     blocks = engine.finish("two", keep_blocks=True)
     for _ in range(5):
         engine.step({})
     assert engine.finished_loads == []
     assert all(block.ref_cnt == 1 for block in blocks)
-    assert slow.movers[1].wait_stalled(1, 10.0)
     slow.movers[1].release()
     engine.until(lambda: engine.finished_loads == ["two"])
     engine.pool.free_blocks(blocks)

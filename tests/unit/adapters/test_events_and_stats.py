@@ -1,0 +1,124 @@
+"""What vLLM is told: KV events and metrics."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from flexkv.adapters.vllm import FlexKVConnector
+from flexkv.adapters.vllm.metadata import WorkerMetadata
+from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.observe import Counters
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import image, make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 112))
+
+
+def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Make) -> None:
+    engine = make_engine(with_events=True)
+    request = make_request(PROMPT, "one", cache_salt="s", mm_features=[image("cat", 5, 2)])
+    engine.run(request)
+    names = list(map(maybe_convert_block_hash, request.block_hashes))
+    events = list(engine.side.take_events())
+    assert [type(event) for event in events] == [BlockStored] * 3
+    assert [event.block_hashes for event in events] == [[h] for h in names]
+    assert [event.parent_block_hash for event in events] == [None, *names[:2]]
+    assert [event.token_ids for event in events] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:]]
+    assert {(event.medium, event.block_size) for event in events} == {("CPU", 4)}
+    assert [event.extra_keys for event in events] == [[("s",)], [(("cat", 1),)], None]
+    assert list(engine.side.take_events()) == []
+
+
+def test_an_evicted_block_is_announced(make_engine: Make) -> None:
+    engine = make_engine(with_events=True, **{"host.bytes": 4 * 4096})
+    first = make_request(PROMPT, "one")
+    engine.run(first)
+    engine.run(make_request(range(8), "two"))
+    removed = [event for event in engine.side.take_events() if isinstance(event, BlockRemoved)]
+    assert removed
+    assert {event.medium for event in removed} == {"CPU"}
+    assert {h for event in removed for h in event.block_hashes} <= set(
+        map(maybe_convert_block_hash, first.block_hashes)
+    )
+
+
+def test_a_reset_is_announced(make_engine: Make) -> None:
+    engine = make_engine(with_events=True)
+    engine.run(make_request(PROMPT, "one"))
+    engine.side.reset()
+    assert isinstance(list(engine.side.take_events())[-1], AllBlocksCleared)
+
+
+def test_without_subscribers_nothing_is_collected(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.run(make_request(PROMPT, "one"))
+    engine.side.reset()
+    assert list(engine.side.take_events()) == []
+
+
+def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
+    engine = make_engine(
+        with_events=True, blocks=9, **{"store.mode": "lazy", "store.max_reference_share": 1.0}
+    )
+    request = make_request(PROMPT, "one")
+    engine.run(request)
+    engine.step({})
+    engine.drain()
+    announced = [event.block_hashes[0] for event in engine.side.take_events()]
+    assert sorted(announced) == sorted(map(maybe_convert_block_hash, request.block_hashes))
+
+
+def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:
+    engine = make_engine(ranks=2, remote=True)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    engine.run(make_request(PROMPT, "two"))
+    stats = FlexKVStats.of(engine.side.take_counters())
+    for worker in engine.workers:
+        stats = stats.aggregate(FlexKVStats.of(worker.counters.take()))
+    reduced = stats.reduce()
+    assert reduced["moved_pages[store]"] == 2 * 3
+    assert reduced["moved_pages[load]"] == 2 * 3
+    assert reduced["hit_tokens"] == 11
+    rebuilt = FlexKVConnector.build_kv_connector_stats(pickle.loads(pickle.dumps(stats.to_dict())))
+    assert rebuilt.reduce() == reduced
+    assert not rebuilt.is_empty()
+    assert engine.side.take_counters() is None
+
+
+def test_prometheus_gets_every_series() -> None:
+    registry = CollectorRegistry()
+
+    def bound(kind):
+        return lambda **fields: kind(
+            registry=registry, **{k: v for k, v in fields.items() if k != "multiprocess_mode"}
+        )
+
+    types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = FlexKVPromMetrics(config, types, ["model", "engine"], {0: ["m", "0"]})
+    counters = Counters()
+    counters.add("flexkv_moved_pages_total", 3, direction="load")
+    counters.observe("flexkv_transfer_seconds", 0.01, direction="load")
+    counters.set("flexkv_host_slots", 7)
+    metrics.observe(counters.data)
+    metrics.observe(counters.data)
+    labels = {"model": "m", "engine": "0"}
+    value = registry.get_sample_value
+    assert value("vllm:flexkv_moved_pages_total", labels | {"direction": "load"}) == 6
+    assert value("vllm:flexkv_transfer_seconds_count", labels | {"direction": "load"}) == 2
+    assert value("vllm:flexkv_host_slots", labels) == 7
+
+
+def test_reports_of_ranks_join() -> None:
+    one = WorkerMetadata(ready={0: 5})
+    assert one.aggregate(WorkerMetadata(ready={1: 3}, errors={1: "x"})).ready == {0: 5, 1: 3}
+    assert one.errors == {1: "x"}
+    assert not WorkerMetadata()

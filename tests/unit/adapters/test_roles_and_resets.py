@@ -1,0 +1,103 @@
+"""What the engine's role, speculation and resets mean for what is stored and promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.adapters.vllm.scheduler import Use
+from flexkv.adapters.vllm.unit import share_of_node
+from flexkv.config import load_config
+from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+
+
+def test_a_consumer_stores_nothing_and_a_producer_loads_nothing(make_engine: Make) -> None:
+    consumer = make_engine(use=Use(stores=False), **{"store.partial_blocks": True})
+    consumer.run(make_request(PROMPT, "one"))
+    assert consumer.side.unit.manager.cached_blocks() == 0
+    producer = make_engine(use=Use(loads=False))
+    producer.run(make_request(PROMPT, "one"))
+    assert producer.side.unit.manager.cached_blocks() == 5
+    assert producer.run(make_request(PROMPT, "two")) == 0
+
+
+def test_a_draft_model_gets_a_block_to_compute(make_engine: Make) -> None:
+    engine = make_engine(use=Use(drop_last_block=True), **{"store.partial_blocks": True})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 16
+    engine.forget()
+    assert engine.run(make_request(PROMPT[:5], "short")) == 0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_tokens_taken_without_a_promise_are_reported_as_failed(make_engine: Make, mode: str) -> None:
+    engine = make_engine(**{"load.mode": mode})
+    request = make_request(PROMPT, "one")
+    engine.add(request)
+    live = engine.live["one"]
+    ids = [block.block_id for block in live.blocks]
+    engine.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (ids,)), 8)
+    request.num_computed_tokens, live.waiting_for_load = 8, mode == "async"
+    engine.step({})
+    assert engine.invalid == set(ids)
+    assert request.num_computed_tokens == 0
+    assert not live.waiting_for_load
+    engine.step()
+    engine.check("one")
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_what_the_engine_kept_of_the_old_weights_is_not_stored(make_engine: Make, mode: str) -> None:
+    engine = make_engine(blocks=14, **{"store.mode": mode, "store.max_reference_share": 1.0})
+    first = make_request(PROMPT, "one")
+    engine.add(first)
+    engine.step()
+    # The engine cannot reset while a request runs, and keeps its blocks; ours forgets all the same.
+    assert engine.side.reset()
+    engine.adopt(make_request([*PROMPT[:8], *range(10)], "two"), engine.live["one"].blocks[:2])
+    engine.step()
+    engine.finish("one")
+    engine.finish("two")
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    assert engine.side.unit.manager.cached_blocks() == 0
+
+
+def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=0, page=1, times=1))
+    engine = make_engine(
+        blocks=14,
+        worker_class=worker,
+        **{"load.mode": "sync", "store.mode": "lazy", "store.max_reference_share": 1.0},
+    )
+    engine.run(make_request(PROMPT[:12], "one"))
+    engine.run(make_request(range(23), "filler"))
+    engine.step({})
+    engine.drain()
+    engine.forget()
+    assert engine.add(make_request(PROMPT, "two")) == 12
+    engine.step()
+    assert engine.invalid
+    # Aborted before it could compute again: its blocks lie in the free queue with their hashes.
+    engine.finish("two")
+    engine.step({})
+    engine.drain()
+    manager = engine.side.unit.manager
+    keys = engine.keys_of(make_request(PROMPT, "three"))
+    assert manager.match("probe", [keys], 0).blocks == 1
+
+
+def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
+    assert share_of_node(load_config({}, {}), 4).host.units_per_node == 4
+    assert share_of_node(load_config({}, {}), 1).host.units_per_node == 1
+    assert share_of_node(load_config({"host.units_per_node": 2}, {}), 4).host.units_per_node == 2
