@@ -87,6 +87,7 @@ class SchedulerSide:
         self._watch: StoreWatch | None = None
         self._local: tuple[WorkerSide, ...] = ()
         self._step = 0
+        self._levels_changed = False
         self._expire_at_s = 0.0
         self.counters = Counters()
         self.events = EventLog(with_events, geometry)
@@ -265,7 +266,10 @@ class SchedulerSide:
         if unit is None or not unit.usable:
             return False
         self._collect_early()
-        return bool(unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant)
+        if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
+            return True
+        # One more step, so that the gauges show the end of the last copy and not the state before.
+        return self._levels_changed
 
     def reset(self) -> bool:
         """New weights: nothing stored before is ever a hit again.
@@ -297,11 +301,10 @@ class SchedulerSide:
 
     def take_counters(self) -> Counters | None:
         """Values of the metrics since the last call; None when nothing happened."""
-        if not self.counters:
-            return None
-        if self.unit is not None:
+        if self.unit is not None and self._levels_changed:
+            self._levels_changed = False
             self.unit.count(self.counters)
-        return self.counters.take()
+        return self.counters.take() if self.counters else None
 
     def close(self) -> None:
         """Ends the host pool; the workers' lanes have ended, or end by themselves."""
@@ -403,6 +406,7 @@ class SchedulerSide:
         completion = self.unit.manager.complete(rank, result)
         if completion is None:
             return
+        self._levels_changed = True
         if completion.role is OpRole.LOAD:
             self._end_load(completion)
         else:

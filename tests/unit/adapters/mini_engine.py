@@ -25,6 +25,7 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
+from flexkv.observe import Counters
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool
 
 LAYERS, HEADS, CONTENT = 2, 2, 8
@@ -107,6 +108,7 @@ class MiniEngine:
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
+        self.counters = Counters()
         self._pending: dict[str, int] = {}
 
     # --- what the scheduler does ---
@@ -301,6 +303,8 @@ class MiniEngine:
                 finished_recving=done, invalid_block_ids=invalid, kv_connector_worker_meta=metadata
             )
         )
+        if (counters := self.side.take_counters()) is not None:
+            self.counters.merge(counters)
         for name in done:
             del self._pending[name]
             self.finished_loads.append(name)

@@ -80,7 +80,7 @@ def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.run(make_request(PROMPT, "two"))
-    stats = FlexKVStats.of(engine.side.take_counters())
+    stats = FlexKVStats.of(engine.counters)
     for worker in engine.workers:
         stats = stats.aggregate(FlexKVStats.of(worker.counters.take()))
     reduced = stats.reduce()
@@ -91,6 +91,14 @@ def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:
     assert rebuilt.reduce() == reduced
     assert not rebuilt.is_empty()
     assert engine.side.take_counters() is None
+
+
+def test_the_gauges_show_the_end_of_the_last_copy(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.run(make_request(PROMPT, "one"))
+    assert not engine.side.has_work
+    assert engine.counters.value("flexkv_host_slots_used") == 3
+    assert engine.counters.value("flexkv_inflight_ops") == 0
 
 
 def test_prometheus_gets_every_series() -> None:

@@ -142,7 +142,7 @@ def test_more_than_the_share_waits_for_room(make_engine: Make) -> None:
     engine = make_engine(blocks=17, **{"store.max_reference_share": 0.125})
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    assert engine.side.counters.value("flexkv_dropped_store_pages_total", reason="reference_limit") == 3
+    assert engine.counters.value("flexkv_dropped_store_pages_total", reason="reference_limit") == 3
     for _ in range(40):
         engine.step({"one": 0})
     engine.drain()
