@@ -62,6 +62,6 @@ class HostCopySpec(CPUOffloadingSpec):  # type: ignore[misc]
     """The built-in CPU tier with the worker above."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if not self._worker:
+        if not self._worker:  # type: ignore[has-type]
             self._worker = HostCopyWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
         return self._worker

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             engine.generate([{"ids": prompt_tokens(200, 7, shape), "max_tokens": 2}])
             engine.call("idle", seconds=IDLE_AFTER_S)
             idle[name] = engine.call("idle", seconds=IDLE_FOR_S)["cpu_share"]
-        series = "flexkv_moved_bytes_total{direction=store}"
+        series = "vllm:flexkv_moved_bytes_total{direction=store}"
         stored = engines[WITH].metrics(series.partition("{")[0]).get(series, 0.0)
     return {"cpu_seconds_per_request": seconds, "idle_cpu_share": idle, "stored_bytes": stored}
 

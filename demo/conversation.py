@@ -18,9 +18,9 @@ CROWD_PROMPT_TOKENS = 800
 CROWD_TURNS = 2
 
 SERVED_TOKENS = "vllm:external_prefix_cache_hits_total"
-LOADED_BYTES = "flexkv_moved_bytes_total{direction=load}"
-STORED_BYTES = "flexkv_moved_bytes_total{direction=store}"
-LOAD_SECONDS = "flexkv_transfer_seconds_sum{direction=load}"
+LOADED_BYTES = "vllm:flexkv_moved_bytes_total{direction=load}"
+STORED_BYTES = "vllm:flexkv_moved_bytes_total{direction=store}"
+LOAD_SECONDS = "vllm:flexkv_transfer_seconds_sum{direction=load}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,11 @@ from .session import BLOCK_TOKENS, EngineSession, Reference
 
 PACKAGE = str(__package__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
-OPERATIONS = (f"{PACKAGE}.block_ops", f"{PACKAGE}.request_ops")
+# The fork server of the engines inherits it. The models are tiny: more threads only wait for each other, and for long
+# where the machine has other work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+OPERATIONS = (f"{PACKAGE}.block_ops", f"{PACKAGE}.request_ops", f"{PACKAGE}.fault_ops")
 POOL_BLOCKS = 129
 """Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
 HOST_BYTES = 96 << 20
@@ -97,7 +102,9 @@ class Engines:
         if kv_transfer_config is not None:
             arguments["kv_transfer_config"] = dict(kv_transfer_config)
         log = self.logs / f"engine-{self._started}.log"
-        return EngineProcess(arguments, log, OPERATIONS, {**IN_PROCESS, **environment}, [PACKAGE_ROOT])
+        return EngineProcess(
+            arguments, log, OPERATIONS, {**IN_PROCESS, **UNPINNED, **environment}, [PACKAGE_ROOT]
+        )
 
 
 def engine_arguments(model: Path) -> dict[str, Any]:
@@ -121,7 +128,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     arguments = engine_arguments(model) | {"enable_prefix_caching": False}
-    with EngineProcess(arguments, tmp_path_factory.mktemp("reference") / "engine.log") as process:
+    with EngineProcess(
+        arguments, tmp_path_factory.mktemp("reference") / "engine.log", environment={**IN_PROCESS, **UNPINNED}
+    ) as process:
         yield Reference(process)
 
 

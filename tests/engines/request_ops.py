@@ -12,7 +12,7 @@ def _scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def _status(scheduler: Any, name: str) -> str:
+def request_status(scheduler: Any, name: str) -> str:
     """The scheduler's status of a request; its internal id starts with the name it was given."""
     for request_id, request in scheduler.requests.items():
         if request_id.startswith(name):
@@ -43,7 +43,7 @@ def abort(
     taken, ends_at = 0, time.monotonic() + deadline_s
     seen: list[str] = []
     while True:
-        now = _status(scheduler, names[victim])
+        now = request_status(scheduler, names[victim])
         if not seen or seen[-1] != now:
             seen.append(now)
         if (status and now == status) or (not status and taken >= steps):
@@ -52,7 +52,7 @@ def abort(
             return {"aborted": False, "statuses": seen, "requests": tracker.results()}
         taken += 1
     llm.llm_engine.abort_request([names[victim]])
-    kept = _status(scheduler, names[victim])
+    kept = request_status(scheduler, names[victim])
     for number, request in enumerate(later or []):
         tracker.add(f"l{number}-{time.monotonic_ns()}", request)
     while tracker.step():

@@ -1,0 +1,89 @@
+"""Operations for engines with the faulty connector: look at its mover, let stalled copies go, watch a stuck load."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from demo.engine_child import Operation, RequestTracker
+
+from .block_ops import pool
+from .request_ops import request_status
+
+
+def _mover_state(worker: Any) -> dict[str, int]:
+    """Runs in each worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    mover = get_kv_transfer_group().worker.faults
+    return {"calls": mover.calls, "acted": mover.acted, "stalled": mover.stalled} if mover else {"acted": 0}
+
+
+def _release(worker: Any) -> None:
+    """Runs in each worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().worker.faults.release()
+
+
+def faults(llm: Any) -> dict[str, Any]:
+    """What the movers of all ranks did."""
+    return {"ranks": llm.collective_rpc(_mover_state)}
+
+
+def release(llm: Any) -> dict[str, Any]:
+    """Lets every stalled copy go on."""
+    llm.collective_rpc(_release)
+    return {}
+
+
+def stuck_load(
+    llm: Any,
+    victim: dict[str, Any],
+    others: list[dict[str, Any]],
+    wait_s: float,
+    abort: bool,
+    deadline_s: float = 60.0,
+) -> dict[str, Any]:
+    """Runs a request whose load stalls; meanwhile, and past the load's deadline, runs others; then lets the load go.
+
+    Returns:
+        late: the victim's status and the blocks held when the others had ended and `wait_s` had passed.
+        requests: results, the victim's first.
+    """
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    tracker = RequestTracker(llm)
+    ends_at = time.monotonic() + deadline_s
+    name = f"v-{time.monotonic_ns()}"
+    tracker.add(name, victim)
+
+    def step_until(condition: Any, what: str) -> None:
+        while not condition():
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"waited {deadline_s:g} s for {what}")
+            llm_step(tracker, llm)
+
+    step_until(lambda: request_status(scheduler, name) == "WAITING_FOR_REMOTE_KVS", "the load to start")
+    step_until(lambda: any(rank.get("stalled", 0) for rank in faults(llm)["ranks"]), "the copy to stall")
+    for number, request in enumerate(others):
+        tracker.add(f"o{number}-{time.monotonic_ns()}", request)
+    started = time.monotonic()
+    step_until(lambda: all(result["finish"] for result in tracker.results()[1:]), "the others")
+    if abort:
+        llm.llm_engine.abort_request([name])
+    step_until(lambda: time.monotonic() - started > wait_s, "the time to pass")
+    late = {"status": request_status(scheduler, name), "held": pool(llm)["held"]}
+    release(llm)
+    while tracker.step():
+        if time.monotonic() > ends_at:
+            raise TimeoutError("the victim did not end after its load was let go")
+    return {"late": late, "requests": tracker.results()}
+
+
+def llm_step(tracker: RequestTracker, llm: Any) -> None:
+    """A step even when the engine believes that no request is left: an aborted load's report needs one."""
+    if not tracker.step():
+        llm.llm_engine.step()
+
+
+OPERATIONS: dict[str, Operation] = {"faults": faults, "release": release, "stuck_load": stuck_load}

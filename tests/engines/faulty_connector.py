@@ -1,0 +1,42 @@
+"""flexkv's connector with a mover that fails on purpose. The rules come as JSON in FAULT_RULES.
+
+A rule is a `c_ext.FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank
+whose mover gets it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.worker import WorkerSide
+
+from flexkv import c_ext
+from flexkv.transfer.graph import OpKind
+
+RULES_VARIABLE = "FAULT_RULES"
+ACTIONS = {"fail": 0, "delay": 1, "stall": 2, "corrupt": 3}
+KINDS = {"load": OpKind.H2D, "store": OpKind.D2H}
+
+
+class FaultyWorker(WorkerSide):
+    """A worker whose mover obeys the rules."""
+
+    faults: c_ext.FaultyMover | None = None
+
+    def make_mover(self) -> Any:
+        rules = []
+        for rule in json.loads(os.environ[RULES_VARIABLE]):
+            if rule.pop("rank", self.rank) == self.rank:
+                action, kind = ACTIONS[rule.pop("action")], rule.pop("kind", None)
+                rules.append(c_ext.FaultRule(action, kind=None if kind is None else int(KINDS[kind]), **rule))
+        self.faults = c_ext.FaultyMover(c_ext.HostMover(), rules)
+        return self.faults
+
+
+class FaultyConnector(FlexKVConnector):
+    """As a user's connector, but for the mover."""
+
+    worker_class = FaultyWorker

@@ -1,0 +1,149 @@
+"""Loads and stores that fail, each in its own way. The output must be right every time, unless nothing can tell."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from demo.engine_process import FLEXKV
+
+from .conftest import PACKAGE, Engines, connector
+from .session import EngineSession, Prompt
+
+FAULTY = FLEXKV | {
+    "kv_connector": "FaultyConnector",
+    "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
+}
+FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
+
+
+def faulty(engines: Engines, rules: list[dict[str, Any]], **settings: Any) -> EngineSession:
+    """A fresh engine: rules count operations from its start."""
+    engines.close()
+    return engines.get(connector(FAULTY, **settings), {"FAULT_RULES": json.dumps(rules)})
+
+
+def acted(session: EngineSession) -> int:
+    return sum(rank["acted"] for rank in session.call("faults")["ranks"])
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_one_page_of_a_load_fails(engines: Engines, stream: int, load_mode: str) -> None:
+    rules = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 5}]
+    session = faulty(engines, rules, load__mode=load_mode)
+    prompt = Prompt.of(600, stream)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(prompt)
+    assert acted(session) == 1
+    session.settle()
+    assert session.metric(FAILED_LOADS) == 1
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks, (
+        "the recomputed blocks were not stored again"
+    )
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_every_page_of_a_load_fails(engines: Engines, stream: int, load_mode: str) -> None:
+    session = faulty(engines, [{"action": "fail", "kind": "load", "nth_op": 0}], load__mode=load_mode)
+    prompt, other = Prompt.of(600, stream), Prompt.of(200, stream + 1)
+    session.check(prompt, other)
+    session.forget()
+    session.check(prompt, other)
+    session.forget()
+    assert [answer.cached for answer in session.check(prompt, other)] == [
+        prompt.whole_blocks,
+        other.whole_blocks,
+    ]
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: int, load_mode: str) -> None:
+    """The step of a load that fails at layer 2 also computes new blocks: none of these may ever be served."""
+    rules = [{"action": "fail", "kind": "load", "nth_op": 0, "layer": 2, "page": 3}]
+    session = faulty(engines, rules, load__mode=load_mode)
+    prompt = Prompt.of(400, stream)
+    longer = prompt.then(Prompt.of(500, stream + 1).ids)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(longer)
+    assert acted(session) >= 1
+    session.forget()
+    session.check_one(longer)
+    session.forget()
+    assert session.check_one(longer).cached == longer.whole_blocks
+
+
+def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
+    """Without digests nobody can tell: this is what the other tests would see if a wrong byte got through."""
+    session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
+    prompt = Prompt.of(600, stream)
+    session.check_one(prompt)
+    session.forget()
+    [answer] = session.ask(prompt)
+    assert answer.cached == prompt.whole_blocks
+    assert answer.tokens != session.reference.tokens(prompt)
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_digests_find_damaged_pages(engines: Engines, stream: int, load_mode: str) -> None:
+    rules = [{"action": "corrupt", "kind": "store", "page": 2, "corrupt_bytes": 1}]
+    session = faulty(engines, rules, load__mode=load_mode, host__verify=True)
+    prompt = Prompt.of(600, stream)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(prompt)
+    assert session.metric(FAILED_LOADS) >= 1
+
+
+def test_failed_stores_are_misses(engines: Engines, stream: int) -> None:
+    session = faulty(engines, [{"action": "fail", "kind": "store", "nth_op": 0}])
+    prompt = Prompt.of(600, stream)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(prompt)
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int, abort: bool) -> None:
+    """Its report waits until the copy has ended; others run meanwhile, and their blocks stay theirs."""
+    rules = [{"action": "stall", "kind": "load", "nth_op": 0, "page": 1}]
+    session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=30)
+    prompt = Prompt.of(600, stream)
+    others = [Prompt.of(500 + 30 * n, stream + 1 + n, max_tokens=30) for n in range(3)]
+    session.check_one(prompt)
+    session.forget()
+    reply = session.call(
+        "stuck_load", victim=prompt.wire(), others=[other.wire() for other in others], wait_s=1.0, abort=abort
+    )
+    assert reply["late"]["status"] in ("WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")
+    assert reply["late"]["held"] >= len(prompt.ids) // 32, "the blocks of a copy under way were given away"
+    for other, result in zip(others, reply["requests"][1:], strict=True):
+        assert tuple(result["tokens"]) == session.reference.tokens(other)
+    if not abort:
+        assert tuple(reply["requests"][0]["tokens"]) == session.reference.tokens(prompt)
+    session.settle()
+    assert session.call("requests_held")["held"] == 0
+    # The blocks are reused right after.
+    session.check(*others)
+    session.forget()
+    session.check(prompt, *others)
+
+
+def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int) -> None:
+    rules = [{"action": "stall", "kind": "load", "nth_op": 0}]
+    session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=0.5)
+    prompt, other = Prompt.of(400, stream), Prompt.of(350, stream + 1)
+    session.check(prompt, other)
+    session.forget()
+    reply = session.call(
+        "stuck_load", victim=prompt.wire(), others=[other.wire()], wait_s=2.0, abort=False, deadline_s=30.0
+    )
+    for asked, result in zip((prompt, other), reply["requests"], strict=True):
+        assert tuple(result["tokens"]) == session.reference.tokens(asked)
+    session.check(prompt, other, Prompt.of(200, stream + 2))

@@ -1,0 +1,93 @@
+"""What is stored, and through which of vLLM's doors."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Engines, connector
+from .session import BLOCK_TOKENS, Prompt
+
+BUILT_IN = {
+    "kv_connector": "FlexKVConnectorV1",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def test_prompt_only_leaves_generated_blocks_out(engines: Engines, stream: int) -> None:
+    session = engines.get(connector(store__tokens="prompt"))
+    turn = Prompt.of(200, stream, max_tokens=100)
+    answer = session.check_one(turn)
+    session.forget()
+    assert session.check_one(turn.then(answer.tokens)).cached == 200 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
+    session = engines.get(connector(store__mode="lazy"), num_gpu_blocks_override=41, max_model_len=1024)
+    prompt = Prompt.of(500, stream)
+    session.check_one(prompt)
+    session.settle()
+    assert session.metric("vllm:flexkv_moved_pages_total{direction=store}") == 0
+    for other in range(1, 4):
+        session.check_one(Prompt.of(700, stream + other))
+    session.settle()
+    assert session.metric("vllm:flexkv_moved_pages_total{direction=store}") > 0
+    session.call("shuffle", seed=5)
+    session.call("scribble", seed=5)
+    before = session.metric("vllm:external_prefix_cache_hits_total")
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    assert session.metric("vllm:external_prefix_cache_hits_total") > before
+
+
+def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: int) -> None:
+    session = engines.get(connector(BUILT_IN))
+    prompt = Prompt.of(700, stream, max_tokens=40)
+    answer = session.check_one(prompt)
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    session.forget()
+    # Its reduced mode stores prompt blocks only.
+    assert session.check_one(prompt.then(answer.tokens)).cached == 700 // BLOCK_TOKENS * BLOCK_TOKENS
+    warnings = session.process.log.read_text()
+    assert "reset" in warnings
+    assert "FlexKVConnectorV1" in warnings
+
+
+def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
+    """Two prompts of 3 and 7 tokens: the second takes 3 from the first one's tail; 48 of 50 slots stay free."""
+    page_bytes = 135168  # 32 tokens of the tiny model, a page of 4 KiB for the trailer
+    session = engines.get(
+        connector(
+            store__partial_blocks=True, store__tokens="prompt", host__bytes=50 * page_bytes, load__mode="sync"
+        )
+    )
+    longer = Prompt.of(7, stream, max_tokens=4)
+    assert session.check_one(longer.first(3)).cached == 0
+    session.forget()
+    assert session.check_one(longer).cached == 3
+    session.settle()
+    assert session.metric("vllm:flexkv_host_slots") == 50
+    assert session.metric("vllm:flexkv_host_slots_used") == 2
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: int, load_mode: str) -> None:
+    session = engines.get(connector(store__partial_blocks=True, load__mode=load_mode))
+    prompt = Prompt.of(170, stream)
+    session.check_one(prompt)
+    session.forget()
+    following = prompt.then(Prompt.of(40, stream + 1).ids)
+    assert session.check_one(following).cached == 170
+    session.forget()
+    assert session.check_one(following).cached > 192
+
+
+def test_a_policy_that_loses_requests_is_warned_about(engines: Engines) -> None:
+    quiet = engines.get(connector())
+    assert "kv_load_failure_policy" not in _warnings(quiet.process.log.read_text())
+    loud = engines.get({**connector(), "kv_load_failure_policy": "fail"})
+    assert "kv_load_failure_policy" in _warnings(loud.process.log.read_text())
+
+
+def _warnings(log: str) -> str:
+    return "\n".join(line for line in log.splitlines() if "WARNING" in line and "flexkv" in line.lower())
