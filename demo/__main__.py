@@ -7,6 +7,7 @@ wherever it should have.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from demo import report
 from demo.conversation import Script, Turn, problems, turn_count
-from demo.engine_process import FLEXKV, EngineError, EngineProcess
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.model import PRESETS, write_model
 
 POOL_BLOCKS = 129
@@ -35,6 +36,8 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     started = time.monotonic()
+    # The engines inherit it. Two threads on two cores that others use as well mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)
     except EngineError as error:
@@ -74,12 +77,13 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         task = bar.add_task(f"writing a random {arguments.model} Llama", total=2 * turn_count() + 3)
         model = write_model(arguments.out / "models", arguments.model)
         bar.advance(task)
+        environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         runs: list[list[Turn]] = []
         connectors: list[tuple[str, Mapping[str, Any] | None]] = [("with flexkv", flexkv), ("alone", None)]
         for name, connector in connectors:
             bar.update(task, description=f"starting vLLM {name}")
             engine_arguments = _engine_arguments(model, connector)
-            with EngineProcess(engine_arguments, log) as engine:
+            with EngineProcess(engine_arguments, log, environment=environment) as engine:
 
                 def advance(turn: str, name: str = name) -> None:
                     bar.update(task, description=f"vLLM {name}: {turn}", advance=1)
@@ -91,7 +95,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         "model": f"random Llama {arguments.model}: {shape.layers} layers, hidden {shape.hidden}, float32, "
         f"{shape.kv_bytes_per_token} KV bytes a token",
         "prompt": f"random words; blocks of {BLOCK_TOKENS} tokens, engine pool of {POOL_BLOCKS - 1} blocks, "
-        f"host tier of {HOST_BYTES >> 20} MiB, {arguments.load_mode} loads",
+        f"host tier of {HOST_BYTES >> 20} MiB, {arguments.load_mode} loads, "
+        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}",
         "log": str(log),
         "kv_transfer_config": flexkv,
     }

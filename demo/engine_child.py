@@ -34,11 +34,15 @@ class RequestTracker:
         self._results: dict[str, dict[str, Any]] = {}
         self._added_at: dict[str, float] = {}
 
-    def add(self, name: str, request: dict[str, Any]) -> None:
+    def add(
+        self, name: str, request: dict[str, Any], embeddings: Any = None, lora_request: Any = None
+    ) -> None:
         """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args)."""
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": request["ids"]}
+        if embeddings is not None:
+            prompt = {"prompt_embeds": embeddings}
         if request.get("salt"):
             prompt["cache_salt"] = request["salt"]
         params = SamplingParams(
@@ -55,7 +59,7 @@ class RequestTracker:
             "prompt": len(request["ids"]),
         }
         self._added_at[name] = time.perf_counter()
-        self.engine.add_request(name, prompt, params)
+        self.engine.add_request(name, prompt, params, lora_request=lora_request)
 
     def step(self) -> bool:
         """One engine step; False when no request is left."""

@@ -10,10 +10,9 @@ import json
 import os
 from typing import Any
 
+from flexkv import c_ext
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.worker import WorkerSide
-
-from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
 
 RULES_VARIABLE = "FAULT_RULES"

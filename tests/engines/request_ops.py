@@ -81,8 +81,38 @@ def requests_held(llm: Any) -> dict[str, Any]:
     return {"held": len(_scheduler(llm).requests)}
 
 
+def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> dict[str, Any]:
+    """Asks, one after the other, prompts that are given as embeddings: one a seed, all of the same length."""
+    import torch
+
+    hidden = llm.llm_engine.model_config.get_hidden_size()
+    results = []
+    for seed in seeds:
+        embeddings = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
+        tracker = RequestTracker(llm)
+        tracker.add(f"e{seed}-{time.monotonic_ns()}", {"ids": [], "max_tokens": max_tokens}, embeddings)
+        while tracker.step():
+            pass
+        results += tracker.results()
+    return {"requests": results}
+
+
+def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -> dict[str, Any]:
+    """Asks one prompt with a LoRA adapter, or without if `folder` is empty."""
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder) if folder else None
+    tracker = RequestTracker(llm)
+    tracker.add(f"l{number}-{time.monotonic_ns()}", request, lora_request=lora)
+    while tracker.step():
+        pass
+    return {"requests": tracker.results()}
+
+
 OPERATIONS: dict[str, Operation] = {
     "abort": abort,
     "reset_while_running": reset_while_running,
     "requests_held": requests_held,
+    "ask_embeddings": ask_embeddings,
+    "ask_with_lora": ask_with_lora,
 }

@@ -23,7 +23,14 @@ def test_prompt_only_leaves_generated_blocks_out(engines: Engines, stream: int) 
 
 
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
-    session = engines.get(connector(store__mode="lazy"), num_gpu_blocks_override=41, max_model_len=1024)
+    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks come first.
+    session = engines.get(
+        connector(store__mode="lazy"),
+        num_gpu_blocks_override=41,
+        max_model_len=1024,
+        max_num_batched_tokens=160,
+        max_num_seqs=4,
+    )
     prompt = Prompt.of(500, stream)
     session.check_one(prompt)
     session.settle()
