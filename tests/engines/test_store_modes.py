@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from demo.model import PRESETS
+
 from .conftest import Engines, connector
 from .session import BLOCK_TOKENS, Prompt
 
@@ -62,7 +64,7 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
 
 def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
     """Two prompts of 3 and 7 tokens: the second takes 3 from the first one's tail; 48 of 50 slots stay free."""
-    page_bytes = 135168  # 32 tokens of the tiny model, a page of 4 KiB for the trailer
+    page_bytes = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
     session = engines.get(
         connector(
             store__partial_blocks=True, store__tokens="prompt", host__bytes=50 * page_bytes, load__mode="sync"
@@ -73,20 +75,34 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     session.forget()
     assert session.check_one(longer).cached == 3
     session.settle()
+    # Gauges are reported by steps: one more, that stores nothing.
+    session.check_one(
+        Prompt.of(5, stream + 1, max_tokens=2, extra={"kv_transfer_params": {"skip_save": True}})
+    )
     assert session.metric("vllm:flexkv_host_slots") == 50
     assert session.metric("vllm:flexkv_host_slots_used") == 2
 
 
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
 def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: int, load_mode: str) -> None:
-    session = engines.get(connector(store__partial_blocks=True, load__mode=load_mode))
+    session = engines.get(connector(store__partial_blocks=True, store__tokens="prompt", load__mode=load_mode))
     prompt = Prompt.of(170, stream)
     session.check_one(prompt)
     session.forget()
-    following = prompt.then(Prompt.of(40, stream + 1).ids)
-    assert session.check_one(following).cached == 170
+    assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     session.forget()
-    assert session.check_one(following).cached > 192
+    # The same prompt again: all but the token that is computed to sample from.
+    assert session.check_one(prompt).cached == 169
+
+
+def test_partial_tails_hold_what_was_generated(engines: Engines, stream: int) -> None:
+    session = engines.get(connector(store__partial_blocks=True))
+    prompt = Prompt.of(170, stream)
+    answer = session.check_one(prompt)
+    session.forget()
+    following = prompt.then(answer.tokens).then(Prompt.of(40, stream + 1).ids)
+    # The last generated token's KV was never computed.
+    assert session.check_one(following).cached == 170 + len(answer.tokens) - 1
 
 
 def test_a_policy_that_loses_requests_is_warned_about(engines: Engines) -> None:
