@@ -197,8 +197,8 @@ class IdentityConfig(Section):
 
     model: str = Field(
         "",
-        description="Mixed into the model's fingerprint, beside what the engine's configuration says: a weights "
-        "revision or digest, for weights that change under the same name.",
+        description="Names the weights (a revision or digest) in the fingerprint that keys are made from. Unset: the "
+        "hub's commit, or a digest of samples of the weights files.",
     )
     namespace: str = Field(
         "", description="Mixed into every key: caches of different namespaces never share a block."
