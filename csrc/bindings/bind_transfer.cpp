@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,7 +36,9 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
                         " must be an int32 C-contiguous array of shape [pages]; given " + given);
   }
   const auto ids = py::reinterpret_borrow<IdArray>(object);
-  return {ids.data(), ids.data() + ids.size()};
+  std::vector<int32_t> copy(static_cast<size_t>(ids.size()));
+  if (!copy.empty()) std::memcpy(copy.data(), ids.data(), copy.size() * sizeof(int32_t));  // may be unaligned
+  return copy;
 }
 
 IdArray to_array(const std::vector<int32_t>& ids) {
@@ -44,7 +47,7 @@ IdArray to_array(const std::vector<int32_t>& ids) {
 
 constexpr size_t kOpFields = 7;  // op_id, kind, group, priority, blocks, slots, layerwise
 
-GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) {
+GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
   GraphSpec graph;
   for (const py::handle op : ops) {
     const auto fields = py::cast<py::tuple>(op);
@@ -66,6 +69,15 @@ GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) {
     graph.edges.push_back({before, after, static_cast<EdgeKind>(kind)});
   }
   return graph;
+} catch (const py::cast_error&) {
+  throw ContractError("a graph's numbers must be integers: op_id of 64 bits, all others of 32");
+}
+
+// Text of whatever encoding: a strange byte in a reason must not lose the results of a poll.
+py::str to_text(const std::string& text) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
 }
 
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges) {
@@ -82,8 +94,8 @@ py::list poll(TransferEngine& engine, size_t max_results) {
   }
   py::list list;
   for (const OpResult& r : results) {
-    list.append(
-        py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed), r.reason));
+    list.append(py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed),
+                               to_text(r.reason)));
   }
   return list;
 }
@@ -102,7 +114,7 @@ py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, doub
 py::list lanes(const TransferEngine& engine) {
   py::list list;
   for (const LaneState& s : engine.lanes()) {
-    list.append(py::make_tuple(static_cast<int32_t>(s.kind), s.lane, s.up, s.reason, s.open_ops,
+    list.append(py::make_tuple(static_cast<int32_t>(s.kind), s.lane, s.up, to_text(s.reason), s.open_ops,
                                s.held_places, py::cast(s.stuck)));
   }
   return list;

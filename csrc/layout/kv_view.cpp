@@ -12,13 +12,17 @@ namespace {
 
 // Unit: bytes. A pool beyond this is a wrong number, and sums of two such still fit in 64 bits.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 56;
+// Unit: layers. Attaching a view makes a table of them, so a wrong number must not cost gigabytes.
+constexpr int32_t kMaxLayers = 1 << 16;
 
 void check_sizes(const Segment& run, int64_t num_blocks) {
   if (run.base == 0) throw GeometryError(to_string(run) + ": the base address is 0");
   if (run.run_bytes <= 0) throw GeometryError(to_string(run) + ": run_bytes must be positive");
   if (run.block_stride <= 0) throw GeometryError(to_string(run) + ": block_stride must be positive");
   if (run.page_offset < 0) throw GeometryError(to_string(run) + ": page_offset must not be negative");
-  if (run.layer < 0) throw GeometryError(to_string(run) + ": layer must not be negative");
+  if (run.layer < 0 || run.layer >= kMaxLayers) {
+    throw GeometryError(to_string(run) + ": layer must be in [0, " + std::to_string(kMaxLayers) + ")");
+  }
   if (run.run_bytes > kMaxSpanBytes || run.block_stride > kMaxSpanBytes / num_blocks ||
       run.base > static_cast<uintptr_t>(std::numeric_limits<int64_t>::max() - 2 * kMaxSpanBytes)) {
     throw GeometryError(to_string(run) + ": " + std::to_string(num_blocks) +
@@ -75,6 +79,8 @@ void KvView::check() const {
                           " the run before it, which ends at page offset " + std::to_string(filled));
     }
     filled += run.run_bytes;
+    if (filled > kMaxSpanBytes)
+      throw GeometryError(to_string(run) + ": the stripe exceeds the address space");
   }
   if (filled != stripe_bytes_) {
     throw GeometryError("the runs fill " + std::to_string(filled) + " bytes of a stripe of " +

@@ -23,11 +23,11 @@ AttachedView::AttachedView(int32_t group, std::shared_ptr<const KvView> view, st
                         std::to_string(kIoAlignBytes));
   }
   const auto digest_bytes = static_cast<int64_t>(view_->runs().size() * sizeof(uint64_t));
-  const bool apart =
-      digest_offset_ + digest_bytes <= stripe_offset_ || digest_offset_ >= stripe_offset_ + stripe_bytes;
   const bool fits =
       digest_offset_ >= 0 && digest_offset_ % 8 == 0 && digest_bytes <= slot_bytes - digest_offset_;
-  if (has_digests() && !(fits && apart)) {
+  const bool good = fits && (digest_offset_ + digest_bytes <= stripe_offset_ ||
+                             digest_offset_ >= stripe_offset_ + stripe_bytes);
+  if (has_digests() && !good) {
     throw GeometryError(name + ": " + std::to_string(digest_bytes) + " bytes of digests at offset " +
                         std::to_string(digest_offset_) + " must lie in " + slots +
                         ", at a multiple of 8, outside the stripe at " + std::to_string(stripe_offset_));

@@ -12,7 +12,6 @@
 
 namespace flexkv {
 
-// Immutable. Ops hold it while they may touch a byte, and with it the host pool's memory.
 // Where a slot has no room for this rank's run digests: its pages are not verified.
 inline constexpr int64_t kNoDigests = -1;
 

@@ -27,6 +27,12 @@ def test_runs_must_be_int64_rows_of_five() -> None:
         c_ext.KvView(np.zeros((1, 4), np.int64), 4, 64)
     with pytest.raises(GeometryError, match="layer"):
         c_ext.KvView(np.array([[4096, 64, 64, 0, 2**40]]), 4, 64)
+    for layer in (2**16, 2**31 - 1):
+        with pytest.raises(GeometryError, match=r"layer must be in \[0, 65536\)"):
+            c_ext.KvView(np.array([[4096, 64, 64, 0, layer]]), 4, 64)
+    huge = 1 << 56
+    with pytest.raises(GeometryError, match="the stripe exceeds the address space"):
+        c_ext.KvView(np.array([[4096, huge, huge, i * huge, 0] for i in range(128)]), 1, huge)
     with pytest.raises(GeometryError, match="at least one run"):
         c_ext.KvView(np.zeros((0, 5), np.int64), 4, 64)
 
