@@ -111,6 +111,9 @@ class HostPool:
     def ready_slots(self) -> int: ...
     @property
     def stopped_reason(self) -> str: ...
+    @property
+    def registration_error(self) -> str:
+        """The first extent that the GPU did not take, and why; empty if there is none."""
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
         """pid, fd, token, file_bytes."""

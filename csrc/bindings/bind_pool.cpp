@@ -74,6 +74,7 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("settled", &HostPool::settled)
       .def_property_readonly("ready_slots", &HostPool::ready_slots)
       .def_property_readonly("stopped_reason", &HostPool::stopped_reason)
+      .def_property_readonly("registration_error", &HostPool::registration_error)
       .def("wait_ready", &HostPool::wait_ready, py::arg("slots"), py::arg("deadline_s"),
            py::call_guard<py::gil_scoped_release>())
       .def("address", &address)

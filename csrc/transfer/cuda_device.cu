@@ -6,12 +6,23 @@
 namespace flexkv {
 namespace {
 
+// Registers through the device that is current where this is made: extents come up on a thread of their own,
+// on which device 0 would be current, and every rank of a node would make a context there.
 class CudaRegistrar : public Registrar {
  public:
+  CudaRegistrar() {
+    if (devices_ > 0 && cudaGetDevice(&device_) != cudaSuccess) {
+      cudaGetLastError();
+      device_ = 0;
+    }
+  }
   bool active() const override { return devices_ > 0; }
 
   std::string add(void* base, int64_t bytes) override {
-    const cudaError_t error = cudaHostRegister(base, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+    cudaError_t error = cudaSetDevice(device_);
+    if (error == cudaSuccess) {
+      error = cudaHostRegister(base, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+    }
     if (error == cudaSuccess) return {};
     cudaGetLastError();  // a sticky copy of this error would be blamed on the next launch
     return std::string("cudaHostRegister: ") + cudaGetErrorString(error);
@@ -24,6 +35,7 @@ class CudaRegistrar : public Registrar {
 
  private:
   int devices_ = cuda_info().device_count;
+  int device_ = 0;
 };
 
 }  // namespace

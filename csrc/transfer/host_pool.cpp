@@ -157,6 +157,7 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
     : geometry_(geometry),
       mapping_(std::move(mapping)),
       attached_(attached),
+      home_(getpid()),
       huge_pages_(huge_pages),
       registrar_(std::move(registrar)) {
   const Span span = span_of(geometry_);
@@ -187,10 +188,16 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
 
 HostPool::~HostPool() {
   close();
+  if (forked()) {
+    new std::thread(std::move(thread_));  // not here: it cannot be joined
+    return;
+  }
   for (const ExtentReport& extent : reports_) {
     if (extent.registered) registrar_->remove(extent_base(extent.index));
   }
 }
+
+bool HostPool::forked() const { return getpid() != home_; }
 
 int64_t HostPool::extents() const { return (geometry_.slots + slots_per_extent_ - 1) / slots_per_extent_; }
 
@@ -233,6 +240,11 @@ std::string HostPool::stopped_reason() const {
   return stopped_reason_;
 }
 
+std::string HostPool::registration_error() const {
+  const std::lock_guard lock(mutex_);
+  return registration_error_;
+}
+
 std::byte* HostPool::slot(int64_t slot) const {
   if (closed()) throw ClosedError("slot " + std::to_string(slot) + ": the host pool was closed");
   const int64_t ready = ready_slots();
@@ -268,6 +280,9 @@ void HostPool::register_extent(int64_t index) {
   const std::string reason = registrar_->add(extent_base(index), extent_bytes(index));
   const std::lock_guard lock(mutex_);
   reports_[static_cast<size_t>(index)].registered = reason.empty();
+  if (!reason.empty() && registration_error_.empty()) {
+    registration_error_ = "extent " + std::to_string(index) + ": " + reason;
+  }
 }
 
 void HostPool::bring_up() {
@@ -332,8 +347,10 @@ void HostPool::follow_creator() {
     const int64_t end = i * slots_per_extent_ + extent_slots(i);
     for (;;) {
       const uint32_t seen = header_->generation.load(std::memory_order_acquire);
+      // Asked first: bring-up may end, with this extent, between the two questions.
+      const bool over = settled();
       if (stopping_ || header_->ready_slots.load(std::memory_order_acquire) >= end) break;
-      if (settled()) return;
+      if (over) return;
       await_change(*header_, seen, kFollowerWaitS);
     }
     if (stopping_) return;
@@ -345,6 +362,7 @@ void HostPool::follow_creator() {
 
 void HostPool::close() {
   closed_.store(true, std::memory_order_release);
+  if (forked()) return;
   if (!attached_) header_->magic = 0;
   stopping_ = true;
   announce(*header_);

@@ -74,6 +74,9 @@ class HostPool {
   bool wait_ready(int64_t slots, double deadline_s) const;
   // Why bring-up ended short of all slots; empty when it did not.
   std::string stopped_reason() const;
+  // The first extent that could not be registered with the device, and why: only the copy engine can use such
+  // an extent (`registered` in the report is false). Empty while there is none.
+  std::string registration_error() const;
   // Whether bring-up is over, for better or worse.
   bool settled() const;
 
@@ -89,7 +92,8 @@ class HostPool {
   // Throws ContractError for a private pool, which no other process can map.
   PoolAddress address() const;
 
-  // Ends bring-up and refuses new use. The memory goes when the last holder of the pool does.
+  // Ends bring-up and refuses new use. The memory goes when the last holder of the pool does. In a forked
+  // child only the child's own pool object is closed: what it shares with its parent stays as it is.
   void close();
 
  private:
@@ -101,6 +105,7 @@ class HostPool {
   void register_extent(int64_t index);
   void publish(int64_t ready);
   void stop_short(const std::string& reason);
+  bool forked() const;
   int64_t extent_slots(int64_t index) const;
   int64_t extent_bytes(int64_t index) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + index * extent_stride_; }
@@ -108,6 +113,7 @@ class HostPool {
   const PoolGeometry geometry_;
   PoolMapping mapping_;
   const bool attached_;
+  const pid_t home_;  // the process whose thread and registrations these are
   bool huge_pages_;
   const std::shared_ptr<Registrar> registrar_;
   std::unique_ptr<PoolHeader> own_header_;  // of a private pool
@@ -118,9 +124,10 @@ class HostPool {
   std::atomic<int64_t> registered_slots_{0};  // of an attached pool with a device: follows the creator
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};
-  mutable std::mutex mutex_;  // guards reports_, stopped_reason_, thread_
+  mutable std::mutex mutex_;  // guards reports_, stopped_reason_, registration_error_, thread_
   std::vector<ExtentReport> reports_;
   std::string stopped_reason_;
+  std::string registration_error_;
   std::thread thread_;
 };
 

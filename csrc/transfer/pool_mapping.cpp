@@ -79,6 +79,9 @@ PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
+  // A forked child has no use for the pool; with it, fork() would copy what a device has pinned, and every
+  // later write here would copy a huge page first. Best effort.
+  madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), MADV_DONTFORK);
   return mapping;
 }
 

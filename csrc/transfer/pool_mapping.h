@@ -17,7 +17,7 @@ enum class PageSource {
 
 class PoolMapping {
  public:
-  // `bytes` of anonymous memory on a 2 MiB boundary. Throws CapacityError.
+  // `bytes` of anonymous memory on a 2 MiB boundary, not mapped in forked children. Throws CapacityError.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
   // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS): of
   // reserved huge pages when all of it fits them and `huge_pages`, else of shared memory. Throws

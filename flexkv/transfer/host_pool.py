@@ -78,7 +78,7 @@ class HostPool:
         self._native: c_ext.HostPool | None = c_ext.HostPool(
             slot_bytes, slots, shared, extent_bytes, huge_pages == "auto"
         )
-        self._logged = False
+        self._logged = self._warned = False
 
     @classmethod
     def attach(cls, descriptor: PoolDescriptor) -> HostPool:
@@ -94,7 +94,7 @@ class HostPool:
         pool._native = c_ext.HostPool.attach(
             d.pid, d.fd, d.token, d.file_bytes, d.slot_bytes, d.slots, d.extent_bytes
         )
-        pool._logged = True
+        pool._logged, pool._warned = True, False  # the creator logs what it got
         return pool
 
     @property
@@ -174,6 +174,13 @@ class HostPool:
 
     def _log_once(self) -> None:
         native = self.native
+        if not self._warned and native.registration_error:
+            self._warned = True
+            logger.warning(
+                "host pool: the GPU did not take %s; such an extent is left to the copy engine, which is slower for "
+                "short runs (report() lists all)",
+                native.registration_error,
+            )
         if self._logged or not native.settled:
             return
         self._logged = True

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,20 @@ def test_what_was_got_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pool.close()
 
 
+def test_an_extent_that_the_gpu_refused_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool(4096, 16)
+    assert pool.wait_ready(16, GENEROUS_S)
+    native = pool.native
+    assert native.registration_error == ""
+    pool._native = SimpleNamespace(  # type: ignore[assignment]
+        ready_slots=16, settled=False, registration_error="extent 3: cudaHostRegister: out of memory"
+    )
+    assert [pool.ready_slots for _ in range(3)] == [16, 16, 16]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "extent 3: cudaHostRegister: out of memory" in line
+    native.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -136,6 +151,10 @@ def test_control_groups_limit_what_is_available(tmp_path: Path) -> None:
     (groups / "b" / "memory.current").write_text(f"{3 * MIB}\n")
     (groups / "b" / "memory.stat").write_text(f"anon 5\ninactive_file {MIB}\n")
     assert c_ext.available_memory(str(proc), str(groups)) == (4 * MIB, f"{groups}/b/memory.max")
+    # The kernel throttles above memory.high, so that binds before memory.max does.
+    (groups / "b" / "c" / "memory.high").write_text(f"{3 * MIB}\n")
+    (groups / "b" / "c" / "memory.current").write_text(f"{MIB}\n")
+    assert c_ext.available_memory(str(proc), str(groups)) == (2 * MIB, f"{groups}/b/c/memory.high")
     # v1: over its limit already.
     (groups / "memory" / "a").mkdir(parents=True)
     (groups / "memory" / "a" / "memory.limit_in_bytes").write_text("4096\n")
