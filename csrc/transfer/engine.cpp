@@ -1,8 +1,10 @@
 #include "transfer/engine.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <system_error>
 
 #include "base/error.h"
@@ -43,6 +45,30 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
                         std::to_string(low) + ", " + std::to_string(high) + ")" + note);
 }
 
+// What a page of such an op overwrites, and may therefore be named once only: two copies into the same bytes
+// could run on two threads. Null for kinds that are not told where their other side lies.
+const std::vector<int32_t>* targets(const OpSpec& op) {
+  if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return &op.blocks;
+  if (op.kind == OpKind::kD2H) return &op.slots;
+  return nullptr;
+}
+
+// Throws ContractError if an id, none of them negative, is there twice.
+void check_distinct(const std::vector<int32_t>& ids, const char* what, const OpSpec& op, size_t position) {
+  // Most ops name ascending ids: no table for them.
+  if (std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end()) return;
+  const auto [low, high] = std::minmax_element(ids.begin(), ids.end());
+  std::vector<bool> seen(static_cast<size_t>(*high - *low) + 1);
+  for (const int32_t id : ids) {
+    const auto at = static_cast<size_t>(id - *low);
+    if (seen[at]) {
+      throw ContractError(std::string(what) + " " + std::to_string(id) + " is a target of two pages of " +
+                          place(op, position));
+    }
+    seen[at] = true;
+  }
+}
+
 template <typename Enum>
 bool in_range(Enum value, int count) {
   return static_cast<int>(value) >= 0 && static_cast<int>(value) < count;
@@ -52,7 +78,8 @@ bool in_range(Enum value, int count) {
 
 TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options)
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
-      op_stuck_s_(options.op_stuck_s) {
+      op_stuck_s_(options.op_stuck_s),
+      home_(getpid()) {
   // The lanes of GPUs, disks and remote stores join here.
   lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
   for (const auto& lane : lanes_) {
@@ -63,6 +90,13 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
 }
 
 TransferEngine::~TransferEngine() {
+  if (forked()) {
+    // Joining threads that are not here, or destroying what they slept on, would wait for ever.
+    new std::shared_ptr<Scheduler>(scheduler_);
+    new std::vector<std::shared_ptr<Lane>>(lanes_);
+    new std::thread(std::move(watchdog_));
+    return;
+  }
   if (close(kDestructorWaitS)) return;
   for (const auto& lane : lanes_) lane->abandon();
   if (watchdog_.joinable()) watchdog_.join();  // it never waits for a lane
@@ -116,6 +150,9 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
   const int64_t slots = view->pool().geometry().slots;
   check_range(op.slots, 0, ready, "slot", op, position,
               ready < slots ? " (ready), of " + std::to_string(slots) : std::string());
+  if (const std::vector<int32_t>* ids = targets(op)) {
+    check_distinct(*ids, ids == &op.blocks ? "block" : "slot", op, position);
+  }
 }
 
 void TransferEngine::check_edges(const GraphSpec& graph) const {
@@ -158,7 +195,10 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
   }
 }
 
+bool TransferEngine::forked() const { return getpid() != home_; }
+
 std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
+  if (forked()) throw ClosedError("submit: the engine stayed in process " + std::to_string(home_));
   std::vector<std::shared_ptr<const AttachedView>> views;
   views.reserve(graph.ops.size());
   {
@@ -176,6 +216,7 @@ std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
 }
 
 bool TransferEngine::close(double deadline_s) {
+  if (forked()) return true;
   const auto deadline = deadline_in(deadline_s);
   scheduler_->begin_close();
   if (!scheduler_->wait_quiet(seconds_until(deadline))) return false;

@@ -1,6 +1,8 @@
 // The data plane: takes transfer graphs, checks them, has its lanes move the pages, and tells how each op
 // ended.
 #pragma once
+#include <sys/types.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -24,7 +26,8 @@ struct EngineOptions {
   double op_stuck_s = 30.0;  // a piece without progress for longer takes its lane down; <= 0: never
 };
 
-// All methods may be called from any thread.
+// All methods may be called from any thread, in the process that made the engine: its threads do not follow a
+// fork. In a child submit throws ClosedError, and closing or destroying it does nothing.
 class TransferEngine {
  public:
   // Throws ConfigError for options out of range.
@@ -43,8 +46,8 @@ class TransferEngine {
   void detach_view(int32_t group);
 
   // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws
-  // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths),
-  // ClosedError.
+  // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths, a
+  // target that is named twice in one op), ClosedError.
   std::optional<int64_t> submit(GraphSpec graph);
   std::vector<OpResult> poll(size_t max_results) { return scheduler_->poll(max_results); }
   int event_fd() const { return scheduler_->event_fd(); }
@@ -63,11 +66,13 @@ class TransferEngine {
   void check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
   void check_edges(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
+  bool forked() const;
 
   std::shared_ptr<Scheduler> scheduler_;  // shared with threads that may outlive this
   std::vector<std::shared_ptr<Lane>> lanes_;
   KindSet kinds_ = 0;
   const double op_stuck_s_;
+  const pid_t home_;      // the process whose threads these are
   std::mutex lifecycle_;  // guards started_, watchdog_, ended_: starting and joining threads
   std::vector<bool> started_;
   std::thread watchdog_;

@@ -42,7 +42,10 @@ class Piece {
   int32_t layer_hi_ = 0;
   std::vector<int32_t> positions_;
   std::atomic<Clock::rep> last_moved_{0};
-  bool stuck_ = false;  // guarded by the scheduler's lock
+  // The watchdog's, guarded by the scheduler's lock.
+  Clock::rep seen_moved_ = 0;
+  int32_t quiet_looks_ = 0;
+  bool stuck_ = false;
 };
 
 class WorkSource {

@@ -1,3 +1,5 @@
+// The callers' side of the scheduler: graphs in, results out, waits, and what one page's end means for
+// others.
 #include "transfer/scheduler.h"
 
 #include <sys/eventfd.h>
@@ -18,55 +20,12 @@ int open_event_fd() {
   return fd;
 }
 
-PageState bad_state(Status status) {
-  switch (status) {
-    case Status::kCancelled:
-      return PageState::kCancelled;
-    case Status::kSkipped:
-      return PageState::kSkipped;
-    case Status::kLaneDown:
-      return PageState::kLaneDown;
-    default:
-      return PageState::kFailed;
-  }
-}
-
 }  // namespace
-
-PageMove Piece::page(size_t index) const {
-  const OpSpec& spec = op_->spec();
-  const int32_t position = positions_[index];
-  const auto at = static_cast<size_t>(position);
-  return {spec.op_id,     kind_,      position, spec.blocks.empty() ? -1 : spec.blocks[at],
-          spec.slots[at], view_.get()};
-}
 
 Scheduler::Scheduler(int32_t queue_ops, double op_stuck_s)
     : queue_ops_(queue_ops), op_stuck_s_(op_stuck_s), event_fd_(open_event_fd()) {}
 
 Scheduler::~Scheduler() { ::close(event_fd_); }
-
-void Scheduler::add_lane(std::shared_ptr<Lane> lane) {
-  const std::lock_guard lock(mutex_);
-  for (int i = 0; i < kOpKinds; ++i) {
-    if ((lane->kinds() & kind_bit(static_cast<OpKind>(i))) == 0) continue;
-    KindQueue& queue = queues_[static_cast<size_t>(i)];
-    if (queue.lane >= 0) {
-      throw ContractError(std::string("two lanes for ") + to_string(static_cast<OpKind>(i)) + ": " +
-                          lanes_[static_cast<size_t>(queue.lane)]->lane->name() + " and " + lane->name());
-    }
-    queue.lane = static_cast<int32_t>(lanes_.size());
-  }
-  lanes_.push_back(std::make_unique<LaneEntry>());
-  lanes_.back()->lane = std::move(lane);
-}
-
-KindSet Scheduler::kinds() const {
-  const std::lock_guard lock(mutex_);
-  KindSet all = 0;
-  for (const auto& entry : lanes_) all |= entry->lane->kinds();
-  return all;
-}
 
 bool Scheduler::places_free(const GraphSpec& graph) const {
   std::array<std::array<int32_t, kPriorities>, kOpKinds> needed{};
@@ -134,6 +93,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
       start_if_free(*op);
     }
   }
+  if (ops.empty()) remember(ticket);
   return ticket;
 }
 
@@ -245,19 +205,22 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
     results_.pop_front();
     const OpResult& result = taken.back();
     Graph& graph = graphs_.at(result.ticket);
-    if (--graph.unpolled == 0) {
-      remembered_.push_back(result.ticket);
-      if (remembered_.size() > kRememberedGraphs) {
-        graphs_.erase(remembered_.front());
-        remembered_.pop_front();
-      }
-    }
+    if (--graph.unpolled == 0) remember(result.ticket);
   }
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    if (read(event_fd_, &count, sizeof(count)) != sizeof(count)) throw ContractError("eventfd read");
+    // If someone else has read it, against the contract, it is as it should be: no reason to lose `taken`.
+    [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }
   return taken;
+}
+
+// Keeps an ended graph for wait_layer(), and forgets the oldest such.
+void Scheduler::remember(int64_t ticket) {
+  remembered_.push_back(ticket);
+  if (remembered_.size() <= kRememberedGraphs) return;
+  graphs_.erase(remembered_.front());
+  remembered_.pop_front();
 }
 
 void Scheduler::require_given(int64_t ticket, const char* what) const {
@@ -323,123 +286,6 @@ int64_t Scheduler::cancel(int64_t ticket) {
   return dropped;
 }
 
-// The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
-// out.
-OpState* Scheduler::pick(LaneEntry& entry) {
-  OpState* urgent = nullptr;
-  OpState* patient = nullptr;  // the oldest that is less urgent
-  for (int priority = 0; priority < kPriorities; ++priority) {
-    OpState* oldest = nullptr;
-    for (int kind = 0; kind < kOpKinds; ++kind) {
-      if ((entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) == 0) continue;
-      const auto& runnable = queues_[static_cast<size_t>(kind)].runnable[static_cast<size_t>(priority)];
-      if (runnable.empty()) continue;
-      OpState* first = runnable.begin()->second;
-      if (oldest == nullptr || first->sequence() < oldest->sequence()) oldest = first;
-    }
-    if (oldest == nullptr) continue;
-    if (urgent == nullptr) {
-      urgent = oldest;
-    } else if (patient == nullptr || oldest->sequence() < patient->sequence()) {
-      patient = oldest;
-    }
-  }
-  if (patient == nullptr) {
-    entry.urgent_streak = 0;
-    return urgent;
-  }
-  if (entry.urgent_streak >= kPiecesBeforeAged) {
-    entry.urgent_streak = 0;
-    return patient;
-  }
-  ++entry.urgent_streak;
-  return urgent;
-}
-
-std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane) {
-  OpState* op = pick(*lanes_[static_cast<size_t>(lane)]);
-  if (op == nullptr) return nullptr;
-  auto piece = std::make_shared<Piece>();
-  piece->op_ = op->shared_from_this();
-  auto [stage, positions] = op->take(kSubBatchBytes);
-  std::tie(piece->layer_lo_, piece->layer_hi_) = op->layers_of(stage);
-  piece->view_ = op->view();
-  piece->kind_ = op->spec().kind;
-  piece->lane_ = lane;
-  piece->positions_ = std::move(positions);
-  piece->touch();
-  update_runnable(*op);
-  moving_.insert(piece);
-  if (watchdog_idle_) watchdog_.notify_one();
-  return piece;
-}
-
-std::shared_ptr<Piece> Scheduler::try_take(int32_t lane) {
-  const std::lock_guard lock(mutex_);
-  return closing_ ? nullptr : take_locked(lane);
-}
-
-std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
-  std::unique_lock lock(mutex_);
-  LaneEntry& entry = *lanes_[static_cast<size_t>(lane)];
-  for (;;) {
-    if (closing_) return nullptr;
-    if (auto piece = take_locked(lane)) return piece;
-    ++entry.idle;
-    entry.work.wait(lock);
-    --entry.idle;
-    if (entry.woken > 0) --entry.woken;
-  }
-}
-
-void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) {
-  const std::lock_guard lock(mutex_);
-  if (moving_.erase(piece) == 0) throw ContractError("a lane finished a piece that it had not taken");
-  if (results.size() != piece->positions_.size())
-    throw ContractError("a lane must give one result for each page");
-  OpState& op = *piece->op_;
-  const KindQueue& queue = queue_of(op);
-  bool layer_done = false;
-  for (size_t i = 0; i < results.size(); ++i) {
-    const int32_t page = piece->positions_[i];
-    if (results[i].status != Status::kOk) {
-      end_page(op, page, bad_state(results[i].status), results[i].reason);
-      continue;
-    }
-    layer_done |= op.advance(page);
-    if (op.state(page) == PageState::kOk) {
-      page_arrived(op, page);
-    } else if (op.cancelled) {
-      end_page(op, page, PageState::kCancelled, "cancelled");
-    } else if (!queue.up) {
-      end_page(op, page, PageState::kLaneDown, queue.down_reason);
-    }
-  }
-  update_runnable(op);
-  settle(op);
-  if (layer_done || moving_.empty()) progress_.notify_all();
-}
-
-std::vector<LaneState> Scheduler::lanes() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<LaneState> states;
-  for (int i = 0; i < kOpKinds; ++i) {
-    const KindQueue& queue = queues_[static_cast<size_t>(i)];
-    if (queue.lane < 0) continue;
-    LaneState& state = states.emplace_back();
-    state.kind = static_cast<OpKind>(i);
-    state.lane = lanes_[static_cast<size_t>(queue.lane)]->lane->name();
-    state.up = queue.up;
-    state.reason = queue.down_reason;
-    state.open_ops = static_cast<int64_t>(queue.open.size());
-    for (const int32_t places : queue.places) state.held_places += places;
-    for (const auto& piece : moving_) {
-      if (piece->stuck_ && piece->kind_ == state.kind) state.stuck.push_back(piece->op_->spec().op_id);
-    }
-  }
-  return states;
-}
-
 void Scheduler::begin_close() {
   const std::lock_guard lock(mutex_);
   closing_ = true;
@@ -468,58 +314,6 @@ bool Scheduler::wait_quiet(double deadline_s) {
 bool Scheduler::closing() const {
   const std::lock_guard lock(mutex_);
   return closing_;
-}
-
-void Scheduler::take_down(OpKind kind, const std::string& reason) {
-  KindQueue& queue = queues_[static_cast<size_t>(kind)];
-  if (!queue.up) return;
-  queue.up = false;
-  queue.down_reason = reason;
-  const std::map<uint64_t, OpState*> open = queue.open;  // a copy: ops end meanwhile
-  for (const auto& [sequence, op] : open) {
-    if (queue.open.count(sequence) != 0) end_all_pages(*op, PageState::kLaneDown, reason);
-  }
-}
-
-void Scheduler::watch() {
-  const auto limit = to_duration(op_stuck_s_);
-  std::unique_lock lock(mutex_);
-  while (!closing_) {
-    if (moving_.empty()) {
-      watchdog_idle_ = true;
-      watchdog_.wait(lock);
-      watchdog_idle_ = false;
-      continue;
-    }
-    const auto now = Clock::now();
-    auto next = now + limit;
-    std::map<int32_t, int32_t> stuck_of_lane;
-    for (const auto& piece : moving_) {
-      const Clock::time_point moved{Clock::duration(piece->last_moved_.load(std::memory_order_relaxed))};
-      piece->stuck_ = now - moved >= limit;
-      if (!piece->stuck_) {
-        next = std::min(next, moved + limit);
-        continue;
-      }
-      ++stuck_of_lane[piece->lane_];
-    }
-    // Ending pages below changes no piece under way, so `moving_` stays as it is.
-    for (const auto& piece : moving_) {
-      if (!piece->stuck_) continue;
-      const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
-      const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
-                                 std::to_string(piece->op_->spec().op_id) + " has not moved for " +
-                                 std::to_string(op_stuck_s_) + " s";
-      take_down(piece->kind_, reason);
-      if (stuck_of_lane[piece->lane_] < entry.lane->concurrency()) continue;
-      // Nothing that shares its threads can move either.
-      for (int kind = 0; kind < kOpKinds; ++kind) {
-        const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
-        if (shares) take_down(static_cast<OpKind>(kind), reason);
-      }
-    }
-    watchdog_.wait_until(lock, next);
-  }
 }
 
 }  // namespace flexkv

@@ -23,6 +23,11 @@ inline constexpr int32_t kPiecesBeforeAged = 16;
 // Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
 inline constexpr size_t kRememberedGraphs = 256;
 
+// Unit: looks. A piece is stuck when the watchdog, looking this often in `op_stuck_s`, never saw it move.
+// Counted in looks and not in seconds: a process that was stopped (SIGSTOP, a frozen container, a suspended
+// machine) wakes up with all its copies late and none of them hung.
+inline constexpr int32_t kLooksUntilStuck = 4;
+
 struct LayerWait {
   bool in_time = false;                                          // false: the deadline passed, the ops go on
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;  // (op id, positions), of ops that have any
@@ -101,6 +106,7 @@ class Scheduler : public WorkSource {
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
+  void remember(int64_t ticket);
   void require_given(int64_t ticket, const char* what) const;
   bool places_free(const GraphSpec& graph) const;
   void start_if_free(OpState& op);

@@ -69,8 +69,9 @@ class DataPlane(ABC):
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
             ContractError: unknown group, a kind without a lane, an edge that does not lead forward, other counts of
-                blocks and slots, arrays that are not int32 C-contiguous, an op id in flight. Nothing was queued.
-            ClosedError: the engine or the pool was closed.
+                blocks and slots, arrays that are not int32 C-contiguous, an op id in flight, a block that two pages
+                of a load are to fill or a slot that two of a store are. Nothing was queued.
+            ClosedError: the engine or the pool was closed, or this is a forked child of its process.
         """
 
     @abstractmethod

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import time
+import weakref
 from collections.abc import Sequence
 
 from flexkv import c_ext
@@ -13,8 +17,23 @@ from flexkv.transfer.host_pool import HostPool
 NO_DIGESTS = -1
 """What the native engine takes for "this slot keeps no digests"."""
 
+AT_EXIT_S = 2.0
+"""How long the exit of the interpreter waits for copies under way, of all engines together, seconds."""
+
 _still_moving: dict[int, tuple[object, object]] = {}
 """What engines that could not be closed may still touch. Never freed: a late DMA into reused memory is worse."""
+
+_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends what moves while its memory is still there: a shutdown frees modules and their objects in any order."""
+    deadline = time.monotonic() + AT_EXIT_S
+    for engine in list(_engines):
+        engine.close(max(0.0, deadline - time.monotonic()))
+    for kept in _still_moving.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not even by the shutdown
 
 
 class TransferEngine(DataPlane):
@@ -40,6 +59,7 @@ class TransferEngine(DataPlane):
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s)
         self._detached: list[Sequence[object]] = []
         self._owners: dict[int, Sequence[object]] = {}
+        _engines.add(self)
 
     def attach_view(
         self,

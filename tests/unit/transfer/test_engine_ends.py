@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +19,7 @@ from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ClosedError, ContractError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import EdgeKind, OpKind, OpStatus
+from flexkv.transfer.host_pool import HostPool
 from tests.unit.transfer.transfer_world import FAIL, GENEROUS_S, STALL, World
 
 
@@ -238,6 +242,87 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
     assert seen() is not None, "memory was freed under a moving copy"
     world.mover.release()
     world.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_the_exit_of_the_interpreter_frees_nothing_under_a_moving_copy() -> None:
+    script = (
+        "import numpy as np\n"
+        "from flexkv import c_ext\n"
+        "from flexkv.transfer.graph import OpKind\n"
+        "from tests.unit.transfer.transfer_world import STALL, World\n"
+        "class Memory:\n"
+        "    def __del__(self): print('freed', flush=True)\n"
+        "world = World(rules=[c_ext.FaultRule(STALL)])\n"
+        "world.engine.attach_view(1, world.view, world.pool, owners=[Memory()])\n"
+        "other = World(rules=[c_ext.FaultRule(1, delay_s=0.3)])\n"
+        "for each in (world, other): each.submit(each.op(OpKind.D2H, [0]))\n"
+        "assert world.mover.wait_stalled(1, 30.0)\n"
+        "print('ready', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GENEROUS_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")
+
+
+def in_forked_child(check: Callable[[], None]) -> int:
+    """Exit code of a child of this process that ran `check`; 99 if it had to be killed."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + GENEROUS_S
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 99
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_forked_child_can_drop_what_is_its_parents(make_world: Callable[..., World], shared: bool) -> None:
+    world = make_world(rules=[c_ext.FaultRule(STALL, nth_op=1)], shared=shared)
+    before = world.scribble()
+    world.run(world.op(OpKind.D2H, [3]))
+    moving = world.op(OpKind.D2H, [4])
+    world.submit(moving)
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    descriptor = world.pool.descriptor() if shared else None
+
+    def drop_everything() -> None:
+        with pytest.raises(ClosedError, match="stayed in process"):
+            world.submit(world.op(OpKind.D2H, [5]))
+        world.pool.close()
+        world.pool = world.engine = None  # type: ignore[assignment]
+        gc.collect()
+
+    def attach() -> None:
+        assert descriptor is not None
+        other = HostPool.attach(descriptor)
+        assert other.native.attached
+        assert (other.slot(3)[: 4 * 1024] == before[:, 3].reshape(-1)).all()
+
+    assert in_forked_child(drop_everything) == 0
+    if shared:
+        assert in_forked_child(attach) == 0, "a child's exit closed the pool for others"
+    world.mover.release()
+    assert world.results(1)[moving.op_id].status is OpStatus.OK
+    world.run(world.op(OpKind.H2D, [9], [3]))
+    assert (world.memory[:, 9] == before[:, 3]).all()
+
+
+def test_graphs_without_ops_are_forgotten_too(world: World) -> None:
+    first = world.submit()
+    for _ in range(256):
+        world.submit()
+    with pytest.raises(ContractError, match="was forgotten"):
+        world.engine.wait_layer(first, 0, 0.0)
 
 
 def test_engines_leave_no_descriptors() -> None:

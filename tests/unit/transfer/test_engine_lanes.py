@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -166,6 +169,35 @@ def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[...,
     world.mover.release()
     assert world.results(1)[hung.op_id].status is OpStatus.OK
     assert not any(lane.stuck for lane in world.engine.lanes())
+
+
+def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
+    script = (
+        "import sys, time\n"
+        "from flexkv import c_ext\n"
+        "from flexkv.transfer.graph import OpKind\n"
+        "from tests.unit.transfer.transfer_world import STALL, World\n"
+        "world = World(rules=[c_ext.FaultRule(STALL)], op_stuck_s=4.0)\n"
+        "world.submit(world.op(OpKind.D2H, [0]))\n"
+        "assert world.mover.wait_stalled(1, 30.0)\n"
+        "print('moving', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "time.sleep(0.3)\n"
+        "print([lane.up for lane in world.engine.lanes()], flush=True)\n"
+        "world.close()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "moving\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(5.0)  # longer than op_stuck_s: by the clock its copy has hung
+        os.kill(child.pid, signal.SIGCONT)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "[True, True]\n"
 
 
 def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:

@@ -86,6 +86,20 @@ def bad_op(world: World, **changes: object) -> TransferOp:
         ({"slots": [1, 2]}, ContractError, r"given a list"),
         ({"blocks": ids([1, 0, 2, 0])[::2]}, ContractError, r"C-contiguous"),
         ({"blocks": ids([1, 2]).reshape(1, 2)}, ContractError, r"shape \[pages\]"),
+        ({"blocks": ids([2, 2])}, ContractError, r"block 2 is a target of two pages of op 77"),
+        (
+            {"blocks": ids([9, 3, 9]), "slots": ids([1, 2, 3])},
+            ContractError,
+            r"block 9 is a target of two pages",
+        ),
+        (
+            {"kind": OpKind.D2H, "blocks": ids([1, 2, 3]), "slots": ids([5, 1, 5])},
+            ContractError,
+            r"slot 5 is a target of two pages of op 77",
+        ),
+        ({"op_id": OpId(1 << 63)}, ContractError, r"numbers must be integers"),
+        ({"kind": 1 << 32}, ContractError, r"numbers must be integers"),
+        ({"group": "0"}, ContractError, r"numbers must be integers"),
     ],
 )
 def test_a_bad_op_is_refused_and_nothing_of_its_graph_is_queued(
@@ -98,6 +112,24 @@ def test_a_bad_op_is_refused_and_nothing_of_its_graph_is_queued(
     assert world.engine.poll() == []
     assert world.mover.calls == 0
     world.run(good)  # its id was not taken
+
+
+def test_what_is_only_read_may_be_named_twice(world: World) -> None:
+    before = world.scribble()
+    world.run(world.op(OpKind.D2H, [4, 4, 2], [9, 8, 7]))
+    world.run(world.op(OpKind.H2D, [20, 10, 11], [9, 9, 7]))
+    for block, source in ((20, 4), (10, 4), (11, 2)):
+        assert (world.memory[:, block] == before[:, source]).all()
+
+
+def test_ids_may_lie_at_any_address(world: World) -> None:
+    odd = np.frombuffer(b"-" + ids([3, 1]).tobytes(), dtype=np.int32, offset=1)
+    assert not odd.flags.aligned
+    before = world.scribble()
+    world.run(world.op(OpKind.D2H, [3, 1], [0, 1]))
+    world.submit(bad_op(world, kind=OpKind.D2H, blocks=odd, slots=ids([5, 6])))
+    world.results(1)
+    assert (world.stored(5) == before[:, 3].reshape(-1)).all()
 
 
 def test_a_slot_whose_memory_is_not_up_is_refused(make_world: Callable[..., World]) -> None:
@@ -179,6 +211,9 @@ def test_a_stripe_must_fit_the_slot_and_a_group_has_one_view(world: World) -> No
         world.engine.attach_view(1, world.view, world.pool, 4096)
     with pytest.raises(GeometryError, match="multiple of 4096"):
         world.engine.attach_view(1, world.view, world.pool, 8)
+    for offset in (-8, 4, 4096, 2**63 - 8):
+        with pytest.raises(GeometryError, match="bytes of digests at offset"):
+            world.engine.attach_view(1, world.view, world.pool, 0, digest_offset=offset)
     with pytest.raises(ContractError, match="group 0 has a view already"):
         world.engine.attach_view(0, world.view, world.pool)
     with pytest.raises(ContractError, match="group 5 has no view"):
