@@ -79,7 +79,7 @@ class SchedulerSide:
         self.handshakes: dict[int, Handshake] = {}
         self.trackers: dict[str, RequestTracker] = {}
         self.orders = ConnectorMetadata()
-        self._loading: dict[OpId, str] = {}
+        self._loading: dict[OpId, LoadJob] = {}
         self.unit: HostUnit | None = None
         self._lookups: Lookups | None = None
         self._stores: StorePlanner | None = None
@@ -155,7 +155,10 @@ class SchedulerSide:
             return 0, False
         self._collect_early()
         self.unit.grow()
-        tokens = self._lookups.match(self._tracker(request), computed_tokens)
+        tracker = self._tracker(request)
+        # The engine asks only for requests that hold no block.
+        tracker.stale = False
+        tokens = self._lookups.match(tracker, computed_tokens)
         return tokens, tokens > 0 and self._config.load.mode == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -169,9 +172,10 @@ class SchedulerSide:
         graph = self._lookups.begin_load(tracker, blocks, external_tokens)
         sync = self._config.load.mode == "sync"
         if graph is not None:
-            self.orders.loads.append(LoadJob(tracker.request_id, graph, sync))
-            for op in graph.ops:
-                self._loading[op.op_id] = tracker.request_id
+            job = LoadJob(tracker.request_id, graph, sync)
+            self.orders.loads.append(job)
+            for op in job.ops:
+                self._loading[op.op_id] = job
                 if not sync:
                     tracker.loading = op.op_id
         elif external_tokens > 0 and not promised:
@@ -237,6 +241,7 @@ class SchedulerSide:
         assert self._stores is not None
         if tracker.stale:
             self._lazy.suspect(tracker.block_ids)
+            self._stores.taint(tracker, 0, len(tracker.block_ids))
         elif tracker.suspect_from is not None:
             good = max(0, self._stores.certain_at_end(tracker)) // self._geometry.block_tokens
             self._lazy.trust(tracker.block_ids[tracker.suspect_from : good])
@@ -246,6 +251,7 @@ class SchedulerSide:
         """What was generated since the last whole block was stored, and the tail, before their blocks are freed."""
         assert self._stores is not None
         self._collect_early()
+        self._bar_doubtful(tracker)
         certain = self._stores.certain_at_end(tracker)
         tracker.retry_step = 0
         graphs = (self._stores.plan(tracker, certain, self._step), self._stores.plan_tail(tracker, certain))
@@ -256,6 +262,15 @@ class SchedulerSide:
             early, self.orders.early = self.orders.early, []
             for worker in self._local:
                 worker.before_forward(ConnectorMetadata(early=early))
+
+    def _bar_doubtful(self, tracker: RequestTracker) -> None:
+        """The request may share targets of another's load within a step, whose end nobody knows yet. Once the request
+        is gone, nobody could tell any more which of its stores were computed from a target that failed."""
+        assert self.unit is not None
+        others = (job for job in self._loading.values() if job.sync and job.request_id != tracker.request_id)
+        targets = {block for job in others for op in job.ops for block in op.blocks.tolist()}
+        if targets and (first := first_failed(tracker, targets)) is not None:
+            self.unit.manager.discard_from(tracker.request_id, first)
 
     # --- state ---
 
@@ -348,7 +363,10 @@ class SchedulerSide:
 
     def _start(self, tracker: RequestTracker, block_ids: list[int]) -> None:
         """The request begins, or begins again, with this block table."""
+        # What was loaded before a reset is still there; only losing the blocks ends that.
+        stale = tracker.stale
         tracker.restart()
+        tracker.stale = stale
         tracker.block_ids.extend(block_ids)
         if self._stores is not None:
             self._stores.mark_stale(tracker)
@@ -400,6 +418,8 @@ class SchedulerSide:
         self.unit.heard(report.ready)
         for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loading):
             self._complete(rank, result)
+        for worker in self._local:
+            worker.heard(result.op_id for _, result in report.results)
 
     def _complete(self, rank: int, result: OpResult) -> None:
         assert self.unit is not None
@@ -413,8 +433,8 @@ class SchedulerSide:
             self._end_store(completion)
 
     def _end_load(self, completion: Completion) -> None:
-        request_id = self._loading.pop(completion.op_id, "")
-        tracker = self.trackers.get(request_id)
+        self._loading.pop(completion.op_id, None)
+        tracker = self.trackers.get(completion.request_id)
         if tracker is not None and tracker.loading == completion.op_id:
             tracker.loading = None
         if len(completion.failed_blocks):

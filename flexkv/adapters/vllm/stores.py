@@ -75,7 +75,8 @@ class StorePlanner:
     def certain_at_end(self, tracker: RequestTracker) -> int:
         """Tokens whose KV is computed and accepted when the request ends, without steps still under way."""
         request = tracker.request
-        certain = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        # A preemption or a failed load takes computed tokens back while their steps are still under way.
+        certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
         return int(min(certain, request.num_prompt_tokens) if self._rules.prompt_only else certain)
 
     def plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> TransferGraph | None:
@@ -85,6 +86,7 @@ class StorePlanner:
             return None
         first = tracker.cursor
         if tracker.skip_save or tracker.stale:
+            self.taint(tracker, first, end)
             tracker.cursor = end
             return None
         keys = tracker.keys()
@@ -135,11 +137,19 @@ class StorePlanner:
 
     def mark_stale(self, tracker: RequestTracker) -> None:
         """Whether the request took blocks that still hold KV of replaced weights from the engine's own cache."""
-        if self.stale_hashes:
+        if self.stale_hashes and not tracker.stale:
             blocks = self._watch.pool.blocks
             tracker.stale = any(
                 self.stale_hashes.get(block, b"") == blocks[block].block_hash for block in tracker.block_ids
             )
+
+    def taint(self, tracker: RequestTracker, first: int, end: int) -> None:
+        """What was computed from KV of replaced weights is as bad, also for those who find it in the engine's cache."""
+        if tracker.stale:
+            blocks = self._watch.pool.blocks
+            for block in tracker.block_ids[first:end]:
+                if (block_hash := blocks[block].block_hash) is not None:
+                    self.stale_hashes[block] = block_hash
 
 
 def first_failed(tracker: RequestTracker, failed_blocks: set[int]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class WorkerSide:
         self._results: list[OpResult] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._unreported_failure = False
+        self._unheard: set[OpId] = set()
         self._ready_said = -1
         self._handshake_said = False
         self._error = ""
@@ -139,13 +139,14 @@ class WorkerSide:
         """Takes the pool, submits early stores, and ends copies out of blocks that this step may write."""
         if orders.grant is not None:
             self._take_grant(orders.grant)
+        for graph in orders.early:
+            # A forward is waiting for this copy, so it goes before the other stores.
+            self._submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
+        # After the early stores, because one of those may be void from the start.
         for op_id in orders.void:
             self._give_up(op_id, "the cache was reset")
         for op_id in orders.cancel:
             self._give_up(op_id, "the request ended")
-        for graph in orders.early:
-            # A forward is waiting for this copy, so it goes before the other stores.
-            self._submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
         if orders.reused:
             self._end_before_reuse(orders.reused)
 
@@ -178,7 +179,10 @@ class WorkerSide:
         for job in self._take_waiting():
             self._submit_load(job)
         if idle and self._ops:
-            select.select([self._engine.event_fd], [], [], IDLE_WAIT_S)
+            # Not select(), which takes no descriptor above 1023.
+            ended = select.poll()
+            ended.register(self._engine.event_fd, select.POLLIN)
+            ended.poll(IDLE_WAIT_S * 1000)
         for result in self._engine.poll():
             self._end(result)
         now_s = time.monotonic()
@@ -202,7 +206,6 @@ class WorkerSide:
         """The step's report to the scheduler's side; None when there is nothing to say."""
         report = WorkerMetadata()
         report.results = [(self.rank, result) for result in self._take_results()]
-        self._unreported_failure = False
         if self._pool is not None and (ready := self._pool.ready_slots) != self._ready_said:
             report.ready[self.rank] = self._ready_said = ready
         if self._engine is None and not self._handshake_said and (handshake := self.handshake()) is not None:
@@ -216,11 +219,16 @@ class WorkerSide:
     def take_results_early(self) -> list[OpResult]:
         """Results for a scheduler in this process, ahead of the step's report.
 
-        None while a failed load has not been reported to the engine: what was computed from it may be among the
-        stores, and they must not be published before the engine has gone back.
+        None while the scheduler has not heard of a failed load: what any request computed from it may be among the
+        stores, and they must not be published before the engine has gone back. With two batches in flight a report
+        is heard a step after it was made.
         """
         self.poll()
-        return [] if self._unreported_failure else self._take_results()
+        return [] if self._unheard else self._take_results()
+
+    def heard(self, op_ids: Iterable[OpId]) -> None:
+        """A scheduler in this process has taken these results, after it learned of the failed blocks."""
+        self._unheard.difference_update(op_ids)
 
     @property
     def busy(self) -> bool:
@@ -254,13 +262,18 @@ class WorkerSide:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
             self._waiting.append(job)
             return
+        if ticket is None:
+            self._refuse(job, self._error or "no host pool")
+            return
         for op in job.ops:
-            if ticket is None:
-                self._enter(op.op_id, _Op(-1, op.kind, op.pages, time.monotonic(), job))
-                self._end(_refused(op.op_id, op.pages, self._error or "no host pool"))
-            else:
-                deadline_s = time.monotonic() + self._config.load.deadline_s
-                self._enter(op.op_id, _Op(ticket, op.kind, op.pages, time.monotonic(), job, deadline_s))
+            deadline_s = time.monotonic() + self._config.load.deadline_s
+            self._enter(op.op_id, _Op(ticket, op.kind, op.pages, time.monotonic(), job, deadline_s))
+
+    def _refuse(self, job: LoadJob, reason: str) -> None:
+        for op in job.ops:
+            self._enter(op.op_id, _Op(-1, op.kind, op.pages, time.monotonic(), job))
+        for op in job.ops:
+            self._end(_refused(op.op_id, op.pages, reason))
 
     def _submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
         if urgent:
@@ -278,6 +291,11 @@ class WorkerSide:
 
     def _give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
+        for job in self._waiting:
+            if any(op.op_id == op_id for op in job.ops):
+                self._waiting.remove(job)
+                self._refuse(job, reason)
+                return
         op = self._ops.get(op_id)
         if op is not None and not op.given_up:
             op.given_up = reason
@@ -299,9 +317,7 @@ class WorkerSide:
             self.poll(idle=True)
         if job in self._waiting:
             self._waiting.remove(job)
-            for op in job.ops:
-                self._enter(op.op_id, _Op(-1, op.kind, op.pages, time.monotonic(), job))
-                self._end(_refused(op.op_id, op.pages, "found no place in the queue before the deadline"))
+            self._refuse(job, "found no place in the queue before the deadline")
         for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
             if self._wait(mine, ends_s):
                 continue
@@ -347,7 +363,7 @@ class WorkerSide:
         if len(result.failed):
             blocks = next(op.blocks for op in job.ops if op.op_id == result.op_id)
             self._failed_blocks.update(blocks[result.failed].tolist())
-            self._unreported_failure = True
+            self._unheard.add(result.op_id)
         if not job.sync and not any(op.op_id in self._ops for op in job.ops):
             self._finished.add(job.request_id)
 

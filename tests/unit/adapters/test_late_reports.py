@@ -1,0 +1,128 @@
+"""What the scheduler's side does while it has not heard yet how a step ended: batches in flight, aborts, resets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.transfer.graph import OpStatus
+from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+H2D, D2H = 0, 1
+
+
+def stored(engine: MiniEngine) -> int:
+    return engine.side.unit.manager.stats().stored_pages
+
+
+def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
+    """A step whose sync load fails under two requests that share its target, and what tells the scheduler of it."""
+    # The first store is that of "one"; the next ends after the step has made its report.
+    late_store = c_ext.FaultRule(STALL, kind=D2H, nth_op=1)
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
+    engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
+    engine.run(make_request(PROMPT[:8], "one"))
+    engine.forget()
+    assert engine.add(make_request(PROMPT[:16], "two")) == 8
+    engine.adopt(make_request([*PROMPT[:8], *range(9)], "three"), engine.live["two"].blocks[:2])
+    take, late = engine._take, []
+    engine._take = late.append  # type: ignore[method-assign]
+
+    def hear() -> None:
+        engine._take = take  # type: ignore[method-assign]
+        take(late[0])
+
+    engine.step()
+    worker.movers[0].release()
+    time.sleep(0.05)
+    return engine, hear
+
+
+def test_no_store_overtakes_the_report_of_a_failed_load(make_engine: Make) -> None:
+    engine, hear = run_shared_failure(make_engine)
+    engine.side.match(make_request(PROMPT, "four"), 0)
+    hear()
+    engine.drain()
+    assert stored(engine) == 2
+
+
+def test_a_request_that_ends_before_the_report_leaves_no_wrong_store(make_engine: Make) -> None:
+    engine, hear = run_shared_failure(make_engine)
+    engine.finish("three", keep_blocks=True)
+    hear()
+    engine.drain()
+    assert stored(engine) == 2
+
+
+def test_a_request_may_end_when_its_computed_tokens_were_taken_back(make_engine: Make) -> None:
+    engine = make_engine(**{"store.partial_blocks": True})
+    request = make_request(PROMPT, "one")
+    engine.add(request)
+    engine.step()
+    request.num_computed_tokens, request.num_in_flight_tokens = 0, 3
+    engine.finish("one")
+    engine.drain()
+    assert stored(engine) == 5
+
+
+def test_an_early_store_of_a_block_that_is_cleared_first_is_void(make_engine: Make) -> None:
+    engine = make_engine(remote=True, **{"store.partial_blocks": True})
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.until(lambda: stored(engine) == 5)
+    engine.finish("one")
+    engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    output: Any = engine._output({})
+    output.new_block_ids_to_zero = [1]
+    orders = engine.side.build(output)
+    assert len(orders.early) == len(orders.void) == 1
+    worker = engine.workers[0]
+    worker.before_forward(orders)
+    results: list[Any] = []
+    while not results:
+        worker.poll(idle=True)
+        report = worker.take_metadata()
+        results = report.results if report else []
+    assert [result.status for _, result in results] == [OpStatus.CANCELLED]
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_what_was_loaded_before_a_reset_is_not_stored_after_it(make_engine: Make, hashed: bool) -> None:
+    engine = make_engine()
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    if not hashed:
+        # vLLM gives loaded blocks their hash only when it schedules the request.
+        engine._cache_blocks = lambda live, tokens: None  # type: ignore[method-assign]
+    assert engine.add(make_request(PROMPT, "two")) == 20
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.side.reset()
+    engine.step()
+    engine.finish("two")
+    engine.drain()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 0
+
+
+def test_a_reset_voids_loads_that_wait_for_their_place(make_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    requests = [make_request(PROMPT, f"r{i}") for i in range(4)]
+    for request in requests:
+        assert engine.add(request) == 20
+    engine.step({})
+    assert engine.side.reset() is False
+    engine.step({})
+    slow.movers[0].release()
+    engine.until(lambda: len(engine.finished_loads) == 4)
+    assert [request.num_computed_tokens for request in requests] == [0] * 4
