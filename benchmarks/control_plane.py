@@ -173,9 +173,7 @@ def bench_index(rounds: int) -> list[Row]:
         entries: list[np.ndarray] = []
 
         def look_up(wanted: Keys = wanted, entries: list[np.ndarray] = entries) -> None:
-            found = single.match_prefix(0, wanted)
-            entries.append(found)
-            single.pin(found)
+            entries.append(single.match_and_pin(0, wanted)[0])
 
         scattered.time(look_up)
         assert len(entries[0]) == REQUEST_BLOCKS

@@ -47,7 +47,7 @@ py::array_t<T> array_of(const std::vector<T>& values) {
 
 py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new) {
   const Inserted done = index.insert(group, keys_of(keys), max_new);
-  py::array_t<uint8_t> evicted({done.evicted.size(), kKeyBytes});
+  Bytes evicted({done.evicted.size(), kKeyBytes});
   if (!done.evicted.empty()) {
     std::memcpy(evicted.mutable_data(), done.evicted.data(), done.evicted.size() * kKeyBytes);
   }
@@ -73,6 +73,21 @@ void bind_index(py::module_& m) {
             const size_t found = index.match_prefix(group, span, entries.mutable_data());
             if (found < span.size()) entries.resize({found}, false);
             return entries;
+          },
+          py::arg("group"), py::arg("keys"))
+      .def(
+          "match_and_pin",
+          [](BlockIndex& index, uint32_t group, const py::array& keys) {
+            const auto span = keys_of(keys);
+            Entries entries(static_cast<py::ssize_t>(span.size()));
+            py::array_t<int32_t> slots(static_cast<py::ssize_t>(span.size()));
+            const size_t found =
+                index.match_and_pin(group, span, entries.mutable_data(), slots.mutable_data());
+            if (found < span.size()) {
+              entries.resize({found}, false);
+              slots.resize({found}, false);
+            }
+            return py::make_tuple(entries, slots);
           },
           py::arg("group"), py::arg("keys"))
       .def(

@@ -14,9 +14,8 @@ namespace {
 // buffers. Source: sweep of 8..64 on Zen 3, flat from 16 on.
 constexpr size_t kProbeBatch = 32;
 
-// How many entries ahead list neighbours are fetched while single entries are relinked; the entries
-// themselves at twice that. Source: the same sweep.
-constexpr size_t kRelinkAhead = 8;
+// How many entries ahead `pin` fetches. Source: the same sweep.
+constexpr size_t kPinAhead = 16;
 
 // A link is followed only to an entry that is near, so that its line is likely on its way already. A walk
 // over links to far entries pays the memory's latency for each, four times the cost of overlapped probes.
@@ -74,7 +73,8 @@ EntryId BlockIndex::lookup(uint32_t group, const BlockKey& key, uint32_t hash) c
   return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
 }
 
-size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const {
+template <class Visit>
+size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const {
   const uint32_t ready = Entry::pack(EntryState::kReady, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
@@ -89,17 +89,20 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
                                ((next.meta & ~Entry::kMaxPins) ^ ready);
       if (differs) break;
       __builtin_prefetch(&entry + kWalkAhead);
-      entries[i] = at + 1;
+      visit(i, at + 1);
     }
     if (i == keys.size()) break;
     const EntryId next = table_[at].older;
     if (!near(at, next) || !is_ready(next, group, keys[i])) break;
-    entries[i++] = at = next;
+    visit(i++, next);
+    at = next;
   }
   return i;
 }
 
-size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
+template <class Visit>
+size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                         Visit visit) const {
   group_at(group);
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
   size_t hashed = 0;
@@ -127,11 +130,13 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
       if (found == kNoEntry || !table_[found].is_ready_in(group)) return i;
       chained =
           batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
-      entries[i++] = found;
+      visit(i++, found);
     }
     batch = std::min(2 * batch, kProbeBatch);
     if (chained) {
-      const size_t walked = walk(group, keys.subspan(i), entries[i - 1], entries + i);
+      const size_t from = i;
+      const size_t walked = walk(group, keys.subspan(from), entries[from - 1],
+                                 [&](size_t k, EntryId id) { visit(from + k, id); });
       i += walked;
       if (walked > 0) batch = 1;
     }
@@ -139,10 +144,30 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
   return i;
 }
 
+size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
+  return match(group, keys, entries, [entries](size_t i, EntryId id) { entries[i] = id; });
+}
+
+size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                                 int32_t* slots) {
+  bool overflow = false;
+  const size_t found = match(group, keys, entries, [&](size_t i, EntryId id) {
+    Entry& entry = table_[id];
+    entries[i] = id;
+    slots[i] = static_cast<int32_t>(entry.slot);
+    overflow |= (++entry.meta & Entry::kMaxPins) == 0;
+  });
+  if (overflow) {
+    for (size_t i = 0; i < found; ++i) --table_[entries[i]].meta;
+    throw ContractError("match_and_pin: a block has " + std::to_string(Entry::kMaxPins) +
+                        " leases; it cannot have more");
+  }
+  return found;
+}
+
 size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool ready_only,
                         EntryId* entries) const {
-  std::vector<uint32_t> hashes(keys.size());
-  const size_t known = find(group, keys, hashes, entries);
+  const size_t known = find(group, keys, entries);
   if (!ready_only) return known;
   size_t ready = 0;
   for (size_t i = 0; i < keys.size(); ++i) {
@@ -152,24 +177,24 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool rea
   return ready;
 }
 
-size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, std::span<uint32_t> hashes,
-                        EntryId* entries) const {
+size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
   group_at(group);
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
   size_t found = 0;
   size_t hashed = 0;
   for (size_t begin = 0; begin < keys.size(); begin += kProbeBatch) {
     const size_t end = std::min(keys.size(), begin + kProbeBatch);
     for (const size_t ahead = std::min(keys.size(), end + kProbeBatch); hashed < ahead; ++hashed) {
-      hashes[hashed] = map_.hash(keys[hashed]);
-      map_.prefetch(hashes[hashed]);
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
     }
     for (size_t k = begin; k < end; ++k) {
-      entries[k] = map_.candidate(hashes[k]);
+      entries[k] = map_.candidate(hashes[k % hashes.size()]);
       if (entries[k] != kNoEntry) table_.prefetch(entries[k]);
     }
     for (size_t k = begin; k < end; ++k) {
       if (entries[k] == kNoEntry) continue;
-      entries[k] = lookup(group, keys[k], hashes[k]);
+      entries[k] = lookup(group, keys[k], hashes[k % hashes.size()]);
       found += entries[k] != kNoEntry;
     }
   }
@@ -177,40 +202,22 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, std::spa
 }
 
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
+  // A pinned entry stays where it is in its list: relinking it would touch both of its neighbours, which lie
+  // anywhere. An eviction that meets it takes it out.
   if (entries.empty()) return;
-  const size_t n = entries.size();
   const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
   const uint32_t group = any_known ? table_[entries[0]].group() : 0;
-  const uint32_t idle = Entry::pack(EntryState::kReady, group, 0);
-  EntryId at = groups_[group].leased;
-  for (size_t i = 0; i < n; ++i) {
-    const EntryId first = entries[i];
-    if (first < table_.first() || first >= table_.end() || !table_[first].is_ready_in(group) ||
-        table_[first].pins() == Entry::kMaxPins) {
-      unpin(entries.first(i));
-      throw ContractError("pin: entry " + std::to_string(first) +
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const EntryId id = entries[i];
+    if (i + kPinAhead < entries.size()) table_.prefetch(entries[i + kPinAhead]);
+    if (id < table_.first() || id >= table_.end() || !table_[id].is_ready_in(group) ||
+        table_[id].pins() == Entry::kMaxPins) {
+      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      throw ContractError("pin: entry " + std::to_string(id) +
                           " is not a ready block of its group, or has too many leases");
     }
-    slots[i] = static_cast<int32_t>(table_[first].slot);
-    if (table_[first].meta++ != idle) {
-      at = first;
-      continue;
-    }
-    EntryId last = first;
-    while (i + 1 < n && table_[last].older == entries[i + 1] && table_[entries[i + 1]].meta == idle) {
-      last = entries[++i];
-      ++table_[last].meta;
-      slots[i] = static_cast<int32_t>(table_[last].slot);
-    }
-    if (last == first && i + 2 * kRelinkAhead < n) {
-      table_.prefetch(entries[i + 2 * kRelinkAhead]);
-      const Entry& ahead = table_[entries[i + kRelinkAhead]];
-      table_.prefetch(ahead.newer);
-      table_.prefetch(ahead.older);
-    }
-    table_.unlink(first, last);
-    table_.link_after(at, first, last);
-    at = last;
+    ++table_[id].meta;
+    slots[i] = static_cast<int32_t>(table_[id].slot);
   }
 }
 
@@ -258,46 +265,64 @@ void BlockIndex::touch(std::span<const EntryId> entries) {
   }
 }
 
-Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new) {
+void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
+                           std::vector<BlockKey>& evicted) {
   Group& owner = group_at(group);
-  Inserted result;
   std::vector<EntryId> found(keys.size());
-  std::vector<uint32_t> hashes(keys.size());
-  const size_t found_count = find(group, keys, hashes, found.data());
-  const size_t unknown = keys.size() - found_count;
+  const size_t unknown = keys.size() - find(group, keys, found.data());
   const size_t expected = std::min(unknown, max_new);
-  result.positions.reserve(expected);
-  result.entries.reserve(expected);
-  result.slots.reserve(expected);
-  result.evicted.reserve(expected - std::min(expected, owner.pool.free()));
+  const size_t free = owner.pool.free();
+  if (expected <= free) return;
 
   // What the request has already must not be evicted to make room for the rest of it.
   std::vector<EntryId> held;
-  if (found_count > 0) {
-    held.reserve(found_count);
+  if (unknown < keys.size()) {
     for (const EntryId id : found) {
       if (id != kNoEntry && table_[id].is_ready_in(group)) held.push_back(id);
     }
     std::vector<int32_t> slots(held.size());
     pin(held, slots.data());
   }
+  evicted.reserve(expected - free);
+  evict(owner, expected - free, evicted);
+  unpin(held);
+}
 
-  if (expected > owner.pool.free()) evict(owner, expected - owner.pool.free(), result.evicted);
+Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new) {
+  Group& owner = group_at(group);
+  Inserted result;
+  const size_t most = std::min(keys.size(), max_new);
+  if (owner.pool.free() < most) make_room(group, keys, max_new, result.evicted);
+  const size_t reserved = std::min(most, owner.pool.free());
+  result.positions.reserve(reserved);
+  result.entries.reserve(reserved);
+  result.slots.reserve(reserved);
+
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  std::vector<EntryId> known;                    // and ready
   EntryId at = owner.leased;
   bool full = false;
-  for (size_t i = 0; i < keys.size(); ++i) {
-    const uint32_t hash = hashes[i];
-    // Fetched again: what the search fetched has been pushed out by the evictions and the rest of the keys.
-    if (i + kProbeBatch < keys.size()) map_.prefetch(hashes[i + kProbeBatch]);
-    // Looked up again where something was inserted since: the same key may have been offered twice.
-    if (found[i] != kNoEntry || lookup(group, keys[i], hash) != kNoEntry) {
+  for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
+    for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
+    }
+    const uint32_t hash = hashes[i % hashes.size()];
+    size_t place = 0;
+    const EntryId found =
+        map_.find_or_place(hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place);
+    if (found != kNoEntry) {
       ++result.known;
+      if (table_[found].state() == EntryState::kReady) known.push_back(found);
+      // Known ones come in a row: the next but some are likely known too.
+      const size_t next = i + kProbeBatch;
+      if (next >= hashed) continue;
+      const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);
+      if (candidate != kNoEntry) table_.prefetch(candidate);
       continue;
     }
     std::optional<uint32_t> slot;
-    if (!full && result.positions.size() < max_new) {
-      slot = owner.pool.take();
-    }
+    if (!full && result.positions.size() < max_new) slot = owner.pool.take();
     if (!slot) {
       full = true;
       ++result.dropped;
@@ -311,12 +336,12 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.meta = Entry::pack(EntryState::kPending, group, 1);
     table_.link_after(at, id, id);
     at = id;
-    map_.insert(hash, id);
+    map_.put(place, hash, id);
     result.positions.push_back(static_cast<uint32_t>(i));
     result.entries.push_back(id);
     result.slots.push_back(static_cast<int32_t>(*slot));
   }
-  unpin(held);
+  touch(known);
   return result;
 }
 
@@ -387,6 +412,7 @@ void BlockIndex::copy_keys(std::span<const EntryId> entries, uint8_t* out) const
 size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
   // In batches, so that the misses on the map's places overlap.
   std::array<EntryId, kProbeBatch> victims;
+  std::array<uint32_t, kProbeBatch> hashes;
   size_t gone = 0;
   while (gone < count) {
     const size_t wanted = std::min(kProbeBatch, count - gone);
@@ -395,12 +421,18 @@ size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evic
       const EntryId victim = group.policy->victim(table_);
       if (victim == kNoEntry) break;
       table_.unlink(victim, victim);
-      map_.prefetch(map_.hash(table_[victim].key));
+      if (table_[victim].pins() > 0) {
+        // Met once for each time it was pinned at most, so this is part of the price of a pin.
+        table_.link_after(group.leased, victim, victim);
+        continue;
+      }
+      hashes[chosen] = map_.hash(table_[victim].key);
+      map_.prefetch(hashes[chosen]);
       victims[chosen++] = victim;
     }
     for (size_t i = 0; i < chosen; ++i) {
       evicted.push_back(table_[victims[i]].key);
-      take_from_map(victims[i]);
+      erase(victims[i], hashes[i]);
       free_entry(victims[i]);
     }
     gone += chosen;
@@ -410,12 +442,14 @@ size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evic
   return gone;
 }
 
-void BlockIndex::take_from_map(EntryId id) {
-  if (!map_.erase(map_.hash(table_[id].key), id)) {
+void BlockIndex::erase(EntryId id, uint32_t hash) {
+  if (!map_.erase(hash, id)) {
     throw ContractError("entry " + std::to_string(id) + " is not in the map");
   }
   table_[id].set_state(EntryState::kRemoved);
 }
+
+void BlockIndex::take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key)); }
 
 void BlockIndex::free_entry(EntryId id) {
   groups_[table_[id].group()].pool.give_back(table_[id].slot);

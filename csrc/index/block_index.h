@@ -40,10 +40,13 @@ class BlockIndex {
   // Entries of the leading keys that are ready; returns how many.
   size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
 
+  // The same and `pin` in one pass: one more lease on each entry found; writes their slots.
+  size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots);
+
   // Entry of every key, ready or pending, or kNoEntry. Returns how many were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
-  // One more lease on each entry, which must be ready; writes their slots.
+  // One more lease on each entry, which must be ready; writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given;
@@ -86,7 +89,7 @@ class BlockIndex {
  private:
   struct Group {
     SlotPool pool;
-    EntryId leased;  // head of the list of pinned entries
+    EntryId leased;  // head of the list of pinned entries that the policy has let go
     std::unique_ptr<EvictionPolicy> policy;
   };
 
@@ -94,16 +97,23 @@ class BlockIndex {
   const Group& group_at(uint32_t group) const;
   bool is_block(EntryId id, uint32_t group, const BlockKey& key) const;
   bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const;
-  // Follows the chain after `at` for as long as it agrees with `keys`; returns how far.
-  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, EntryId* entries) const;
-  // Like the public one, ready or pending; also writes the keys' hashes.
-  size_t find(uint32_t group, std::span<const BlockKey> keys, std::span<uint32_t> hashes,
-              EntryId* entries) const;
+  // Follows the chain after `at` for as long as it agrees with `keys`; returns how far. `visit(i, id)` is
+  // called for each block found.
+  template <class Visit>
+  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
+  template <class Visit>
+  size_t match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, Visit visit) const;
+  // Like the public one, ready or pending.
+  size_t find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
+  // Evicts until `keys` have a slot each, or `max_new` of those that are unknown.
+  void make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
+                 std::vector<BlockKey>& evicted);
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
   size_t evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
   void free_entry(EntryId id);
   void take_from_map(EntryId id);
+  void erase(EntryId id, uint32_t hash);  // the same, with the hash of its key
 
   void check_lists(std::vector<uint32_t>& seen) const;
   void check_slots() const;

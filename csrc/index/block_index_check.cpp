@@ -76,9 +76,9 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
         require(++seen[next] == 1, named(next) + " is linked twice");
         require(table_[next].group() == group,
                 named(next) + " is in a list of group " + std::to_string(group));
-        require((table_[next].pins() > 0) == (head == leased),
-                named(next) + " is in the wrong list for its pins");
-        require(head == leased || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
+        const bool pinned = table_[next].pins() > 0;
+        require(head != leased || pinned, named(next) + " is in the list of leased ones without a lease");
+        require(pinned || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
         at = next;
       }
     }

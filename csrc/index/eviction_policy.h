@@ -1,5 +1,6 @@
-// Which block goes when a slot is needed. One policy object serves one group; it sees only entries that may
-// be evicted.
+// Which block goes when a slot is needed. One policy object serves one group. A block that is leased stays in
+// the policy's lists until it is named as a victim: the index then takes it out, and admits it again when its
+// last lease ends.
 #pragma once
 #include <memory>
 #include <string>
@@ -16,8 +17,8 @@ class EvictionPolicy {
   static constexpr size_t kHeads = 1;
 
   // An unlinked chain first..last, in the order of its request, becomes evictable: it was just used. The
-  // policy links it into one of its lists. The index unlinks entries itself when they are leased, evicted or
-  // removed.
+  // policy links it into one of its lists. The index unlinks entries itself when they are evicted or removed,
+  // or when their lease ends.
   virtual void admit(EntryTable& table, EntryId first, EntryId last) = 0;
 
   // The entry to evict next, or kNoEntry. O(1). Does not unlink it.

@@ -1,4 +1,5 @@
-// A flat map key -> entry: open addressing with linear probing, 8 bytes a place, never more than half full.
+// A flat map key -> entry: open addressing with linear probing, 8 bytes a place, never more than a quarter
+// full: most probes then end in the first place or two, which the CPU predicts.
 //
 // A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so
 // neither a probe that misses nor a removal (which shifts the following places back, leaving no tombstones)
@@ -50,11 +51,19 @@ class KeyMap {
     }
   }
 
-  // The entry must not be in the map, and the map must hold fewer than it was made for.
-  void insert(uint32_t hash, EntryId entry) {
-    size_t at = home(hash);
-    while (places_[at] != kEmpty) at = (at + 1) & mask_;
-    places_[at] = uint64_t{hash} << 32 | (entry + 1);
+  // Like `find`; when there is none, `place` is where `put` may put it, until the map changes.
+  template <class Same>
+  EntryId find_or_place(uint32_t hash, Same same, size_t& place) const {
+    for (place = home(hash);; place = (place + 1) & mask_) {
+      const uint64_t found = places_[place];
+      if (found == kEmpty) return kNoEntry;
+      if (hash_of(found) == hash && same(entry_of(found))) return entry_of(found);
+    }
+  }
+
+  // The map must hold fewer entries than it was made for.
+  void put(size_t place, uint32_t hash, EntryId entry) {
+    places_[place] = uint64_t{hash} << 32 | (entry + 1);
     ++size_;
   }
 
@@ -95,13 +104,16 @@ class KeyMap {
   static constexpr uint64_t kEmpty = 0;
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
+  // At least; rounded up to a power of two. Source: inserts and evictions at 2 and at 4 with 1M blocks
+  // cached.
+  static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {
     if (max_entries > kMaxEntries) {
       throw CapacityError("the block index was asked for " + std::to_string(max_entries) +
                           " blocks; allowed are up to 2**30");
     }
-    return std::bit_ceil(std::max(2 * max_entries, kMinPlaces));
+    return std::bit_ceil(std::max(kPlacesPerEntry * max_entries, kMinPlaces));
   }
 
   size_t home(uint32_t hash) const { return static_cast<size_t>(uint64_t{hash} >> shift_); }

@@ -13,18 +13,19 @@ from flexkv.cache.checks import as_block_ids
 from flexkv.cache.leases import EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.errors import BlockRangeError, ContractError
-from flexkv.transfer.graph import BlockIds
+from flexkv.transfer.graph import BlockIds, SlotIds
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(slots=True)
 class Found:
-    """What a request can restore; nothing is leased yet.
+    """What a request can restore.
 
     Attributes:
         entries: per group, the entries to load: whole blocks, then the tail if there is one.
         cut: it would be more, had the load queue more places.
+        slots: of the entries where they are leased already; else None.
     """
 
     start_block: int
@@ -32,10 +33,11 @@ class Found:
     tail_tokens: int
     entries: tuple[EntryIds, ...]
     cut: bool
+    slots: tuple[SlotIds, ...] | None = None
 
 
 class Lookup:
-    """The pure part of `match` and `begin_load`: reads the index, changes nothing but the pins of `lease`."""
+    """The pure part of `match` and `begin_load`: reads the index, changes nothing but its leases."""
 
     def __init__(self, specs: tuple[GroupSpec, ...], index: BlockIndex) -> None:
         self._specs = specs
@@ -65,8 +67,13 @@ class Lookup:
         tail: Sequence[TailCandidates | None] | None,
         room_pages: int,
     ) -> Found:
-        """The longest prefix that all groups restore with at most `room_pages` pages, and the longest tail after it."""
+        """The longest prefix that all groups restore with at most `room_pages` pages, and the longest tail after it.
+
+        To be followed by `lease`.
+        """
         offered = [k[start_block:] for k in keys] if start_block else keys
+        if len(offered) == 1 and self._all_prefix and (tail is None or tail[0] is None):
+            return self._find_and_pin(offered[0], start_block, max(0, room_pages))
         if self._all_prefix:
             present = [self._index.match_prefix(g, k) for g, k in enumerate(offered)]
             uncut = min(map(len, present))
@@ -87,6 +94,14 @@ class Lookup:
                 entries = [np.append(e, t) for e, t in zip(entries, tail_entries, strict=True)]
         return Found(start_block, blocks, tail_tokens, tuple(entries), blocks < uncut)
 
+    def _find_and_pin(self, keys: Keys, start_block: int, room_pages: int) -> Found:
+        """`find` for the usual case, in which the prefix is the promise: one pass finds and leases it."""
+        index = self._index
+        entries, slots = index.match_and_pin(0, keys if len(keys) <= room_pages else keys[:room_pages])
+        blocks = len(entries)
+        cut = room_pages <= blocks < len(keys) and len(index.match_prefix(0, keys[blocks : blocks + 1])) > 0
+        return Found(start_block, blocks, 0, (entries,), cut, (slots,))
+
     def _find_tail(self, tail: Sequence[TailCandidates | None], end_block: int) -> tuple[int, list[EntryIds]]:
         """The longest tail at `end_block` that every group has. Groups that need more than a prefix have none."""
         stored: list[dict[int, int]] = []
@@ -105,7 +120,10 @@ class Lookup:
         return longest, [np.array([counts[longest]], np.uint32) for counts in stored]
 
     def lease(self, found: Found, now_s: float) -> Lease:
-        """Pins what was found."""
+        """Leases what was found."""
+        if found.slots is not None:
+            lease = GroupLease(found.entries[0], found.slots[0], found.start_block, found.blocks)
+            return Lease((lease,), now_s)
         groups = []
         for spec, entries in zip(self._specs, found.entries, strict=True):
             first = found.start_block + first_needed(spec, found.blocks)

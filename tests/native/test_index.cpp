@@ -148,6 +148,40 @@ TEST_CASE("leased and pending blocks are never evicted, nor what is offered agai
   CHECK_THROWS_AS(index.check_integrity(leased), ContractError);
 }
 
+TEST_CASE("finding and leasing in one pass is finding and then leasing") {
+  FullIndex index(64);
+  const auto chain = keys(20, 40), other = keys(5, 41);
+  store(index, chain);
+  store(index, std::span(other).first(4));
+  std::vector<BlockKey> wanted(chain.begin(), chain.begin() + 12);
+  wanted.insert(wanted.end(), other.begin(), other.end());
+  const auto apart = pin(index, wanted);
+  std::vector<EntryId> entries(wanted.size());
+  std::vector<int32_t> slots(wanted.size()), slots_apart(wanted.size());
+  REQUIRE(index.match_and_pin(0, wanted, entries.data(), slots.data()) == 16);
+  entries.resize(16);
+  CHECK(entries == apart);
+  index.pin(entries, slots_apart.data());
+  CHECK(slots == slots_apart);
+  auto leases = apart;
+  leases.insert(leases.end(), entries.begin(), entries.end());
+  CHECK_THROWS_AS(index.check_integrity(leases), ContractError);
+  leases.insert(leases.end(), entries.begin(), entries.end());
+  index.check_integrity(leases);
+}
+
+TEST_CASE("evictions that meet leased blocks pass them over, and what was leased counts as just used") {
+  FullIndex index(6);
+  const auto old = keys(3, 42), young = keys(3, 43), fresh = keys(6, 44);
+  store(index, old);
+  store(index, young);
+  const auto leased = pin(index, old);
+  CHECK(index.insert(0, std::span(fresh).first(1), 1).evicted == std::vector<BlockKey>{young[2]});
+  index.unpin(leased);
+  const Inserted done = index.insert(0, std::span(fresh).subspan(1), 5);
+  CHECK(done.evicted == std::vector<BlockKey>{young[1], young[0], old[2], old[1], old[0]});
+}
+
 TEST_CASE("a removed block is a miss at once and its slot is free after its last lease") {
   FullIndex index(4);
   const auto chain = keys(4, 10);
@@ -234,7 +268,15 @@ TEST_CASE("thousands of random steps keep every invariant") {
       case 1: {
         auto entries = match(index, range, group);
         std::vector<int32_t> slots(entries.size());
-        index.pin(entries, slots.data());
+        if (random() % 2) {
+          std::vector<EntryId> again(range.size());
+          slots.resize(range.size());
+          again.resize(index.match_and_pin(group, range, again.data(), slots.data()));
+          slots.resize(again.size());
+          CHECK(again == entries);
+        } else {
+          index.pin(entries, slots.data());
+        }
         CHECK(std::set<int32_t>(slots.begin(), slots.end()).size() == slots.size());
         if (!entries.empty()) leases.push_back(entries);
         break;

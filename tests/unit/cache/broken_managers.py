@@ -79,7 +79,13 @@ class LeasesNothing(LocalCacheManager):
             index.unpin(entries)
             return slots
 
-        self._index = IndexProxy(index, pin=pin, unpin=lambda entries: None)  # type: ignore[assignment]
+        def match_and_pin(group: int, keys: Any) -> Any:
+            entries = index.match_prefix(group, keys)
+            return entries, pin(entries)
+
+        self._index = IndexProxy(  # type: ignore[assignment]
+            index, pin=pin, match_and_pin=match_and_pin, unpin=lambda entries: None
+        )
         self._lookup._index = self._index
 
 
