@@ -257,6 +257,8 @@ class WorkerSide:
             if not job.sync:
                 self._finished.add(job.request_id)
             return
+        # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
+        started_s = time.monotonic()
         ticket = self._engine.submit(job.graph) if self._engine is not None else None
         if ticket is None and self._engine is not None:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
@@ -266,8 +268,8 @@ class WorkerSide:
             self._refuse(job, self._error or "no host pool")
             return
         for op in job.ops:
-            deadline_s = time.monotonic() + self._config.load.deadline_s
-            self._enter(op.op_id, _Op(ticket, op.kind, op.pages, time.monotonic(), job, deadline_s))
+            deadline_s = started_s + self._config.load.deadline_s
+            self._enter(op.op_id, _Op(ticket, op.kind, op.pages, started_s, job, deadline_s))
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
@@ -279,6 +281,7 @@ class WorkerSide:
         if urgent:
             ops = tuple(_with_priority(op, Priority.LOAD) for op in graph.ops)
             graph = TransferGraph(ops, graph.edges)
+        started_s = time.monotonic()
         ticket = self._engine.submit(graph) if self._engine is not None else None
         for op in graph.ops:
             if ticket is None:
@@ -287,7 +290,7 @@ class WorkerSide:
                     _refused(op.op_id, op.pages, self._error or "the store lane's queue is full")
                 )
             else:
-                self._enter(op.op_id, _Op(ticket, op.kind, op.pages, time.monotonic()))
+                self._enter(op.op_id, _Op(ticket, op.kind, op.pages, started_s))
 
     def _give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
