@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from contextlib import ExitStack
@@ -99,7 +100,8 @@ def main() -> int:
     setting = (
         f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
         f"tokens, {arguments.batch} fresh prompts of {arguments.prompt_tokens} at once, {arguments.answer_tokens} "
-        f"tokens each, {arguments.runs} interleaved runs"
+        f"tokens each, {arguments.runs} interleaved runs, "
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
     )
     seconds = facts["cpu_seconds_per_request"]
     medians = {name: statistics.median(values) for name, values in seconds.items()}

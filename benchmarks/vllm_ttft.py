@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -192,7 +193,8 @@ def main() -> int:
     shape = PRESETS[MODEL]
     setting = (
         f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
-        f"tokens, prompt of {arguments.prompt_tokens}, {arguments.runs} interleaved runs"
+        f"tokens, prompt of {arguments.prompt_tokens}, {arguments.runs} interleaved runs, "
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
     )
     show(results, setting, console)
     limits = verdicts(results)

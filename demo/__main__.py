@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,22 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     )
     with bar:
-        task = bar.add_task(f"writing a random {arguments.model} Llama", total=2 * turn_count() + 3)
+        task = bar.add_task(f"writing a random {arguments.model} Llama", total=turn_count() + 3)
         model = write_model(arguments.out / "models", arguments.model)
-        bar.advance(task)
         environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        runs: list[list[Turn]] = []
-        connectors: list[tuple[str, Mapping[str, Any] | None]] = [("with flexkv", flexkv), ("alone", None)]
-        for name, connector in connectors:
-            bar.update(task, description=f"starting vLLM {name}")
-            engine_arguments = _engine_arguments(model, connector)
-            with EngineProcess(engine_arguments, log, environment=environment) as engine:
+        with ExitStack() as stack:
+            engines = []
+            for name, connector in (("with flexkv", flexkv), ("alone", None)):
+                bar.update(task, description=f"starting vLLM {name}", advance=1)
+                engine = EngineProcess(_engine_arguments(model, connector), log, environment=environment)
+                engines.append(stack.enter_context(engine))
 
-                def advance(turn: str, name: str = name) -> None:
-                    bar.update(task, description=f"vLLM {name}: {turn}", advance=1)
+            def advance(turn: str) -> None:
+                bar.update(task, description=f"both engines: {turn}", advance=1)
 
-                bar.advance(task)
-                runs.append(Script(engine, shape, advance).play())
-        bar.update(task, description="done", completed=2 * turn_count() + 3)
+            script = Script(engines[0], engines[1], shape, advance)
+            script.play()
+        bar.update(task, description="done", completed=turn_count() + 3)
     facts = {
         "model": f"random Llama {arguments.model}: {shape.layers} layers, hidden {shape.hidden}, float32, "
         f"{shape.kv_bytes_per_token} KV bytes a token",
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         "log": str(log),
         "kv_transfer_config": flexkv,
     }
-    return runs[0], runs[1], facts
+    return script.turns, script.reference, facts
 
 
 def _engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Turn:
         phase: cold, warm (the engine's own cache was dropped before) or crowd.
         served: prompt tokens that came from flexkv.
         expects_service: flexkv must have served some.
-        load_seconds: time that the loads took.
+        load_seconds: from the submission of the loads until the engine saw them ended.
     """
 
     phase: str
@@ -53,32 +53,40 @@ class Turn:
 
 @dataclass
 class Script:
-    """Plays the script on one engine. The same for every engine, as long as the answers are the same."""
+    """Plays the script on two engines in turns, so that other load on the machine meets both alike.
+
+    Both get the same prompts: the answers that make up the next one are those of the engine without flexkv.
+    """
 
     engine: EngineProcess
+    alone: EngineProcess
     shape: ModelShape
     advance: Callable[[str], None]
     """Called before each turn with its name."""
     turns: list[Turn] = field(default_factory=list)
+    reference: list[Turn] = field(default_factory=list)
 
-    def play(self) -> list[Turn]:
-        """All turns, in order."""
+    def play(self) -> None:
+        """Fills `turns` (with flexkv) and `reference` (without), in the same order."""
         self._warm_up()
         prompts = self._talk("cold", 0)
-        self.engine.call("drain")
-        self.engine.call("reset")
+        self._forget()
         for number, prompt in enumerate(prompts):
             # Each turn is asked for anew after the engine forgot, as when other users came in between.
             self._turn("warm", 0, number, prompt, expects_service=True)
-            self.engine.call("drain")
-            self.engine.call("reset")
+            self._forget()
         self._crowd()
-        return self.turns
+
+    def _forget(self) -> None:
+        for engine in (self.engine, self.alone):
+            engine.call("drain")
+            engine.call("reset")
 
     def _warm_up(self) -> None:
         """The first requests of a process are slow for reasons of their own: allocators, thread pools."""
-        self.engine.generate([{"ids": self._tokens(FIRST_PROMPT_TOKENS, 99), "max_tokens": 2}])
-        self.engine.call("drain")
+        for engine in (self.engine, self.alone):
+            engine.generate([{"ids": self._tokens(FIRST_PROMPT_TOKENS, 99), "max_tokens": 2}])
+            engine.call("drain")
 
     def _talk(self, phase: str, talk: int) -> list[list[int]]:
         prompts, prompt = [], self._tokens(FIRST_PROMPT_TOKENS, talk)
@@ -100,13 +108,19 @@ class Script:
         self, phase: str, talk: int, number: int, prompt: list[int], expects_service: bool = False
     ) -> list[int]:
         self.advance(f"{phase} {talk}.{number}")
+        request = {"ids": prompt, "max_tokens": ANSWER_TOKENS}
+        [plain] = self.alone.generate([request])
         before = self.engine.metrics()
-        [result] = self.engine.generate([{"ids": prompt, "max_tokens": ANSWER_TOKENS}])
+        [result] = self.engine.generate([request])
+        # Stores outlive their request by a moment; their bytes belong to this turn.
+        self.engine.call("drain")
         after = self.engine.metrics()
 
         def grown(series: str) -> float:
             return after.get(series, 0.0) - before.get(series, 0.0)
 
+        answer: list[int] = plain["tokens"]
+        self.reference.append(Turn(phase, talk, number, len(prompt), tuple(answer), plain["ttft_s"]))
         self.turns.append(
             Turn(
                 phase,
@@ -122,7 +136,6 @@ class Script:
                 expects_service=expects_service,
             )
         )
-        answer: list[int] = result["tokens"]
         return answer
 
     def _tokens(self, count: int, stream: int) -> list[int]:

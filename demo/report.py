@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from demo.conversation import Turn, as_json
@@ -16,7 +17,9 @@ GIGA = 1e9
 
 def table(turns: list[Turn], reference: list[Turn]) -> Table:
     """One row a turn; cold TTFT is the reference engine's, which has no flexkv."""
-    shown = Table(title="vLLM with flexkv, beside vLLM alone", padding=(0, 1))
+    shown = Table(
+        title="vLLM with flexkv, beside vLLM alone", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+    )
     shown.add_column("turn", no_wrap=True)
     for header in (
         "prompt\ntokens",
