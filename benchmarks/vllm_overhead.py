@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     model = write_model(arguments.out / "models", MODEL)
     flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
     log = arguments.out / "vllm_overhead.log"
+    log.unlink(missing_ok=True)
     seconds: dict[str, list[float]] = {ALONE: [], WITH: []}
     with ExitStack() as stack, Progress(console=console) as progress:
         task = progress.add_task("starting engines", total=2 * (arguments.runs + 3))

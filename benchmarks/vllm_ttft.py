@@ -110,6 +110,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
     model = write_model(arguments.out / "models", MODEL)
     storage = Path(tempfile.mkdtemp(prefix="ttft-storage-"))
     log = arguments.out / "vllm_ttft.log"
+    log.unlink(missing_ok=True)
     results = {name: Times() for name in connectors(storage) if not arguments.only or name in arguments.only}
     try:
         with ExitStack() as stack, Progress(console=console) as progress:
