@@ -329,6 +329,9 @@ class BlockIndex:
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
         """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped."""
 
+    def evict(self, group: int, count: int) -> NDArray[np.uint8]:
+        """Evicts up to `count` blocks that nobody leases; returns their keys."""
+
     def finish(self, entries: NDArray[np.uint32], ok: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
     def remove(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def ready(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...

@@ -45,14 +45,16 @@ py::array_t<T> array_of(const std::vector<T>& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+Bytes array_of(const std::vector<BlockKey>& keys) {
+  Bytes rows({keys.size(), kKeyBytes});
+  if (!keys.empty()) std::memcpy(rows.mutable_data(), keys.data(), keys.size() * kKeyBytes);
+  return rows;
+}
+
 py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new) {
   const Inserted done = index.insert(group, keys_of(keys), max_new);
-  Bytes evicted({done.evicted.size(), kKeyBytes});
-  if (!done.evicted.empty()) {
-    std::memcpy(evicted.mutable_data(), done.evicted.data(), done.evicted.size() * kKeyBytes);
-  }
-  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots), evicted,
-                        done.known, done.dropped);
+  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots),
+                        array_of(done.evicted), done.known, done.dropped);
 }
 
 }  // namespace
@@ -114,6 +116,10 @@ void bind_index(py::module_& m) {
           "touch", [](BlockIndex& index, const Entries& entries) { index.touch(entries_of(entries)); },
           py::arg("entries").noconvert())
       .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"))
+      .def(
+          "evict",
+          [](BlockIndex& index, uint32_t group, size_t count) { return array_of(index.evict(group, count)); },
+          py::arg("group"), py::arg("count"))
       .def(
           "finish",
           [](BlockIndex& index, const Entries& entries, const Bytes& ok) {

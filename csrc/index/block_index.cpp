@@ -409,7 +409,14 @@ void BlockIndex::copy_keys(std::span<const EntryId> entries, uint8_t* out) const
   }
 }
 
-size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
+std::vector<BlockKey> BlockIndex::evict(uint32_t group, size_t count) {
+  std::vector<BlockKey> evicted;
+  evicted.reserve(std::min(count, size()));
+  evict(group_at(group), count, evicted);
+  return evicted;
+}
+
+void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
   // In batches, so that the misses on the map's places overlap.
   std::array<EntryId, kProbeBatch> victims;
   std::array<uint32_t, kProbeBatch> hashes;
@@ -439,7 +446,6 @@ size_t BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evic
     if (chosen < wanted) break;
   }
   evictions_ += gone;
-  return gone;
 }
 
 void BlockIndex::erase(EntryId id, uint32_t hash) {

@@ -60,6 +60,9 @@ class BlockIndex {
   // most `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new);
 
+  // Evicts up to `count` blocks that are not pinned; returns their keys.
+  std::vector<BlockKey> evict(uint32_t group, size_t count);
+
   // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
   // removed. One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became
   // ready.
@@ -110,7 +113,7 @@ class BlockIndex {
                  std::vector<BlockKey>& evicted);
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
-  size_t evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
+  void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
   void free_entry(EntryId id);
   void take_from_map(EntryId id);
   void erase(EntryId id, uint32_t hash);  // the same, with the hash of its key

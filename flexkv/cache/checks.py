@@ -61,7 +61,7 @@ def as_block_ids(blocks: BlockIds, place: str) -> BlockIds:
         raise ContractError(
             f"{place}: engine blocks are {given.dtype} of shape {given.shape}; needed are integers [n]"
         )
-    if given.min() < 0 or given.max() >= 2**31:
+    if given.min() < 0 or (given.dtype != np.int32 and given.max() >= 2**31):
         raise BlockRangeError(
             f"{place}: engine blocks from {given.min()} to {given.max()}; allowed are 0 to 2**31 - 1"
         )

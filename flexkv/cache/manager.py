@@ -26,6 +26,7 @@ from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import NO_ENTRIES, EntryIds, LeaseTable
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.planner import Planner
+from flexkv.cache.reserve import REFILL_PAGES, reserve_pages
 from flexkv.cache.stats import Counters, ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
@@ -130,6 +131,8 @@ class LocalCacheManager(CacheManager):
         for request_id in expired:
             self.release(request_id)
         self._counters.expired_leases += len(expired)
+        for group in range(len(self._specs)):
+            self._refill_reserve(group, REFILL_PAGES)
         return len(expired)
 
     def _room_for_loads(self) -> int:
@@ -191,15 +194,14 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
         room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
         positions, entries, slots, evicted, known, dropped = self._index.insert(group, keys, room)
-        self._counters.evicted_blocks += len(evicted)
+        self._count_evicted(group, evicted)
         self._counters.busy_pages += dropped
-        if self._listener and len(evicted):
-            self._listener.on_evict(group, evicted)
-        stored = positions.astype(np.int32)
+        stored = positions.view(np.int32)
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
-        graph = self._planner.store(group, sources[positions], slots)
-        numbers = first_block + positions.astype(np.int64)
+        all_new = len(stored) == len(sources)
+        graph = self._planner.store(group, sources if all_new else sources[positions], slots)
+        numbers = np.add(positions, first_block, dtype=np.int64)
         self._inflight.add(
             InflightOp(
                 graph.ops[0].op_id,
@@ -228,7 +230,9 @@ class LocalCacheManager(CacheManager):
         if len(op.reported) < self._limits.ranks:
             return None
         self._inflight.remove(op)
-        return self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
+        done = self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
+        self._refill_reserve(op.group, max(len(op.entries), REFILL_PAGES))
+        return done
 
     def _end_load(self, op: InflightOp) -> Completion:
         counters = self._counters
@@ -278,6 +282,17 @@ class LocalCacheManager(CacheManager):
             published=published,
             reason="; ".join(op.reasons),
         )
+
+    def _refill_reserve(self, group: int, most: int) -> None:
+        """Evicts up to `most` blocks where fewer slots are free than `reserve_pages` says."""
+        missing = reserve_pages(self._index.up_slots(group)) - self._index.free_slots(group)
+        if missing > 0:
+            self._count_evicted(group, self._index.evict(group, min(missing, most)))
+
+    def _count_evicted(self, group: int, keys: Keys) -> None:
+        self._counters.evicted_blocks += len(keys)
+        if self._listener and len(keys):
+            self._listener.on_evict(group, keys)
 
     def discard_from(self, request_id: str, first_block: int) -> int:
         barred = 0
