@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
+from flexkv.adapters.vllm.connector import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -60,6 +61,11 @@ class FlexKVConnectorV1Impl:
             raise ConfigError(
                 f"tensor_parallel_size is {ranks}: vLLM's built-in FlexKVConnectorV1 carries nothing from worker to "
                 f"scheduler, so it works with 1; set {FULL_CONNECTOR}"
+            )
+        if vllm_config.scheduler_config.async_scheduling and transfer.kv_load_failure_policy == "recompute":
+            raise ConfigError(
+                f'kv_load_failure_policy is "recompute" and loads run inside the step: {SYNC_LOADS_NEED}, or set '
+                f"{FULL_CONNECTOR}"
             )
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SYNC_LOADS_NEED = (
+    "with async scheduling the next step is under way before a failed load is heard of, and vLLM would keep the token "
+    "which that step sampled; sync loads need --no-async-scheduling"
+)
+
 
 class FlexKVConnector(KVConnectorBase_V1):
     """KV cache in host memory for vLLM.
@@ -74,6 +79,11 @@ class FlexKVConnector(KVConnectorBase_V1):
             local_link.announce(engine_id, self.worker)
             return
         self._warn_of_policy()
+        if settings.load.mode == "sync" and vllm_config.scheduler_config.async_scheduling:
+            logger.warning("load.mode=sync: %s; loads are async here", SYNC_LOADS_NEED)
+            settings = settings.model_copy(
+                update={"load": settings.load.model_copy(update={"mode": "async"})}
+            )
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
         self.scheduler = SchedulerSide(
             share_of_node(settings, parallel.data_parallel_size_local),

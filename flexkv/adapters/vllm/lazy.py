@@ -14,7 +14,7 @@ from flexkv.adapters.vllm.references import StoreWatch
 from flexkv.cache.base import CacheManager
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import Counters
-from flexkv.transfer.graph import TransferGraph
+from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -89,6 +89,13 @@ class LazyPlanner:
         self.suspects = dict(stale)
         self._offered.clear()
         self._seen = (-1, -1)
+
+    def offer_again(self, blocks: BlockIds) -> None:
+        """Blocks whose store ended without being published."""
+        for block in blocks.tolist():
+            self._offered.pop(block, None)
+        if len(blocks):
+            self._seen = (-1, -1)
 
     def suspect(self, block_ids: list[int]) -> None:
         """Blocks computed from a failed load or replaced weights: not to be stored under the hash they carry now."""

@@ -66,8 +66,10 @@ class Lookups:
         tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
-        self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
-        self._counters.add("flexkv_hit_tokens_total", tokens)
+        if not tracker.counted:
+            # The engine asks again at every step in which the request finds no room.
+            self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
+            tracker.counted = True
         if tokens <= 0:
             self._manager.release(tracker.request_id)
             return 0
@@ -84,6 +86,7 @@ class Lookups:
             return None
         # The engine may take less than it was promised; the last block may be needed in part only.
         pages = min(-(-external_tokens // self._block_tokens), _promised_pages(lookup.match))
+        self._counters.add("flexkv_hit_tokens_total", external_tokens)
         table = blocks.get_block_ids()[GROUP]
         tracker.block_ids[:] = table
         targets = tracker.blocks(lookup.start_block, lookup.start_block + pages)

@@ -41,6 +41,9 @@ class RequestTracker:
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
         suspect_from: number of the first block computed from a failed load and not computed again yet.
+        own_from: number of the first block that the engine's own prefix cache did not give.
+        certain: tokens whose KV was certain after the last step; kept for lazy stores.
+        counted: this admission's lookup is in the metrics.
     """
 
     request: Request
@@ -54,6 +57,9 @@ class RequestTracker:
     loading: OpId | None = None
     stale: bool = False
     suspect_from: int | None = None
+    own_from: int = 0
+    certain: int = 0
+    counted: bool = False
     _last_hash: bytes = b""
 
     @property
@@ -89,6 +95,8 @@ class RequestTracker:
         self.retry_step = 0
         self.stale = False
         self.suspect_from = None
+        self.certain = 0
+        self.counted = False
 
 
 def wants_no_store(request: Request) -> bool:

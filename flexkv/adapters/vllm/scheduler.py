@@ -158,6 +158,7 @@ class SchedulerSide:
         tracker = self._tracker(request)
         # The engine asks only for requests that hold no block.
         tracker.stale = False
+        tracker.own_from = computed_tokens // self._geometry.block_tokens
         tokens = self._lookups.match(tracker, computed_tokens)
         return tokens, tokens > 0 and self._config.load.mode == "async"
 
@@ -196,6 +197,7 @@ class SchedulerSide:
         if self.unit is not None and self.unit.usable:
             self.unit.grow()
             if self._lazy is not None and self._use.stores:
+                self._note_certain(output)
                 self._add(self.orders.early, self._lazy.plan())
             elif self._use.stores:
                 self._plan_eager(output)
@@ -229,23 +231,32 @@ class SchedulerSide:
             # Nobody waits for the load any more; its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
         elif self._lazy is not None:
-            self._settle_suspects(tracker)
+            assert self._stores is not None
+            self._settle_suspects(tracker, self._stores.certain_at_end(tracker))
         elif self._use.stores and not self._stores_end_in_step and self.unit.usable:
             self._store_rest(tracker)
         # Last, because it marks the request's blocks as used together.
         self.unit.manager.release(tracker.request_id)
 
-    def _settle_suspects(self, tracker: RequestTracker) -> None:
+    def _settle_suspects(self, tracker: RequestTracker, certain_tokens: int) -> None:
         """For lazy stores: which of the request's blocks hold what their hash says, now that it lets go of them."""
         assert self._lazy is not None
         assert self._stores is not None
         if tracker.stale:
             self._lazy.suspect(tracker.block_ids)
             self._stores.taint(tracker, 0, len(tracker.block_ids))
-        elif tracker.suspect_from is not None:
-            good = max(0, self._stores.certain_at_end(tracker)) // self._geometry.block_tokens
+            return
+        good = max(0, certain_tokens) // self._geometry.block_tokens
+        if tracker.suspect_from is not None:
             self._lazy.trust(tracker.block_ids[tracker.suspect_from : good])
-            self._lazy.suspect(tracker.block_ids[max(good, tracker.suspect_from) :])
+        self._hold_back(tracker, good)
+
+    def _hold_back(self, tracker: RequestTracker, good: int) -> None:
+        """For lazy stores: the engine names a block by its hash when it plans to compute it, so a free block may carry
+        a hash and not the KV. Nor may it be stored when the caller or `store.tokens` says so."""
+        assert self._lazy is not None
+        first = min(good, tracker.own_from) if tracker.skip_save else good
+        self._lazy.suspect(tracker.block_ids[first:])
 
     def _store_rest(self, tracker: RequestTracker) -> None:
         """What was generated since the last whole block was stored, and the tail, before their blocks are freed."""
@@ -346,7 +357,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if tracker := trackers.get(request_id):
                 if self._lazy is not None:
-                    self._settle_suspects(tracker)
+                    # The engine has already set the request back to nothing computed.
+                    self._settle_suspects(tracker, tracker.certain)
                 tracker.restart()
         for new in output.scheduled_new_reqs:
             if tracker := trackers.get(new.req_id):
@@ -379,6 +391,13 @@ class SchedulerSide:
             if tracker is not None:
                 certain = stores.certain_after_step(tracker, scheduled)
                 self._add(self.orders.stores, stores.plan(tracker, certain, self._step))
+
+    def _note_certain(self, output: SchedulerOutput) -> None:
+        """For lazy stores, which look at a request only when it has lost its blocks."""
+        assert self._stores is not None
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if tracker := self.trackers.get(request_id):
+                tracker.certain = self._stores.certain_after_step(tracker, scheduled)
 
     def _watch_reuse(self, output: SchedulerOutput) -> None:
         assert self._watch is not None
@@ -445,6 +464,8 @@ class SchedulerSide:
         self._watch.end(completion.op_id)
         self.counters.add("flexkv_unpublished_pages_total", len(completion.failed_blocks))
         self.events.ended(completion.op_id)
+        if self._lazy is not None:
+            self._lazy.offer_again(completion.failed_blocks)
 
     def _take_failed_blocks(self, failed: set[int]) -> None:
         """Nothing that was computed from these blocks is published; the engine computes them again."""

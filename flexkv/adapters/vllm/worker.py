@@ -183,8 +183,9 @@ class WorkerSide:
             ended = select.poll()
             ended.register(self._engine.event_fd, select.POLLIN)
             ended.poll(IDLE_WAIT_S * 1000)
-        for result in self._engine.poll():
-            self._end(result)
+        while results := self._engine.poll():
+            for result in results:
+                self._end(result)
         now_s = time.monotonic()
         for op_id, op in self._ops.items():
             if op.deadline_s < now_s:
