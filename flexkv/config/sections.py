@@ -121,8 +121,8 @@ class StoreConfig(Section):
     )
     max_reference_share: Share = Field(
         0.25,
-        description="Share of the engine's blocks that may have a store in flight at once. When the engine hands such a "
-        "block out again, its next step waits a moment for the copy to end, so more of it makes steps wait.",
+        description="Share of the engine's blocks that may have a store in flight at once. When the engine hands such "
+        "a block out again, its next step waits a moment for the copy to end, so more of it makes steps wait.",
     )
     inflight_pages: Count = Field(
         65_536,
