@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ REQUEST_BLOCKS = 8192
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -53,10 +56,10 @@ class Stopwatch:
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def time(self, work: Callable[[], object]) -> object:
+    def time(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         gc.disable()
         cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
-        result = work()
+        result = work(*args, **kwargs)
         wall, cpu = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
         gc.enable()
         self.wall.append(wall / 1e3)
@@ -91,9 +94,16 @@ def plan_store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name:
     return plan
 
 
+def plan_load(manager: LocalCacheManager, blocks: np.ndarray, name: str) -> bytes:
+    return pickle.dumps(manager.begin_load(name, [blocks]), -1)
+
+
+def insert_and_publish(index: c_ext.BlockIndex, keys: Keys, ok: np.ndarray) -> None:
+    index.finish(index.insert(0, keys, len(keys))[1], ok)
+
+
 def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str, watch: Stopwatch) -> None:
-    plan = watch.time(lambda: plan_store(manager, keys, blocks, name))
-    assert isinstance(plan, StorePlan)
+    plan = watch.time(plan_store, manager, keys, blocks, name)
     assert plan.graph is not None
     assert len(plan.stored) == len(keys)
     done = manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK))
@@ -119,8 +129,8 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
         watch = Stopwatch()
         for number, wanted in enumerate(lists):
             request = f"m{number}"
-            result = watch.time(lambda w=wanted, r=request: manager.match(r, [w], 0))
-            assert result.blocks == REQUEST_BLOCKS  # type: ignore[attr-defined]
+            result = watch.time(manager.match, request, [wanted], 0)
+            assert result.blocks == REQUEST_BLOCKS
             manager.release(request)
         rows.append(watch.row(name, target_us))
 
@@ -131,8 +141,8 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
     for number, wanted in enumerate(chains):
         request = f"l{number}"
         manager.match(request, [wanted], 0)
-        data = load.time(lambda r=request: pickle.dumps(manager.begin_load(r, [blocks]), -1))
-        op = pickle.loads(data).ops[0]  # type: ignore[arg-type]
+        data = load.time(plan_load, manager, blocks, request)
+        op = pickle.loads(data).ops[0]
         manager.complete(0, OpResult(op.op_id, OpStatus.OK, OK))
         manager.release(request)
     rows.append(load.row("plan a load of 8,192, graph pickled", 300))
@@ -140,9 +150,10 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
     whole = Stopwatch()
     for number in range(len(chains)):
         fresh, request = random_keys(REQUEST_BLOCKS, 1000 + number), f"s{number}"
-        plan = store_plan.time(lambda k=fresh, r=request: plan_store(manager, k, blocks, r))
-        result = OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK)  # type: ignore[attr-defined]
-        whole.time(lambda r=result: manager.complete(0, r))
+        plan = store_plan.time(plan_store, manager, fresh, blocks, request)
+        assert plan.graph is not None
+        result = OpResult(plan.graph.ops[0].op_id, OpStatus.OK, OK)
+        whole.time(manager.complete, 0, result)
         manager.release(request)
     rows.append(store_plan.row("plan a store of 8,192 into a full cache, graph pickled", 300))
     rows.append(whole.row("complete a store of 8,192, evicting as many for the next", None))
@@ -161,7 +172,7 @@ def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) ->
             for i in range(reserve)
         ]
         fresh = random_keys(REQUEST_BLOCKS, 5007 + 8 * number)
-        last = watch.time(lambda k=fresh, n=number: plan_store(manager, k, blocks, f"b{n}.last"))
+        last = watch.time(plan_store, manager, fresh, blocks, f"b{number}.last")
         assert isinstance(last, StorePlan)
         assert manager.stats().evicted_blocks - before >= REQUEST_BLOCKS - REQUEST_BLOCKS // 8
         for plan in [*plans, last]:
@@ -181,7 +192,7 @@ def bench_index(rounds: int) -> list[Row]:
     index.grow(0, CACHED_BLOCKS)
     for at in range(0, CACHED_BLOCKS, REQUEST_BLOCKS):
         part = keys[at : at + REQUEST_BLOCKS]
-        insert.time(lambda k=part: index.finish(index.insert(0, k, REQUEST_BLOCKS)[1], flags))
+        insert.time(insert_and_publish, index, part, flags)
     rows.append(insert.row("insert 8,192 into the index, made visible", 250))
     index.check_integrity(np.empty(0, np.uint32))
 
@@ -196,23 +207,18 @@ def bench_index(rounds: int) -> list[Row]:
     for number in range(min(rounds, CACHED_BLOCKS // REQUEST_BLOCKS)):
         chosen = shuffled[number * REQUEST_BLOCKS :][:REQUEST_BLOCKS]
         wanted = np.ascontiguousarray(keys[chosen])
-        entries: list[np.ndarray] = []
-
-        def look_up(wanted: Keys = wanted, entries: list[np.ndarray] = entries) -> None:
-            entries.append(single.match_and_pin(0, wanted)[0])
-
-        scattered.time(look_up)
-        assert len(entries[0]) == REQUEST_BLOCKS
-        single.unpin(entries[0])
+        found = scattered.time(single.match_and_pin, 0, wanted)[0]
+        assert len(found) == REQUEST_BLOCKS
+        single.unpin(found)
     rows.append(scattered.row("match 8,192 single blocks in random order, with slots and lease", 300))
 
     for name, target in (("stored together", index), ("single blocks", single)):
         evict = Stopwatch()
         fresh = random_keys(2000, 5)
         for i in range(len(fresh)):
-            done = evict.time(lambda k=fresh[i : i + 1], t=target: t.insert(0, k, 1))
-            assert len(done[3]) == 1  # type: ignore[index]
-            target.finish(done[1], one)  # type: ignore[index]
+            done = evict.time(target.insert, 0, fresh[i : i + 1], 1)
+            assert len(done[3]) == 1
+            target.finish(done[1], one)
         rows.append(evict.row(f"evict one block with 1M cached, {name}", 5))
     return rows
 
@@ -226,10 +232,10 @@ def bench_keys(rounds: int) -> list[Row]:
     first, new, keyed, keyed_new = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
     for _ in range(rounds):
         chain, key_chain = TokenChain(BLOCK_TOKENS), EngineKeyChain(NAMESPACE, 0)
-        first.time(lambda c=chain: c.extend(tokens))
-        new.time(lambda c=chain: c.extend(longer))
-        keyed.time(lambda c=key_chain: c.extend(engine_keys))
-        keyed_new.time(lambda c=key_chain: c.extend(more_keys))
+        first.time(chain.extend, tokens)
+        new.time(chain.extend, longer)
+        keyed.time(key_chain.extend, engine_keys)
+        keyed_new.time(key_chain.extend, more_keys)
     share = 64 / REQUEST_BLOCKS
     return [
         first.row("hash 128k tokens from a list, 16 a block", 3000),
