@@ -88,6 +88,17 @@ class TransferOp:
     def pages(self) -> int:
         return len(self.slots)
 
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Plain numbers: by default each enum travels as a call to look up its name, which costs more than the pages.
+        numbers = (int(self.kind), self.group, int(self.priority))
+        return _op_of_numbers, (self.op_id, *numbers, self.blocks, self.slots, self.layerwise)
+
+
+def _op_of_numbers(
+    op_id: OpId, kind: int, group: int, priority: int, blocks: BlockIds, slots: SlotIds, layerwise: bool
+) -> TransferOp:
+    return TransferOp(op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise)
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -104,6 +115,9 @@ class TransferGraph:
 
     ops: tuple[TransferOp, ...]
     edges: tuple[Edge, ...] = ()
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return TransferGraph, (self.ops, self.edges)
 
 
 @dataclass(frozen=True, slots=True)
