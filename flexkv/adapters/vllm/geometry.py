@@ -102,9 +102,16 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
         (KvView, FormatId) of the one KV group.
 
     Raises:
-        GeometryError: tensors and configuration disagree.
+        GeometryError: tensors and configuration disagree, or the pool is not plain memory.
     """
     geometry = block_geometry(config)
+    for layer, cache in caches.items():
+        # The lanes that exist copy with the CPU; a device address would be a fault, not an error.
+        if cache.device.type != "cpu":
+            raise GeometryError(
+                f"the KV cache of {layer} lies on {cache.device}: this version of flexkv moves KV caches that lie in "
+                "host memory (vLLM on a CPU); it has no lanes for device memory"
+            )
     on_cpu = current_platform.is_cpu()
     is_latent = isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
     interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None

@@ -43,6 +43,12 @@ def test_a_tensor_of_another_dtype_is_refused() -> None:
         build_view(caches, kv_config(9), 1)
 
 
+def test_a_pool_in_device_memory_is_refused() -> None:
+    caches = {name: cache.to("meta") for name, cache in make_caches(kv_config(9)).items()}
+    with pytest.raises(GeometryError, match="lies on meta"):
+        build_view(caches, kv_config(9), 1)
+
+
 def test_foreign_tensors_are_refused() -> None:
     caches = make_caches(kv_config(9))
     with pytest.raises(GeometryError):
