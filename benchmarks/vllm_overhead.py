@@ -102,7 +102,8 @@ def main() -> int:
         f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
         f"tokens, {arguments.batch} fresh prompts of {arguments.prompt_tokens} at once, {arguments.answer_tokens} "
         f"tokens each, {arguments.runs} interleaved runs, "
-        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, "
+        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f} at the end"
     )
     seconds = facts["cpu_seconds_per_request"]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -118,14 +119,32 @@ def main() -> int:
         idle = facts["idle_cpu_share"][name]
         table.add_row(name, f"{medians[name]:.3f}", f"{min(seconds[name]):.3f}", f"{idle:.2%}")
     console.print(table)
-    added = facts["idle_cpu_share"][WITH] - facts["idle_cpu_share"][ALONE]
+    low, _, high = (quartile - 1 for quartile in statistics.quantiles(pairs, n=4))
+    # flexkv cannot save CPU here: quartiles further apart than the limit, or a gain, are the machine's noise.
+    resolved = high - low <= EXTRA_CPU_MAX and extra >= -EXTRA_CPU_MAX
+    idle_share = facts["idle_cpu_share"][WITH]
     limits = {
-        "extra CPU time a request": {"value": extra, "limit": EXTRA_CPU_MAX, "met": extra <= EXTRA_CPU_MAX},
-        "idle CPU added": {"value": added, "limit": IDLE_CPU_SHARE_MAX, "met": added <= IDLE_CPU_SHARE_MAX},
+        "extra CPU time a request": {
+            "value": extra,
+            "quartiles": [low, high],
+            "limit": EXTRA_CPU_MAX,
+            "resolved": resolved,
+            "met": resolved and extra <= EXTRA_CPU_MAX,
+        },
+        "idle CPU, all of the engine": {
+            "value": idle_share,
+            "alone": facts["idle_cpu_share"][ALONE],
+            "limit": IDLE_CPU_SHARE_MAX,
+            "resolved": True,
+            "met": idle_share <= IDLE_CPU_SHARE_MAX,
+        },
     }
     for label, verdict in limits.items():
-        colour = "green" if verdict["met"] else "red"
-        console.print(f"[{colour}]{label}: {verdict['value']:+.2%} (reach <= {verdict['limit']:.0%})[/]")
+        colour = "green" if verdict["met"] else "red" if verdict["resolved"] else "yellow"
+        note = "" if verdict["resolved"] else f"; NOT RESOLVED, quartiles {low:+.1%} to {high:+.1%}"
+        console.print(
+            f"[{colour}]{label}: {verdict['value']:+.2%} (reach <= {verdict['limit']:.0%}){note}[/]"
+        )
     console.print(f"stored {facts['stored_bytes'] / 2**20:.0f} MiB")
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps({"setting": setting, "limits": limits, **facts}, indent=1))

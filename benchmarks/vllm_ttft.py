@@ -195,7 +195,8 @@ def main() -> int:
     setting = (
         f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
         f"tokens, prompt of {arguments.prompt_tokens}, {arguments.runs} interleaved runs, "
-        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, "
+        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f} at the end"
     )
     show(results, setting, console)
     limits = verdicts(results)
