@@ -57,6 +57,7 @@ def sanitizer_environment(sanitizer: str) -> dict[str, str]:
         # Python itself leaks at exit; its own allocator would hide overruns from the sanitizer.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
+        # Some tests end with a thread inside a stuck copy: the engine leaves it alone on purpose.
+        "TSAN_OPTIONS": "exitcode=66 halt_on_error=1 report_thread_leaks=0",
         "PYTHONMALLOC": "malloc",
     }
