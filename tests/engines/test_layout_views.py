@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
-torch = pytest.importorskip("torch")
-interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
-
-from flexkv import c_ext  # noqa: E402
-from flexkv.layout.vllm import VllmGroup, VllmHandler  # noqa: E402
-from flexkv.layout.vllm_order import ORDERS  # noqa: E402
+from flexkv import c_ext
+from flexkv.layout.vllm import VllmGroup, VllmHandler
+from flexkv.layout.vllm_order import ORDERS
 
 pytestmark = pytest.mark.engine
 
