@@ -107,7 +107,8 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
         if not holds and "bytes" in what:
             raise RuleBroken(what)
 
-    monkeypatch.setattr("flexkv.cache.simulated_model.require", require_bytes_only)
-    monkeypatch.setattr("flexkv.cache.simulation.require", require_bytes_only)
+    parts = ("simulation", "simulated_model", "simulated_world", "simulated_lookups")
+    for part in (*parts, "simulated_requests", "simulated_ranks", "simulated_upsets"):
+        monkeypatch.setattr(f"flexkv.cache.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
     assert "bytes" in caught_by(manager_class, integrity_every=5)

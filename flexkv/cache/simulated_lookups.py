@@ -1,0 +1,135 @@
+"""Lookups and loads of a simulation: what the manager promises, and what it then brings, against the model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.cache.base import GroupPolicy, OpRole, TailCandidates
+from flexkv.cache.simulated_engine import SimRequest
+from flexkv.cache.simulated_model import Key, require
+from flexkv.cache.simulated_world import World
+
+
+class Lookups:
+    """Asks the manager on behalf of a request, and loads what it promised."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def look_up(self, request: SimRequest) -> None:
+        world = self.world
+        if not request.blocks:
+            self._take_local_blocks(request)
+        start = request.start
+        world.model.release(request.request_id)
+        tails = None
+        model_blocks = world.model.restorable(request.keys, start)
+        if request.tail and world.random.random() < 0.8:
+            base = (
+                len(request.path)
+                if world.random.random() < 0.9
+                else world.random.randint(0, len(request.path))
+            )
+            tails = [
+                TailCandidates(
+                    np.frombuffer(
+                        b"".join(counts[n] for n in sorted(counts, reverse=True)), np.uint8
+                    ).reshape(-1, 16),
+                    np.array(sorted(counts, reverse=True), np.int32),
+                    base,
+                )
+                for counts in request.tail_keys
+            ]
+        result = world.manager.match(request.request_id, request.arrays, start, tails)
+        require(
+            result.blocks == model_blocks,
+            f"match promised {result.blocks} blocks, {model_blocks} are restorable",
+        )
+        pages: list[tuple[Key, int]] = []
+        for group, match in enumerate(result.groups):
+            needed = world.model.needed(group, start, result.blocks)
+            require(len(match.slots) == len(needed), "match names another number of slots than are needed")
+            require(not needed or match.first_block == needed.start, "match starts at another block")
+            pages += [
+                ((group, request.keys[group][n]), int(s)) for n, s in zip(needed, match.slots, strict=True)
+            ]
+        model_tail = 0
+        if tails is not None and tails[0].base_block == start + result.blocks:
+            model_tail = world.model.tail(request.tail_keys, len(pages))
+        require(
+            result.tail_tokens == model_tail,
+            f"match promised a tail of {result.tail_tokens}, not {model_tail}",
+        )
+        if result.tail_tokens:
+            pages += [
+                ((group, request.tail_keys[group][result.tail_tokens]), match.tail_slot)
+                for group, match in enumerate(result.groups)
+            ]
+        world.model.lease(request.request_id, pages)
+        request.promised, request.promised_tail = result.blocks, result.tail_tokens
+        request.state = "matched"
+
+    def _take_local_blocks(self, request: SimRequest) -> None:
+        """Shares the leading blocks that another live request has, as an engine's own prefix cache does."""
+        world = self.world
+        groups = range(len(world.config.groups))
+        request.blocks = [[] for _ in groups]
+        request.has = [[] for _ in groups]
+        request.start = request.computed = request.offered = 0
+        request.tail_loaded = 0
+        donor = world.pick()
+        if donor is None or donor is request or donor.state != "running" or world.random.random() < 0.5:
+            return
+        if donor.unverified and not world.config.ordered_reports:
+            return
+        shared = 0
+        for ours, theirs in zip(request.path, donor.path[: donor.computed], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        if not all(donor.has[g][n] for g in groups for n in world.model.needed(g, 0, shared)):
+            return
+        for g in groups:
+            for number in range(shared):
+                world.give_block(request, g, donor.blocks[g][number], donor.has[g][number])
+        request.start = request.computed = request.offered = shared
+
+    def load(self, request: SimRequest) -> None:
+        world = self.world
+        groups = range(len(world.config.groups))
+        prefix_only = all(spec.policy is GroupPolicy.PREFIX for spec in world.config.groups)
+        taken = request.promised
+        if prefix_only and world.random.random() < 0.2:
+            taken = world.random.randint(0, request.promised)
+        tail = bool(request.promised_tail) and taken == request.promised and world.random.random() < 0.9
+        if not world.room_for(taken + tail):
+            return
+        lease = dict(world.model.leases[request.request_id])
+        targets: list[list[int]] = []
+        planned: list[tuple[list[Key], list[int]]] = []
+        for g in groups:
+            needed = world.model.needed(g, request.start, taken)
+            free = iter(world.random.sample(world.engine.pool.free(g), taken + tail))
+            for number in range(request.start, request.start + taken):
+                world.give_block(request, g, next(free), number in needed)
+            numbers = list(needed)
+            keys: list[Key] = [(g, request.keys[g][n]) for n in numbers]
+            if tail:
+                world.give_block(request, g, next(free), True)
+                keys.append((g, request.tail_keys[g][request.promised_tail]))
+                numbers.append(request.start + taken)
+            targets.append([request.blocks[g][n] for n in numbers])
+            planned.append((keys, numbers))
+        graph = world.manager.begin_load(request.request_id, [np.array(t, np.int32) for t in targets], tail)
+        world.model.release(request.request_id)
+        request.computed = request.start + taken
+        request.tail_loaded = request.promised_tail if tail else 0
+        sync = world.random.random() < 0.4
+        request.state = "running" if sync or graph is None else "loading"
+        for op in graph.ops if graph is not None else ():
+            keys, numbers = planned[op.group]
+            slots = op.slots.tolist()
+            require(slots == [lease[key] for key in keys], "a load reads other slots than were promised")
+            require(op.blocks.tolist() == targets[op.group], "a load writes other blocks than were given")
+            world.submit(op, request, OpRole.LOAD, keys, numbers, in_stream=sync)
+            request.unverified.add(op.op_id)

@@ -1,0 +1,121 @@
+"""Ranks of a simulation: each moves pages, fails some of them, drops ops, and reports when it likes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.cache.base import OpRole
+from flexkv.cache.simulated_engine import Compute, Movement, Rank
+from flexkv.cache.simulated_model import ModelOp, require
+from flexkv.cache.simulated_requests import Requests
+from flexkv.cache.simulated_world import World
+from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+
+
+class Ranks:
+    """Runs the ranks' streams and movements, and hands their results to the manager."""
+
+    def __init__(self, world: World, requests: Requests) -> None:
+        self.world = world
+        self.requests = requests
+
+    def move(self) -> None:
+        world = self.world
+        for _ in range(2 * world.config.ranks):
+            self._move_rank(world.random.choice(world.engine.ranks))
+
+    def deliver(self) -> None:
+        world = self.world
+        for _ in range(world.config.ranks):
+            self._deliver_from(world.random.randrange(world.config.ranks))
+
+    def cancel(self) -> None:
+        """Drops an op that a rank has not begun."""
+        world = self.world
+        rank = world.random.choice(world.engine.ranks)
+        waiting = [movement for movement in rank.moving if not movement.started]
+        if not waiting:
+            return
+        movement = world.random.choice(waiting)
+        rank.moving.remove(movement)
+        pages = np.arange(movement.op.pages, dtype=np.int32)
+        rank.outbox.append(OpResult(movement.op.op_id, OpStatus.CANCELLED, pages, "cancelled"))
+
+    def _move_rank(self, rank: Rank) -> None:
+        """One rank does one thing: the head of its stream, or some pages of any of its movements."""
+        world = self.world
+        if rank.stream and (not rank.moving or world.random.random() < 0.5):
+            task = rank.stream.popleft()
+            if isinstance(task, Compute):
+                world.engine.run_compute(rank, task)
+            elif task.is_load:
+                while task.left:
+                    self._move_page(rank, task)
+                self._finish(rank, task)
+            else:
+                rank.moving.append(task)
+        elif rank.moving:
+            movement = world.random.choice(rank.moving)
+            for _ in range(min(len(movement.left), world.random.randint(1, 4))):
+                self._move_page(rank, movement)
+            if not movement.left:
+                rank.moving.remove(movement)
+                self._finish(rank, movement)
+
+    def _move_page(self, rank: Rank, movement: Movement) -> None:
+        world = self.world
+        lost = world.report.steps < world.lost_until
+        world.engine.move_page(rank, movement, lost or world.random.random() < world.config.failure_rate)
+
+    def _finish(self, rank: Rank, movement: Movement) -> None:
+        status, failed, reason = OpStatus.OK, movement.failed, ""
+        if len(failed) == movement.op.pages and self.world.random.random() < 0.5:
+            status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
+        elif failed:
+            status, reason = OpStatus.FAILED, "page failed"
+        rank.outbox.append(OpResult(movement.op.op_id, status, np.array(failed, np.int32), reason))
+
+    def _deliver_from(self, number: int) -> None:
+        world = self.world
+        outbox = world.engine.ranks[number].outbox
+        if not outbox:
+            return
+        result = outbox.pop(0 if world.config.ordered_reports else world.random.randrange(len(outbox)))
+        op_id = result.op_id
+        world.model.report(result)
+        model_op = world.model.ops[op_id]
+        completion = world.manager.complete(number, result)
+        world.model.end_op(op_id, completion, world.recorder.take_evicted(), world.recorder.take_published())
+        if completion is None:
+            return
+        op = world.ops.pop(op_id)
+        require(completion.blocks.tolist() == op.blocks.tolist(), "a completion names other blocks")
+        if model_op.role is OpRole.LOAD:
+            self._load_ended(model_op, op, completion.failed_blocks.tolist())
+        world.engine.ended(op)
+
+    def _load_ended(self, model_op: ModelOp, op: TransferOp, failed_blocks: list[int]) -> None:
+        world = self.world
+        failed = set(failed_blocks)
+        for page, (key, block) in enumerate(zip(model_op.keys, op.blocks.tolist(), strict=True)):
+            if block in failed:
+                world.report.failed_pages += 1
+                continue
+            world.report.verified_pages += 1
+            wanted = (world.engine.weights, key[1])
+            require(
+                all(symbol == wanted for symbol in world.engine.arrived(op, page)),
+                "a load delivered another block's bytes",
+            )
+        for request in list(world.live):
+            request.unverified.discard(op.op_id)
+            for group, blocks in enumerate(request.blocks):
+                bad = [n for n, block in enumerate(blocks) if group == op.group and block in failed]
+                if bad:
+                    self.requests.recompute_from(request, bad[0])
+            if (
+                request.request_id == model_op.request_id
+                and request.state == "loading"
+                and not request.unverified
+            ):
+                request.state = "running"

@@ -1,0 +1,180 @@
+"""Requests of a simulation: they arrive, look up, load, compute, store, are preempted, and end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.cache.base import GroupPolicy, OpRole
+from flexkv.cache.simulated_engine import Place, SimRequest
+from flexkv.cache.simulated_lookups import Lookups
+from flexkv.cache.simulated_model import Key, require
+from flexkv.cache.simulated_world import World, block_key
+
+
+class Requests:
+    """Takes one random step of one request, or of its engine's will."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.lookups = Lookups(world)
+        self._names = 0
+
+    def arrive(self) -> None:
+        world = self.world
+        if len(world.live) >= world.config.requests:
+            return
+        groups = range(len(world.config.groups))
+        length = world.random.randint(0, 8)
+        # Few branches, so that requests share prefixes and want again what was stored before.
+        path = tuple(int(world.random.random() < 0.15) for _ in range(length))
+        block_tokens = world.config.groups[0].block_tokens
+        tail = tuple(world.random.randrange(2) for _ in range(world.random.randrange(block_tokens)))
+        if any(spec.policy is not GroupPolicy.PREFIX for spec in world.config.groups):
+            tail = ()
+        keys = [[block_key(g, path[: i + 1]) for i in range(length)] for g in groups]
+        arrays = [np.frombuffer(b"".join(k), np.uint8).reshape(-1, 16) for k in keys]
+        tail_keys = [
+            {n: block_key(g, path, "tail", tail[:n]) for n in range(1, len(tail) + 1)} for g in groups
+        ]
+        self._names += 1
+        world.live.append(SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys))
+
+    def advance_request(self) -> None:
+        request = self.world.pick()
+        if request is None:
+            return
+        if request.state == "new":
+            self.lookups.look_up(request)
+        elif request.state == "matched":
+            self._after_lookup(request)
+        elif request.state == "running":
+            self._run_some(request)
+
+    def _after_lookup(self, request: SimRequest) -> None:
+        world = self.world
+        choice = world.random.random()
+        if choice < 0.15:
+            self.lookups.look_up(request)
+        elif choice < 0.25:
+            world.release(request)
+            request.state = "running"
+        elif request.request_id not in world.model.leases:
+            if world.room_for(request.total - request.start):
+                world.release(request)
+                request.state = "running"
+        else:
+            self.lookups.load(request)
+
+    def _run_some(self, request: SimRequest) -> None:
+        world = self.world
+        choice = world.random.random()
+        if request.computed < request.total and choice < 0.6:
+            for _ in range(world.random.randint(1, 3)):
+                self._compute_block(request)
+        elif request.offered < request.computed and choice < 0.95:
+            self._store(request)
+        elif request.computed == request.total and choice > 0.7:
+            self.end(request)
+
+    def _compute_block(self, request: SimRequest) -> None:
+        world = self.world
+        number = request.computed
+        if number >= request.total:
+            return
+        groups = range(len(world.config.groups))
+        if any(len(request.blocks[g]) <= number for g in groups) and not world.room_for(1):
+            return
+        inputs: list[tuple[Place, bytes]] = []
+        outputs: list[tuple[Place, bytes]] = []
+        for g in groups:
+            if len(request.blocks[g]) <= number:
+                world.give_block(request, g, world.random.choice(world.engine.pool.free(g)), False)
+            inputs += [
+                ((g, request.blocks[g][n]), request.keys[g][n]) for n in world.model.needed(g, 0, number)
+            ]
+            if number == len(request.path) and request.tail_loaded:
+                inputs.append(((g, request.blocks[g][number]), request.tail_keys[g][request.tail_loaded]))
+            outputs.append(((g, request.blocks[g][number]), request.key_of(g, number)))
+            request.has[g][number] = True
+        world.engine.compute(inputs, outputs)
+        request.computed = number + 1
+
+    def _store(self, request: SimRequest) -> None:
+        world = self.world
+        first = request.offered if world.random.random() < 0.8 else world.random.randint(0, request.offered)
+        end = world.random.randint(first, request.computed)
+        for group in range(len(world.config.groups)):
+            numbers = [n for n in range(first, end) if request.has[group][n]]
+            # An op names consecutive blocks; groups with a window have holes.
+            while numbers:
+                cut = next((i for i in range(1, len(numbers)) if numbers[i] != numbers[0] + i), len(numbers))
+                self._store_blocks(request, group, numbers[:cut])
+                numbers = numbers[cut:]
+        request.offered = max(request.offered, end)
+
+    def _store_blocks(self, request: SimRequest, group: int, numbers: list[int]) -> None:
+        world = self.world
+        keys: list[Key] = [(group, request.key_of(group, n)) for n in numbers]
+        array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
+        blocks = np.array([request.blocks[group][n] for n in numbers], np.int32)
+        plan = world.manager.begin_store(request.request_id, group, array, blocks, numbers[0])
+        stored = plan.stored.tolist()
+        op = plan.graph.ops[0] if plan.graph else None
+        world.model.plan_store(
+            keys,
+            stored,
+            op.slots.tolist() if op else [],
+            plan.known,
+            plan.dropped,
+            world.recorder.take_evicted(),
+        )
+        require((op is not None) == bool(stored), "a store without pages, or pages without a store")
+        if op is not None:
+            require(
+                op.blocks.tolist() == blocks[stored].tolist(), "a store reads other blocks than were given"
+            )
+            chosen = [keys[i] for i in stored]
+            world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in stored], in_stream=True)
+
+    def abort(self) -> None:
+        request = self.world.pick()
+        if request is not None:
+            self.end(request)
+
+    def preempt(self) -> None:
+        request = self.world.pick()
+        # An engine does not preempt a request that waits for its load.
+        if request is not None and request.state == "running":
+            self.restart(request)
+
+    def end(self, request: SimRequest) -> None:
+        world = self.world
+        world.release(request)
+        world.free_blocks(request)
+        world.live.remove(request)
+
+    def restart(self, request: SimRequest) -> None:
+        world = self.world
+        world.release(request)
+        world.free_blocks(request)
+        request.state = "new"
+
+    def recompute_from(self, request: SimRequest, number: int) -> None:
+        """The engine learns that block `number` holds no KV: nothing computed from it counts.
+
+        It goes back to the last boundary before which it has what every group needs to go on.
+        """
+        world = self.world
+        groups = range(len(world.config.groups))
+        while not all(request.has[g][n] for g in groups for n in world.model.needed(g, 0, number)):
+            number -= 1
+        barred = world.manager.discard_from(request.request_id, number)
+        require(
+            barred == world.model.bar(request.request_id, number),
+            "discard_from barred another number of pages",
+        )
+        request.computed = min(request.computed, number)
+        request.offered = min(request.offered, number)
+        for has in request.has:
+            has[number:] = [False] * len(has[number:])
+        request.tail_loaded = 0

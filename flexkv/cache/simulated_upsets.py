@@ -1,0 +1,70 @@
+"""What befalls the cache as a whole in a simulation: forgotten keys, expiry, growth, lost memory, new weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.cache.simulated_model import Key, require
+from flexkv.cache.simulated_requests import Requests
+from flexkv.cache.simulated_world import World, block_key
+
+
+class Upsets:
+    """One method for each event; `Simulation` says how often it comes."""
+
+    def __init__(self, world: World, requests: Requests) -> None:
+        self.world = world
+        self.requests = requests
+
+    def forget(self) -> None:
+        world = self.world
+        known = [*world.model.visible, *world.model.pending]
+        if not known:
+            return
+        group = world.random.choice(known)[0]
+        keys: list[Key] = [key for key in known if key[0] == group and world.random.random() < 0.2]
+        keys.append((group, block_key("unknown")))
+        array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
+        count = world.manager.forget(group, array)
+        expected, seen = world.model.forget(keys)
+        require(count == expected, f"forget knew {count} keys, not {expected}")
+        require(
+            sorted(world.recorder.take_evicted()) == sorted(seen),
+            "the listener was told of other forgotten keys",
+        )
+
+    def expire(self) -> None:
+        world = self.world
+        world.now_s += world.random.choice((1.0, 20.0, 31.0))
+        before = set(world.model.leases)
+        count = world.manager.expire()
+        gone = {request_id for request_id in before if world.manager.leased_pages(request_id) == 0}
+        require(count == len(gone), "expire counts other leases than it ended")
+        for request in world.live:
+            if request.request_id in gone and request.state == "matched":
+                self.requests.restart(request)
+        for request_id in gone:
+            world.model.release(request_id)
+
+    def grow_some(self) -> None:
+        world = self.world
+        world.grow(world.random.randrange(len(world.config.groups)))
+
+    def lose_pool(self) -> None:
+        world = self.world
+        world.lost_until = world.report.steps + world.random.randint(10, 60)
+
+    def reset(self) -> None:
+        world = self.world
+        epoch = world.manager.reset()
+        world.model.reset()
+        require(
+            epoch == world.model.epoch and world.recorder.resets[-1] == epoch,
+            "reset did not begin a new epoch",
+        )
+        world.engine.weights = epoch
+        for request in list(world.live):
+            if request.state == "loading":
+                self.requests.end(request)
+            else:
+                self.requests.restart(request)

@@ -1,0 +1,148 @@
+"""What every part of a simulation shares: the manager, the model that judges it, the engine, and what is in flight."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexkv.cache.base import GroupSpec, ManagerLimits, OpRole
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulated_engine import SimEngine, SimRequest
+from flexkv.cache.simulated_model import Key, Model, ModelOp, Recorder, require
+from flexkv.cache.stats import ManagerStats
+from flexkv.transfer.graph import TransferOp
+
+ManagerFactory = Callable[..., LocalCacheManager]
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """What is simulated.
+
+    Attributes:
+        seed: names the run; the same seed takes the same steps.
+        steps: random actions to take, before everything in flight is drained.
+        groups: KV groups of the unit.
+        ranks: workers that report each op.
+        engine_blocks: engine blocks of each group.
+        requests: live requests at once.
+        failure_rate: share of moved pages that fail.
+        ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
+            share engine blocks whose load has not been verified yet.
+        integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
+    """
+
+    seed: int
+    steps: int = 2_000
+    groups: tuple[GroupSpec, ...] = (GroupSpec(block_tokens=4, slots=40),)
+    ranks: int = 2
+    engine_blocks: int = 64
+    requests: int = 8
+    failure_rate: float = 0.03
+    ordered_reports: bool = True
+    integrity_every: int = 10
+    store_queue_pages: int = 24
+    load_queue_pages: int = 32
+
+
+@dataclass
+class SimulationReport:
+    """What a run did; a run that ends has broken no rule."""
+
+    steps: int = 0
+    verified_pages: int = 0
+    failed_pages: int = 0
+    actions: dict[str, int] = field(default_factory=dict)
+    stats: ManagerStats = field(default_factory=ManagerStats)
+
+
+def block_key(*parts: object) -> bytes:
+    """A key of 16 bytes, the same for the same parts."""
+    return hashlib.sha256(repr(parts).encode()).digest()[:16]
+
+
+class World:
+    """State of one run, and the moves that several of its parts make."""
+
+    def __init__(self, config: SimulationConfig, manager_class: ManagerFactory) -> None:
+        self.config = config
+        self.random = random.Random(config.seed)
+        self.now_s = 0.0
+        self.recorder = Recorder()
+        limits = ManagerLimits(
+            ranks=config.ranks,
+            inflight_store_pages=config.store_queue_pages,
+            inflight_load_pages=config.load_queue_pages,
+            lease_s=30.0,
+        )
+        self.manager = manager_class(config.groups, limits, clock=lambda: self.now_s, listener=self.recorder)
+        self.model = Model(config.groups, limits)
+        slots = [spec.slots for spec in config.groups]
+        self.engine = SimEngine(config.ranks, len(config.groups), config.engine_blocks, slots)
+        self.live: list[SimRequest] = []
+        self.ops: dict[int, TransferOp] = {}
+        self.report = SimulationReport()
+        self.lost_until = 0
+        for group in range(len(config.groups)):
+            self.grow(group)
+
+    def pick(self) -> SimRequest | None:
+        return self.random.choice(self.live) if self.live else None
+
+    def room_for(self, blocks: int) -> bool:
+        return all(len(self.engine.pool.free(g)) >= blocks for g in range(len(self.config.groups)))
+
+    def give_block(self, request: SimRequest, group: int, block: int, has: bool) -> None:
+        self.engine.pool.hold((group, block))
+        request.blocks[group].append(block)
+        request.has[group].append(has)
+
+    def free_blocks(self, request: SimRequest) -> None:
+        for group, blocks in enumerate(request.blocks):
+            for block in blocks:
+                self.engine.pool.drop((group, block))
+        request.blocks, request.has = [], []
+        request.unverified = set()
+
+    def release(self, request: SimRequest) -> None:
+        self.manager.release(request.request_id)
+        self.model.release(request.request_id)
+        if self.random.random() < 0.2:
+            self.manager.release(request.request_id)
+
+    def submit(
+        self,
+        op: TransferOp,
+        request: SimRequest,
+        role: OpRole,
+        keys: list[Key],
+        numbers: list[int],
+        in_stream: bool,
+    ) -> None:
+        waits = {
+            number
+            for number, other in self.model.ops.items()
+            if role is OpRole.STORE and other.role is OpRole.LOAD and other.request_id == request.request_id
+        }
+        self.model.add_op(
+            op.op_id,
+            ModelOp(request.request_id, role, keys, op.slots.tolist(), numbers, self.model.epoch, waits),
+        )
+        self.ops[op.op_id] = op
+        self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
+
+    def grow(self, group: int) -> None:
+        slots = self.config.groups[group].slots
+        self.model.up[group] = min(slots, self.model.up[group] + max(1, slots // 3))
+        self.manager.grow(group, self.model.up[group])
+
+    def check_visible(self) -> None:
+        """Every visible slot holds what its key promises, on every rank."""
+        for (group, key), slot in self.model.visible.items():
+            for rank in self.engine.ranks:
+                require(
+                    rank.slot[group][slot] == (self.engine.weights, key),
+                    "a visible slot holds another block's bytes",
+                )
