@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "index/block_key.h"
 #include "index/entry_table.h"
 #include "index/eviction_policy.h"
@@ -98,8 +99,15 @@ class BlockIndex {
 
   Group& group_at(uint32_t group);
   const Group& group_at(uint32_t group) const;
-  bool is_block(EntryId id, uint32_t group, const BlockKey& key) const;
-  bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const;
+  bool is_block(EntryId id, uint32_t group, const BlockKey& key) const {
+    return table_[id].key == key && table_[id].group() == group;
+  }
+  bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const {
+    return table_[id].key == key && table_[id].is_ready_in(group);
+  }
+  EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
+    return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
+  }
   // Follows the chain after `at` for as long as it agrees with `keys`; returns how far. `visit(i, id)` is
   // called for each block found.
   template <class Visit>
@@ -111,12 +119,18 @@ class BlockIndex {
   // Evicts until `keys` have a slot each, or `max_new` of those that are unknown.
   void make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                  std::vector<BlockKey>& evicted);
-  EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const;
   void check_pinned(EntryId id) const;
   void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
-  void free_entry(EntryId id);
-  void take_from_map(EntryId id);
-  void erase(EntryId id, uint32_t hash);  // the same, with the hash of its key
+  void free_entry(EntryId id) {
+    groups_[table_[id].group()].pool.give_back(table_[id].slot);
+    table_.release(id);
+  }
+  void take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key)); }
+  // The same, with the hash of its key.
+  void erase(EntryId id, uint32_t hash) {
+    if (!map_.erase(hash, id)) throw ContractError("entry " + std::to_string(id) + " is not in the map");
+    table_[id].set_state(EntryState::kRemoved);
+  }
 
   void check_lists(std::vector<uint32_t>& seen) const;
   void check_slots() const;

@@ -1,0 +1,83 @@
+// How blocks leave BlockIndex: evicted for their slot, removed by name, or all at once.
+#include <algorithm>
+#include <array>
+
+#include "base/error.h"
+#include "index/block_index.h"
+#include "index/probe_batch.h"
+
+namespace flexkv {
+
+std::vector<BlockKey> BlockIndex::evict(uint32_t group, size_t count) {
+  std::vector<BlockKey> evicted;
+  evicted.reserve(std::min(count, size()));
+  evict(group_at(group), count, evicted);
+  return evicted;
+}
+
+void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
+  // In batches, so that the misses on the map's places overlap.
+  std::array<EntryId, kProbeBatch> victims;
+  std::array<uint32_t, kProbeBatch> hashes;
+  size_t gone = 0;
+  while (gone < count) {
+    const size_t wanted = std::min(kProbeBatch, count - gone);
+    size_t chosen = 0;
+    while (chosen < wanted) {
+      const EntryId victim = group.policy->victim(table_);
+      if (victim == kNoEntry) break;
+      table_.unlink(victim, victim);
+      if (table_[victim].pins() > 0) {
+        // Met once for each time it was pinned at most, so this is part of the price of a pin.
+        table_.link_after(group.leased, victim, victim);
+        continue;
+      }
+      hashes[chosen] = map_.hash(table_[victim].key);
+      map_.prefetch(hashes[chosen]);
+      victims[chosen++] = victim;
+    }
+    for (size_t i = 0; i < chosen; ++i) {
+      evicted.push_back(table_[victims[i]].key);
+      erase(victims[i], hashes[i]);
+      free_entry(victims[i]);
+    }
+    gone += chosen;
+    if (chosen < wanted) break;
+  }
+  evictions_ += gone;
+}
+
+size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
+  size_t count = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const EntryId id = entries[i];
+    const bool present =
+        id >= table_.first() && id < table_.end() &&
+        (table_[id].state() == EntryState::kReady || table_[id].state() == EntryState::kPending);
+    removed[i] = present;
+    if (!present) continue;
+    ++count;
+    take_from_map(id);
+    if (table_[id].pins() == 0) {
+      table_.unlink(id, id);
+      free_entry(id);
+    }
+  }
+  return count;
+}
+
+size_t BlockIndex::clear() {
+  const size_t count = map_.size();
+  map_.clear();
+  for (EntryId id = table_.first(); id < table_.end(); ++id) {
+    Entry& entry = table_[id];
+    if (entry.state() != EntryState::kReady && entry.state() != EntryState::kPending) continue;
+    entry.set_state(EntryState::kRemoved);
+    if (entry.pins() > 0) continue;
+    table_.unlink(id, id);
+    free_entry(id);
+  }
+  return count;
+}
+
+}  // namespace flexkv

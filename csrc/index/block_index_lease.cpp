@@ -1,0 +1,77 @@
+// Leases of BlockIndex, and the order of use that they leave behind.
+#include "base/error.h"
+#include "index/block_index.h"
+
+namespace flexkv {
+namespace {
+
+// How many entries ahead `pin` fetches. Source: sweep of 8..64 on Zen 3, flat from 16 on.
+constexpr size_t kPinAhead = 16;
+
+}  // namespace
+
+void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
+  // A pinned entry stays where it is in its list: relinking it would touch both of its neighbours, which lie
+  // anywhere. An eviction that meets it takes it out.
+  if (entries.empty()) return;
+  const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
+  const uint32_t group = any_known ? table_[entries[0]].group() : 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const EntryId id = entries[i];
+    if (i + kPinAhead < entries.size()) table_.prefetch(entries[i + kPinAhead]);
+    if (id < table_.first() || id >= table_.end() || !table_[id].is_ready_in(group) ||
+        table_[id].pins() == Entry::kMaxPins) {
+      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      throw ContractError("pin: entry " + std::to_string(id) +
+                          " is not a ready block of its group, or has too many leases");
+    }
+    ++table_[id].meta;
+    slots[i] = static_cast<int32_t>(table_[id].slot);
+  }
+}
+
+void BlockIndex::check_pinned(EntryId id) const {
+  if (id >= table_.first() && id < table_.end() && table_[id].pins() > 0) return;
+  throw ContractError("entry " + std::to_string(id) + " is not leased");
+}
+
+void BlockIndex::unpin(std::span<const EntryId> entries) {
+  // From the end to the start, so that each chain is admitted before the one that precedes it in the request.
+  for (size_t i = entries.size(); i > 0;) {
+    const EntryId last = entries[--i];
+    check_pinned(last);
+    Entry& entry = table_[last];
+    --entry.meta;
+    if (entry.pins() > 0) continue;
+    if (entry.state() != EntryState::kReady) {
+      table_.unlink(last, last);
+      free_entry(last);
+      continue;
+    }
+    const uint32_t pinned_once = entry.meta + 1;
+    EntryId first = last;
+    while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once) {
+      first = entries[--i];
+      --table_[first].meta;
+    }
+    table_.unlink(first, last);
+    groups_[entry.group()].policy->admit(table_, first, last);
+  }
+}
+
+void BlockIndex::touch(std::span<const EntryId> entries) {
+  const auto evictable = [&](EntryId id) {
+    return id >= table_.first() && id < table_.end() && table_[id].state() == EntryState::kReady &&
+           table_[id].pins() == 0;
+  };
+  for (size_t i = entries.size(); i > 0;) {
+    const EntryId last = entries[--i];
+    if (!evictable(last)) continue;
+    EntryId first = last;
+    while (i > 0 && table_[first].newer == entries[i - 1] && evictable(entries[i - 1])) first = entries[--i];
+    table_.unlink(first, last);
+    groups_[table_[last].group()].policy->admit(table_, first, last);
+  }
+}
+
+}  // namespace flexkv

@@ -1,0 +1,151 @@
+// Lookups of BlockIndex: chains are walked, everything else is probed in overlapped batches.
+#include <algorithm>
+#include <array>
+
+#include "base/error.h"
+#include "index/block_index.h"
+#include "index/probe_batch.h"
+
+namespace flexkv {
+namespace {
+
+// A link is followed only to an entry that is near, so that its line is likely on its way already. A walk
+// over links to far entries pays the memory's latency for each, four times the cost of overlapped probes.
+constexpr EntryId kNearEntries = 8;
+
+bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
+
+// How many entries ahead a walk fetches: 16 lines. The hardware's own prefetch stops at every 4 KiB.
+constexpr EntryId kWalkAhead = 32;
+
+}  // namespace
+
+template <class Visit>
+size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const {
+  const uint32_t ready = Entry::pack(EntryState::kReady, group, 0);
+  size_t i = 0;
+  while (i < keys.size()) {
+    // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
+    // the link, lets the CPU run ahead of the loads; one test of all differences keeps it to two branches a
+    // block.
+    for (; i < keys.size(); ++i, ++at) {
+      const Entry& entry = table_[at];
+      if (entry.older != at + 1) break;
+      const Entry& next = (&entry)[1];
+      const uint64_t differs = (next.key.low ^ keys[i].low) | (next.key.high ^ keys[i].high) |
+                               ((next.meta & ~Entry::kMaxPins) ^ ready);
+      if (differs) break;
+      __builtin_prefetch(&entry + kWalkAhead);
+      visit(i, at + 1);
+    }
+    if (i == keys.size()) break;
+    const EntryId next = table_[at].older;
+    if (!near(at, next) || !is_ready(next, group, keys[i])) break;
+    visit(i++, next);
+    at = next;
+  }
+  return i;
+}
+
+template <class Visit>
+size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                         Visit visit) const {
+  group_at(group);
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  size_t hashed = 0;
+  size_t i = 0;
+  size_t batch = 1;
+  while (i < keys.size()) {
+    // One probe at a break between two chains; a growing batch of overlapped ones where no chain is to be
+    // found. Then the map's places are fetched a whole batch ahead, so that the pipeline never runs dry.
+    const size_t begin = i;
+    const size_t end = std::min(keys.size(), i + batch);
+    const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);
+    for (hashed = std::max(hashed, begin); hashed < ahead; ++hashed) {
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
+    }
+    if (batch > 1) {
+      for (size_t k = i; k < end; ++k) {
+        const EntryId candidate = map_.candidate(hashes[k % hashes.size()]);
+        if (candidate != kNoEntry) table_.prefetch(candidate);
+      }
+    }
+    bool chained = false;
+    while (i < end && !chained) {
+      const EntryId found = lookup(group, keys[i], hashes[i % hashes.size()]);
+      if (found == kNoEntry || !table_[found].is_ready_in(group)) return i;
+      chained =
+          batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
+      visit(i++, found);
+    }
+    batch = std::min(2 * batch, kProbeBatch);
+    if (chained) {
+      const size_t from = i;
+      const size_t walked = walk(group, keys.subspan(from), entries[from - 1],
+                                 [&](size_t k, EntryId id) { visit(from + k, id); });
+      i += walked;
+      if (walked > 0) batch = 1;
+    }
+  }
+  return i;
+}
+
+size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
+  return match(group, keys, entries, [entries](size_t i, EntryId id) { entries[i] = id; });
+}
+
+size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                                 int32_t* slots) {
+  bool overflow = false;
+  const size_t found = match(group, keys, entries, [&](size_t i, EntryId id) {
+    Entry& entry = table_[id];
+    entries[i] = id;
+    slots[i] = static_cast<int32_t>(entry.slot);
+    overflow |= (++entry.meta & Entry::kMaxPins) == 0;
+  });
+  if (overflow) {
+    for (size_t i = 0; i < found; ++i) --table_[entries[i]].meta;
+    throw ContractError("match_and_pin: a block has " + std::to_string(Entry::kMaxPins) +
+                        " leases; it cannot have more");
+  }
+  return found;
+}
+
+size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool ready_only,
+                        EntryId* entries) const {
+  const size_t known = find(group, keys, entries);
+  if (!ready_only) return known;
+  size_t ready = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (entries[i] != kNoEntry && !table_[entries[i]].is_ready_in(group)) entries[i] = kNoEntry;
+    ready += entries[i] != kNoEntry;
+  }
+  return ready;
+}
+
+size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
+  group_at(group);
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  size_t found = 0;
+  size_t hashed = 0;
+  for (size_t begin = 0; begin < keys.size(); begin += kProbeBatch) {
+    const size_t end = std::min(keys.size(), begin + kProbeBatch);
+    for (const size_t ahead = std::min(keys.size(), end + kProbeBatch); hashed < ahead; ++hashed) {
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
+    }
+    for (size_t k = begin; k < end; ++k) {
+      entries[k] = map_.candidate(hashes[k % hashes.size()]);
+      if (entries[k] != kNoEntry) table_.prefetch(entries[k]);
+    }
+    for (size_t k = begin; k < end; ++k) {
+      if (entries[k] == kNoEntry) continue;
+      entries[k] = lookup(group, keys[k], hashes[k % hashes.size()]);
+      found += entries[k] != kNoEntry;
+    }
+  }
+  return found;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,107 @@
+// How blocks come into BlockIndex: a place and a slot first, visible when the write has ended.
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "base/error.h"
+#include "index/block_index.h"
+#include "index/probe_batch.h"
+
+namespace flexkv {
+
+void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
+                           std::vector<BlockKey>& evicted) {
+  Group& owner = group_at(group);
+  std::vector<EntryId> found(keys.size());
+  const size_t unknown = keys.size() - find(group, keys, found.data());
+  const size_t expected = std::min(unknown, max_new);
+  const size_t free = owner.pool.free();
+  if (expected <= free) return;
+
+  // What the request has already must not be evicted to make room for the rest of it.
+  std::vector<EntryId> held;
+  if (unknown < keys.size()) {
+    for (const EntryId id : found) {
+      if (id != kNoEntry && table_[id].is_ready_in(group)) held.push_back(id);
+    }
+    std::vector<int32_t> slots(held.size());
+    pin(held, slots.data());
+  }
+  evicted.reserve(expected - free);
+  evict(owner, expected - free, evicted);
+  unpin(held);
+}
+
+Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new) {
+  Group& owner = group_at(group);
+  Inserted result;
+  const size_t most = std::min(keys.size(), max_new);
+  if (owner.pool.free() < most) make_room(group, keys, max_new, result.evicted);
+  const size_t reserved = std::min(most, owner.pool.free());
+  result.positions.reserve(reserved);
+  result.entries.reserve(reserved);
+  result.slots.reserve(reserved);
+
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  std::vector<EntryId> known;                    // and ready
+  EntryId at = owner.leased;
+  bool full = false;
+  for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
+    for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
+      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
+      map_.prefetch(hashes[hashed % hashes.size()]);
+    }
+    const uint32_t hash = hashes[i % hashes.size()];
+    size_t place = 0;
+    const EntryId found =
+        map_.find_or_place(hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place);
+    if (found != kNoEntry) {
+      ++result.known;
+      if (table_[found].state() == EntryState::kReady) known.push_back(found);
+      // Known ones come in a row: the next but some are likely known too.
+      const size_t next = i + kProbeBatch;
+      if (next >= hashed) continue;
+      const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);
+      if (candidate != kNoEntry) table_.prefetch(candidate);
+      continue;
+    }
+    std::optional<uint32_t> slot;
+    if (!full && result.positions.size() < max_new) slot = owner.pool.take();
+    if (!slot) {
+      full = true;
+      ++result.dropped;
+      continue;
+    }
+    const EntryId id = table_.allocate();
+    if (id == kNoEntry) throw ContractError("insert: a slot is free but no entry is");
+    Entry& entry = table_[id];
+    entry.key = keys[i];
+    entry.slot = *slot;
+    entry.meta = Entry::pack(EntryState::kPending, group, 1);
+    table_.link_after(at, id, id);
+    at = id;
+    map_.put(place, hash, id);
+    result.positions.push_back(static_cast<uint32_t>(i));
+    result.entries.push_back(id);
+    result.slots.push_back(static_cast<int32_t>(*slot));
+  }
+  touch(known);
+  return result;
+}
+
+void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published) {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    check_pinned(entries[i]);
+    Entry& entry = table_[entries[i]];
+    published[i] = entry.state() == EntryState::kPending && ok[i];
+    if (entry.state() != EntryState::kPending) continue;
+    if (ok[i]) {
+      entry.set_state(EntryState::kReady);
+    } else {
+      take_from_map(entries[i]);
+    }
+  }
+  unpin(entries);
+}
+
+}  // namespace flexkv
