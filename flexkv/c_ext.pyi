@@ -187,6 +187,12 @@ class FaultyMover(PageMover):
     @property
     def stalled(self) -> int: ...
 
+class Lane:
+    """Executes the ops of some kinds; given to a TransferEngine."""
+
+class DiskLane(Lane):
+    """DISK_READ and DISK_WRITE of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`."""
+
 class TransferEngine:
     """Native engine; use `flexkv.transfer.engine.TransferEngine`."""
 
@@ -199,10 +205,22 @@ class TransferEngine:
     def detach_view(self, group: int) -> None: ...
     def submit(
         self,
-        ops: Sequence[tuple[int, int, int, int, NDArray[np.int32], NDArray[np.int32], bool]],
+        ops: Sequence[
+            tuple[
+                int,
+                int,
+                int,
+                int,
+                NDArray[np.int32],
+                NDArray[np.int32],
+                bool,
+                NDArray[np.int32],
+                NDArray[np.uint8],
+            ]
+        ],
         edges: Sequence[tuple[int, int, int]],
     ) -> int | None:
-        """ops: op_id, kind, group, priority, blocks, slots, layerwise. edges: before, after, kind."""
+        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags. edges: before, after, kind."""
     def poll(self, max_results: int) -> list[tuple[int, int, int, NDArray[np.int32], str]]:
         """op_id, ticket, status, failed positions, reason of each."""
     @property

@@ -45,7 +45,20 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-constexpr size_t kOpFields = 7;  // op_id, kind, group, priority, blocks, slots, layerwise
+// op_id, kind, group, priority, blocks, slots, layerwise, places, tags
+constexpr size_t kOpFields = 9;
+
+std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
+  using TagArray = py::array_t<uint8_t, py::array::c_style>;
+  const bool is_array = py::isinstance<TagArray>(object);
+  const auto tags = is_array ? py::reinterpret_borrow<TagArray>(object) : TagArray();
+  if (!is_array || tags.ndim() != 2 || tags.shape(1) != static_cast<py::ssize_t>(kTagBytes)) {
+    throw ContractError("tags of op " + std::to_string(op_id) +
+                        " must be a uint8 C-contiguous array of shape [pages, " + std::to_string(kTagBytes) +
+                        "]");
+  }
+  return {tags.data(), tags.data() + tags.size()};
+}
 
 GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
   GraphSpec graph;
@@ -63,6 +76,8 @@ GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
     spec.blocks = to_ids(fields[4], "blocks", spec.op_id);
     spec.slots = to_ids(fields[5], "slots", spec.op_id);
     spec.layerwise = fields[6].cast<bool>();
+    spec.places = to_ids(fields[7], "places", spec.op_id);
+    spec.tags = to_tags(fields[8], spec.op_id);
   }
   for (const py::handle edge : edges) {
     const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);

@@ -141,6 +141,13 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
                         std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
                         std::to_string(blocks));
   }
+  const size_t places = has_places(op.kind) ? op.slots.size() : 0;
+  if (op.places.size() != places || op.tags.size() != places * kTagBytes) {
+    throw ContractError(place(op, position) + ": " + std::to_string(op.places.size()) + " places and " +
+                        std::to_string(op.tags.size()) + " bytes of tags for " +
+                        std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
+                        std::to_string(places) + " and " + std::to_string(places * kTagBytes));
+  }
   if (view->pool().closed()) {
     throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) +
                       " was closed");

@@ -1,5 +1,6 @@
 // What callers hand in and get back; the native twins of flexkv/transfer/graph.py, with the same numbers.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -34,6 +35,12 @@ constexpr bool has_device_side(OpKind kind) {
   return (device & kind_bit(kind)) != 0;
 }
 
+// Whether ops of this kind name a place and a tag for each page.
+constexpr bool has_places(OpKind kind) { return kind == OpKind::kDiskRead || kind == OpKind::kDiskWrite; }
+
+// Unit: bytes. Of a page's tag, which says what its place holds or is to hold; bytes to the scheduler.
+inline constexpr size_t kTagBytes = 40;
+
 // Lower runs first.
 enum class Priority : int32_t { kLoad = 0, kDelete = 1, kStore = 2 };
 inline constexpr int kPriorities = 3;
@@ -51,6 +58,8 @@ struct OpSpec {
   std::vector<int32_t> blocks;  // as many as slots, or none for a kind without a device side
   std::vector<int32_t> slots;
   bool layerwise = false;
+  std::vector<int32_t> places;  // as many as slots if has_places(kind), else none
+  std::vector<uint8_t> tags;    // kTagBytes for each place
 };
 
 struct EdgeSpec {

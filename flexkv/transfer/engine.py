@@ -99,7 +99,18 @@ class TransferEngine(DataPlane):
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
         ops = [
-            (op.op_id, op.kind, op.group, op.priority, op.blocks, op.slots, op.layerwise) for op in graph.ops
+            (
+                op.op_id,
+                op.kind,
+                op.group,
+                op.priority,
+                op.blocks,
+                op.slots,
+                op.layerwise,
+                op.places,
+                op.tags,
+            )
+            for op in graph.ops
         ]
         edges = [(edge.before, edge.after, edge.kind) for edge in graph.edges]
         ticket = self._native.submit(ops, edges)

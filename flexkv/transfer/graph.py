@@ -6,7 +6,7 @@ pickles in microseconds and travels to worker processes as part of an engine's o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NewType
 
@@ -21,6 +21,15 @@ BlockIds = NDArray[np.int32]
 
 SlotIds = NDArray[np.int32]
 """Slot numbers in a tier, shape [pages], int32, C-contiguous."""
+
+TAG_BYTES = 40
+"""Bytes of one page's tag; `flexkv.storage.tags` says what they mean."""
+
+PageTags = NDArray[np.uint8]
+"""Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. Opaque to the scheduler of the data plane."""
+
+NO_PLACES: SlotIds = np.empty(0, np.int32)
+NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
 
 
 class OpKind(IntEnum):
@@ -74,6 +83,8 @@ class TransferOp:
         slots: host slots, as many as pages.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.
+        places: for DISK_READ and DISK_WRITE, the disk slots, as many as pages; empty for other kinds.
+        tags: for DISK_READ and DISK_WRITE, what each disk slot must hold or is to hold; empty for other kinds.
     """
 
     op_id: OpId
@@ -83,6 +94,8 @@ class TransferOp:
     blocks: BlockIds
     slots: SlotIds
     layerwise: bool = False
+    places: SlotIds = field(default_factory=lambda: NO_PLACES)
+    tags: PageTags = field(default_factory=lambda: NO_TAGS)
 
     @property
     def pages(self) -> int:
@@ -91,13 +104,22 @@ class TransferOp:
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Plain numbers: by default each enum travels as a call to look up its name, which costs more than the pages.
         numbers = (int(self.kind), self.group, int(self.priority))
-        return _op_of_numbers, (self.op_id, *numbers, self.blocks, self.slots, self.layerwise)
+        disk = (self.places, self.tags) if len(self.places) or len(self.tags) else ()
+        return _op_of_numbers, (self.op_id, *numbers, self.blocks, self.slots, self.layerwise, *disk)
 
 
 def _op_of_numbers(
-    op_id: OpId, kind: int, group: int, priority: int, blocks: BlockIds, slots: SlotIds, layerwise: bool
+    op_id: OpId,
+    kind: int,
+    group: int,
+    priority: int,
+    blocks: BlockIds,
+    slots: SlotIds,
+    layerwise: bool,
+    places: SlotIds = NO_PLACES,
+    tags: PageTags = NO_TAGS,
 ) -> TransferOp:
-    return TransferOp(op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise)
+    return TransferOp(op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise, places, tags)
 
 
 @dataclass(frozen=True, slots=True)

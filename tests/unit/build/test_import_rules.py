@@ -10,18 +10,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer.
+# Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
+# `storage.base` and `storage.tags` that between cache and storage.
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "observe": frozenset(),
     "config": frozenset({"errors", "observe"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
-    "cache": BASE | {"transfer.graph"},
+    "cache": BASE | {"transfer.graph", "storage.base", "storage.tags"},
     "transfer": BASE,
-    "adapters": BASE | {"cache", "transfer"},
+    "storage": BASE | {"transfer.graph", "transfer.host_pool"},
+    "adapters": BASE | {"cache", "transfer", "storage"},
     "integration": frozenset({"adapters"}),
-    "cli": BASE | {"cache", "transfer", "adapters"},
+    "cli": BASE | {"cache", "transfer", "storage", "adapters"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ENGINE_PACKAGES = frozenset({"adapters", "integration"})

@@ -7,7 +7,16 @@ import pickle
 import numpy as np
 import pytest
 
-from flexkv.transfer.graph import Edge, EdgeKind, OpId, OpKind, Priority, TransferGraph, TransferOp
+from flexkv.transfer.graph import (
+    TAG_BYTES,
+    Edge,
+    EdgeKind,
+    OpId,
+    OpKind,
+    Priority,
+    TransferGraph,
+    TransferOp,
+)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, pickle.HIGHEST_PROTOCOL])
@@ -16,15 +25,19 @@ def test_every_field_arrives(protocol: int, layerwise: bool) -> None:
     blocks, slots = np.array([7, 3, 9], np.int32), np.array([0, 2, 1], np.int32)
     store = TransferOp(OpId(2**40), OpKind.D2H, 3, Priority.STORE, blocks, slots, layerwise)
     drop = TransferOp(OpId(5), OpKind.DROP, 0, Priority.DELETE, blocks[:0], slots[:1])
-    sent = TransferGraph((store, drop), (Edge(0, 1, EdgeKind.STREAM),))
+    tags = np.arange(3 * TAG_BYTES, dtype=np.uint8).reshape(3, TAG_BYTES)
+    read = TransferOp(
+        OpId(6), OpKind.DISK_READ, 0, Priority.LOAD, blocks[:0], slots, layerwise, places=blocks, tags=tags
+    )
+    sent = TransferGraph((store, drop, read), (Edge(0, 1, EdgeKind.STREAM),))
     came = pickle.loads(pickle.dumps(sent, protocol))
     assert came.edges == sent.edges
-    assert len(came.ops) == 2
+    assert len(came.ops) == 3
     for there, here in zip(came.ops, sent.ops, strict=True):
         assert type(there.kind) is OpKind
         assert type(there.priority) is Priority
         for name in ("op_id", "kind", "group", "priority", "layerwise", "pages"):
             assert getattr(there, name) == getattr(here, name), name
-        for name in ("blocks", "slots"):
-            assert getattr(there, name).dtype == np.int32
+        for name in ("blocks", "slots", "places", "tags"):
+            assert getattr(there, name).dtype == getattr(here, name).dtype
             np.testing.assert_array_equal(getattr(there, name), getattr(here, name))

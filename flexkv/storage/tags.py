@@ -1,0 +1,63 @@
+"""The tag of a page: what a slot of the disk tier must hold before its bytes are served."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import TAG_BYTES, PageTags
+
+TAG = np.dtype(
+    [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")]
+)
+"""One tag, the twin of `csrc/storage/page_tag.h`.
+
+key: of the block. generation: from `DiskTier.next_generations`, another one for each write of a slot. expiry: unix
+seconds after which the page is a miss, 0 for never. epoch: of the model's weights. tokens: valid ones in the block.
+"""
+
+assert TAG.itemsize == TAG_BYTES
+
+TagFields = NDArray[np.void]
+"""Tags by their fields: `tags["key"]`, `tags["generation"]`, ...; dtype TAG, shape [pages]."""
+
+NEVER = 0
+"""The expiry of a page that does not expire."""
+
+
+def make_tags(
+    keys: NDArray[np.uint8],
+    epoch: int,
+    generations: NDArray[np.uint64],
+    tokens: NDArray[np.int32] | int,
+    expiries: NDArray[np.uint64] | int = NEVER,
+) -> PageTags:
+    """The tags of pages, uint8 [pages, TAG_BYTES], as a TransferOp carries them.
+
+    Args:
+        keys: uint8 [pages, 16].
+        epoch: in [0, 2**32).
+        generations: uint64 [pages]; of a read, those that the index names.
+        tokens: int32 [pages], or one number for all.
+        expiries: unix seconds, uint64 [pages], or one number for all. A read does not compare them.
+
+    Raises:
+        ContractError: `keys` has another shape, or `generations` another length.
+    """
+    if keys.ndim != 2 or keys.shape[1] != 16 or keys.dtype != np.uint8:
+        raise ContractError(f"keys must be uint8 [pages, 16], given {keys.dtype} {list(keys.shape)}")
+    if generations.shape != (len(keys),):
+        raise ContractError(f"{len(keys)} keys with generations of shape {list(generations.shape)}")
+    tags = np.empty(len(keys), TAG)
+    tags["key"] = keys
+    tags["generation"] = generations
+    tags["expiry"] = expiries
+    tags["epoch"] = epoch
+    tags["tokens"] = tokens
+    return tags.view(np.uint8).reshape(len(keys), TAG_BYTES)
+
+
+def tag_fields(tags: PageTags) -> TagFields:
+    """The fields of `tags`, without a copy."""
+    return tags.reshape(-1).view(TAG)
