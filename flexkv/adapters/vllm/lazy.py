@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,12 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.lookups import GROUP
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.references import StoreWatch
+from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.store_mode import StoreMode
+from flexkv.adapters.vllm.stores import StorePlanner
 from flexkv.cache.base import CacheManager
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import Counters
@@ -18,6 +24,7 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 STEPS_AHEAD = 2
 """How many full steps' worth of blocks at the head of the free queue are kept stored: the next step may take one
@@ -26,11 +33,20 @@ step's worth before the copies planned now have ended."""
 LAZY_REQUEST = "flexkv-lazy"
 
 
-class LazyPlanner:
-    """Offers the blocks at the head of the engine's free queue."""
+class LazyStores(StoreMode):
+    """Offers the blocks at the head of the engine's free queue.
+
+    The engine names a block by its hash when it plans to compute it, so a free block may carry a hash and not the KV.
+    `suspects` are those, and the blocks that somebody wants kept out.
+
+    Args:
+        planner: says what of a request is certain.
+    """
 
     def __init__(
         self,
+        planner: StorePlanner,
+        requests: RequestTable,
         manager: CacheManager,
         watch: StoreWatch,
         geometry: BlockGeometry,
@@ -39,6 +55,8 @@ class LazyPlanner:
         counters: Counters,
         events: EventLog,
     ) -> None:
+        self._planner = planner
+        self._requests = requests
         self._manager = manager
         self._watch = watch
         self._geometry = geometry
@@ -50,7 +68,62 @@ class LazyPlanner:
         self._offered: dict[int, bytes] = {}
         self.suspects: dict[int, bytes] = {}
 
-    def plan(self) -> TransferGraph | None:
+    def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            # Its blocks are looked at only when it has lost them.
+            if tracker := self._requests.get(request_id):
+                tracker.certain = self._planner.certain_after_step(tracker, scheduled)
+        graph = self._plan_head()
+        if graph is not None:
+            orders.early.append(graph)
+
+    def started(self, tracker: RequestTracker) -> None:
+        self._planner.mark_stale(tracker)
+
+    def preempted(self, tracker: RequestTracker) -> None:
+        # The engine has already set the request back to nothing computed.
+        self._settle(tracker, tracker.certain)
+
+    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+        self._settle(tracker, self._planner.certain_at_end(tracker))
+        return []
+
+    def unpublished(self, blocks: BlockIds) -> None:
+        """They are offered again."""
+        for block in blocks.tolist():
+            self._offered.pop(block, None)
+        if len(blocks):
+            self._seen = (-1, -1)
+
+    def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        """Everything stored became a miss; blocks that still hold KV of the old weights stay out."""
+        self._planner.stale_hashes = stale_hashes
+        self.suspects = dict(stale_hashes)
+        self._offered.clear()
+        self._seen = (-1, -1)
+
+    def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
+        """Which of the request's blocks hold what their hash says, now that it lets go of them."""
+        if tracker.stale:
+            self._suspect(tracker.block_ids)
+            self._planner.taint(tracker, 0, len(tracker.block_ids))
+            return
+        good = max(0, certain_tokens) // self._geometry.block_tokens
+        if tracker.suspect_from is not None:
+            for block in tracker.block_ids[tracker.suspect_from : good]:
+                self.suspects.pop(block, None)  # it was computed again
+        # Nor may be stored what the caller or `store.tokens` keeps out.
+        first = min(good, tracker.own_from) if tracker.skip_save else good
+        self._suspect(tracker.block_ids[first:])
+
+    def _suspect(self, block_ids: Iterable[int]) -> None:
+        """Blocks not to be stored under the hash that they carry now."""
+        blocks = self._watch.pool.blocks
+        for block_id in block_ids:
+            if (block_hash := blocks[block_id].block_hash) is not None:
+                self.suspects[block_id] = block_hash
+
+    def _plan_head(self) -> TransferGraph | None:
         """Stores of blocks that the engine may hand out next and that the cache does not have."""
         queue = self._watch.pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
@@ -83,31 +156,6 @@ class LazyPlanner:
             for op in plan.graph.ops:
                 self._watch.add_free(op.op_id, op.blocks)
         return plan.graph
-
-    def reset(self, stale: dict[int, bytes]) -> None:
-        """Everything stored became a miss; blocks that still hold KV of the old weights (`stale`) stay out."""
-        self.suspects = dict(stale)
-        self._offered.clear()
-        self._seen = (-1, -1)
-
-    def offer_again(self, blocks: BlockIds) -> None:
-        """Blocks whose store ended without being published."""
-        for block in blocks.tolist():
-            self._offered.pop(block, None)
-        if len(blocks):
-            self._seen = (-1, -1)
-
-    def suspect(self, block_ids: list[int]) -> None:
-        """Blocks computed from a failed load or replaced weights: not to be stored under the hash they carry now."""
-        blocks = self._watch.pool.blocks
-        for block_id in block_ids:
-            if (block_hash := blocks[block_id].block_hash) is not None:
-                self.suspects[block_id] = block_hash
-
-    def trust(self, block_ids: list[int]) -> None:
-        """Blocks that were computed again."""
-        for block_id in block_ids:
-            self.suspects.pop(block_id, None)
 
     def _candidates(self) -> list[KVCacheBlock]:
         found: list[KVCacheBlock] = []

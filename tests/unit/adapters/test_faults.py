@@ -275,7 +275,7 @@ def test_too_little_memory_says_how_much_a_slot_needs(make_engine: Make) -> None
 def test_ranks_that_disagree_are_refused(make_engine: Make) -> None:
     engine = make_engine()
     other = make_engine(blocks=16)
-    engine.side.unit = None
+    engine.side.parts = None
     engine.side.handshakes.clear()
     with pytest.raises(GeometryError, match="16"):
         engine.side.take_handshake({0: other.workers[0].handshake()})

@@ -61,12 +61,11 @@ def test_a_preempted_request_leaves_only_what_was_computed(
 def test_a_store_that_failed_is_offered_again(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))
-    lazy = engine.side._lazy
-    assert lazy is not None
+    lazy = engine.side.parts.stores
     lazy._offered = {block.block_id: block.block_hash for block in engine.pool.blocks if block.block_hash}
     offered = np.array(sorted(lazy._offered), dtype=np.int32)
     assert stored_after_pressure(engine) == 0
-    lazy.offer_again(offered)
+    lazy.unpublished(offered)
     engine.step({})
     engine.drain()
     assert engine.side.unit.manager.stats().stored_pages > 0

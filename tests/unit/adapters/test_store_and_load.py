@@ -8,6 +8,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.errors import CapacityError
 from tests.unit.adapters.faulty_worker import CORRUPT, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import embeddings, image, lora, make_request
@@ -228,8 +229,8 @@ def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
 
 def test_without_a_pool_nothing_is_promised_and_nothing_stored(make_engine: Make) -> None:
     class Homeless(WorkerSide):
-        def _take_grant(self, grant: object) -> None:
-            self._error = "CapacityError: no room"
+        def attach(self, pool: object, place: object) -> None:
+            raise CapacityError("no room")
 
     engine = make_engine(remote=True, worker_class=Homeless)
     assert engine.run(make_request(PROMPT, "one")) == 0
@@ -257,6 +258,6 @@ def _generate(engine: MiniEngine, request, count: int) -> None:
         live = engine.live[request.request_id]
         if request.num_tokens > len(live.blocks) * 4:
             live.blocks += engine.pool.get_new_blocks(1)
-            engine.side.trackers[request.request_id].block_ids.append(live.blocks[-1].block_id)
+            engine.side.requests.of(request).block_ids.append(live.blocks[-1].block_id)
         engine.step({request.request_id: 1})
     engine.finish(request.request_id)

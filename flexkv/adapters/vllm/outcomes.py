@@ -1,0 +1,108 @@
+"""How ops and steps ended: what is published, what is barred, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from flexkv.adapters.vllm.events import EventLog
+from flexkv.adapters.vllm.loads import Loads
+from flexkv.adapters.vllm.metadata import WorkerMetadata
+from flexkv.adapters.vllm.references import StoreWatch
+from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.store_mode import StoreMode
+from flexkv.adapters.vllm.stores import first_failed
+from flexkv.adapters.vllm.unit import HostUnit
+from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.cache.base import Completion, OpRole
+from flexkv.observe import Counters
+from flexkv.transfer.graph import OpResult
+
+
+class Outcomes:
+    """Hands the workers' reports to the manager, failures first.
+
+    Args:
+        workers: all ranks' worker sides if they live in this process, else none.
+
+    Attributes:
+        changed: an op has ended since somebody set this to False.
+    """
+
+    def __init__(
+        self,
+        unit: HostUnit,
+        workers: Collection[WorkerSide],
+        requests: RequestTable,
+        loads: Loads,
+        stores: StoreMode,
+        watch: StoreWatch,
+        counters: Counters,
+        events: EventLog,
+    ) -> None:
+        self._unit = unit
+        self._workers = workers
+        self._requests = requests
+        self._loads = loads
+        self._stores = stores
+        self._watch = watch
+        self._counters = counters
+        self._events = events
+        self.changed = False
+
+    def collect_early(self) -> None:
+        """Takes results from workers in this process without waiting for a step's report."""
+        if self._workers and self._unit.manager.inflight_ops():
+            # Never ahead of a failed load: see WorkerSide.take_results_early.
+            for worker in self._workers:
+                for result in worker.take_results_early():
+                    self._complete(worker.rank, result)
+
+    def take(self, report: WorkerMetadata) -> None:
+        """A step's report, after the blocks that failed in it."""
+        for rank, error in report.errors.items():
+            self._unit.disable(rank, error)
+        self._unit.heard(report.ready)
+        for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
+            self._complete(rank, result)
+        for worker in self._workers:
+            worker.heard(result.op_id for _, result in report.results)
+
+    def take_failed_blocks(self, failed: set[int]) -> None:
+        """Nothing that was computed from these blocks is published; the engine computes them again."""
+        for tracker in self._requests:
+            first = first_failed(tracker, failed)
+            if first is None:
+                continue
+            self._unit.manager.discard_from(tracker.request_id, first)
+            tracker.cursor = min(tracker.cursor, first)
+            tracker.retry_step = 0
+            tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
+
+    def bar_doubtful(self, tracker: RequestTracker) -> None:
+        """A request that ends may share targets of another's load within a step, whose end nobody knows yet. Once the
+        request is gone, nobody could tell any more which of its stores were computed from a target that failed."""
+        targets = self._loads.step_targets(tracker.request_id)
+        if targets and (first := first_failed(tracker, targets)) is not None:
+            self._unit.manager.discard_from(tracker.request_id, first)
+
+    def _complete(self, rank: int, result: OpResult) -> None:
+        completion = self._unit.manager.complete(rank, result)
+        if completion is None:
+            return
+        self.changed = True
+        if completion.role is OpRole.LOAD:
+            self._end_load(completion)
+        else:
+            self._end_store(completion)
+
+    def _end_load(self, completion: Completion) -> None:
+        self._loads.end(completion.op_id, self._requests.get(completion.request_id))
+        if len(completion.failed_blocks):
+            self.take_failed_blocks(set(completion.failed_blocks.tolist()))
+
+    def _end_store(self, completion: Completion) -> None:
+        self._watch.end(completion.op_id)
+        self._counters.add("flexkv_unpublished_pages_total", len(completion.failed_blocks))
+        self._events.ended(completion.op_id)
+        self._stores.unpublished(completion.failed_blocks)

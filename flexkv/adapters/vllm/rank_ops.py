@@ -1,0 +1,277 @@
+"""One rank's ops between submit and report: waiting for a place, under way, given up, ended."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flexkv.adapters.vllm.metadata import LoadJob
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph
+
+logger = get_logger(__name__)
+
+PAST_DEADLINE = "past load.deadline_s"
+
+PLACE_WAIT_S = 0.002
+"""How often a load that a forward waits for is tried again while its lane's queue is full."""
+
+
+@dataclass(slots=True)
+class RankOp:
+    """An op submitted here and not yet reported.
+
+    Attributes:
+        torn: positions whose block was written while the copy read it.
+        given_up: why its bytes are not to be used however it ends; empty while they are.
+    """
+
+    ticket: int
+    kind: OpKind
+    pages: int
+    started_s: float
+    load: LoadJob | None = None
+    deadline_s: float = float("inf")
+    torn: set[int] | None = None
+    given_up: str = ""
+
+
+class RankOps:
+    """The ops of one rank; every one of them ends in exactly one result.
+
+    Attributes:
+        engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
+        refusal: why there is none and never will be.
+        stripe_bytes: what one page moves on this rank.
+        unheard: loads with failed blocks of which the scheduler's side has not heard.
+    """
+
+    def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
+        self._rank = rank
+        self._load_deadline_s = config.load.deadline_s
+        self._stuck_s = config.transfer.stuck_s
+        self._counters = counters
+        self.engine: Any = None
+        self.refusal = ""
+        self.stripe_bytes = 0
+        self._ops: dict[OpId, RankOp] = {}
+        self._waiting: list[LoadJob] = []
+        self._results: list[OpResult] = []
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self.unheard: set[OpId] = set()
+
+    # --- submit ---
+
+    def submit_load(self, job: LoadJob) -> None:
+        """Starts a load, or keeps it for the next poll while the lane's queue is full."""
+        if job.graph is None:
+            self._failed_blocks.update(job.lost)
+            if not job.sync:
+                self._finished.add(job.request_id)
+            return
+        # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
+        started_s = time.monotonic()
+        ticket = self.engine.submit(job.graph) if self.engine is not None else None
+        if ticket is None and self.engine is not None:
+            # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
+            self._waiting.append(job)
+            return
+        if ticket is None:
+            self._refuse(job, self.refusal or "no host pool")
+            return
+        for op in job.ops:
+            deadline_s = started_s + self._load_deadline_s
+            self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, job, deadline_s)
+
+    def submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
+        """Starts a store; one that finds no place is dropped and reported so."""
+        if urgent:
+            ops = tuple(_with_priority(op, Priority.LOAD) for op in graph.ops)
+            graph = TransferGraph(ops, graph.edges)
+        started_s = time.monotonic()
+        ticket = self.engine.submit(graph) if self.engine is not None else None
+        for op in graph.ops:
+            if ticket is None:
+                self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="busy")
+                reason = self.refusal or "the store lane's queue is full"
+                self._results.append(_refused(op.op_id, op.pages, reason))
+            else:
+                self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s)
+
+    def give_up(self, op_id: OpId, reason: str) -> None:
+        """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
+        for job in self._waiting:
+            if any(op.op_id == op_id for op in job.ops):
+                self._waiting.remove(job)
+                self._refuse(job, reason)
+                return
+        op = self._ops.get(op_id)
+        if op is not None and not op.given_up:
+            op.given_up = reason
+            op.deadline_s = float("inf")
+            self.engine.cancel(op.ticket)
+
+    # --- wait ---
+
+    def finish_load(self, job: LoadJob) -> None:
+        """Waits for a load that the forward reads. Blocks that did not arrive are reported in this step.
+
+        Raises:
+            ClosedError: the copy neither ended nor could be recalled. Its blocks may still be written at any time, so
+                the engine can neither use them nor compute into them.
+        """
+        ends_s = time.monotonic() + self._load_deadline_s
+        while job in self._waiting and time.monotonic() < ends_s:
+            self.poll(PLACE_WAIT_S)
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._refuse(job, "found no place in the queue before the deadline")
+        for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
+            if self._wait(mine, ends_s):
+                continue
+            mine.given_up = PAST_DEADLINE
+            self.engine.cancel(mine.ticket)
+            if not self._wait(mine, time.monotonic() + 2 * self._stuck_s):
+                raise ClosedError(
+                    f"rank {self._rank}: a load of {mine.pages} pages is stuck since "
+                    f"{time.monotonic() - mine.started_s:.1f} s (load.deadline_s and transfer.stuck_s have passed)"
+                )
+        self.poll()
+
+    def finish_stores(self, graphs: list[TransferGraph]) -> None:
+        """Waits for stores up to `transfer.stuck_s`; what has not ended by then counts as failed."""
+        ends_s = time.monotonic() + self._stuck_s
+        for graph in graphs:
+            for op in graph.ops:
+                if (mine := self._ops.get(op.op_id)) and not self._wait(mine, ends_s):
+                    mine.torn = set(range(mine.pages))
+
+    def end_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
+        """Ends copies out of blocks that are about to be written; pages whose copy has not ended by then are torn.
+
+        Args:
+            reused: op -> positions in the op.
+        """
+        self.poll()
+        ends_s = time.monotonic() + wait_s
+        for op_id, positions in reused.items():
+            op = self._ops.get(op_id)
+            if op is not None and not self._wait(op, ends_s):
+                op.torn = (op.torn or set()) | set(positions)
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Collects ended ops; waits for one up to `wait_s` if any is under way. Ends the wait for late loads."""
+        if self.engine is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self.submit_load(job)
+        if wait_s and self._ops:
+            # Not select(), which takes no descriptor above 1023.
+            ended = select.poll()
+            ended.register(self.engine.event_fd, select.POLLIN)
+            ended.poll(wait_s * 1000)
+        while results := self.engine.poll():
+            for result in results:
+                self._end(result)
+        now_s = time.monotonic()
+        for op_id, op in self._ops.items():
+            if op.deadline_s < now_s:
+                self.give_up(op_id, PAST_DEADLINE)
+
+    # --- report ---
+
+    def take_results(self) -> list[OpResult]:
+        """Terminal results since the last call, in the order in which they came."""
+        results, self._results = self._results, []
+        return results
+
+    def take_finished(self) -> set[str]:
+        """Requests whose async load has ended on this rank, each exactly once."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Engine blocks that a load should have filled and did not."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    @property
+    def busy(self) -> bool:
+        """Whether an op is under way or unreported."""
+        return bool(self._ops or self._results or self._waiting)
+
+    # --- internals ---
+
+    def _refuse(self, job: LoadJob, reason: str) -> None:
+        for op in job.ops:
+            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, time.monotonic(), job)
+        for op in job.ops:
+            self._end(_refused(op.op_id, op.pages, reason))
+
+    def _wait(self, op: RankOp, ends_s: float) -> bool:
+        return bool(self.engine.wait(op.ticket, max(0.0, ends_s - time.monotonic())))
+
+    def _end(self, result: OpResult) -> None:
+        op = self._ops.pop(result.op_id)
+        if op.given_up:
+            # Not FAILED: that would say that the stored pages are bad.
+            everything = np.arange(op.pages, dtype=np.int32)
+            result = OpResult(result.op_id, OpStatus.CANCELLED, everything, op.given_up)
+        elif op.torn:
+            torn = np.fromiter(op.torn, dtype=np.int32)
+            failed = np.union1d(result.failed, torn).astype(np.int32)
+            status = OpStatus.FAILED if result.status is OpStatus.OK else result.status
+            result = OpResult(
+                result.op_id, status, failed, result.reason or "the engine reused the block too soon"
+            )
+        self._results.append(result)
+        self._count(op, result)
+        if op.load is not None:
+            self._end_load(op.load, result)
+
+    def _end_load(self, job: LoadJob, result: OpResult) -> None:
+        if len(result.failed):
+            blocks = next(op.blocks for op in job.ops if op.op_id == result.op_id)
+            self._failed_blocks.update(blocks[result.failed].tolist())
+            self.unheard.add(result.op_id)
+        if not job.sync and not any(op.op_id in self._ops for op in job.ops):
+            self._finished.add(job.request_id)
+
+    def _count(self, op: RankOp, result: OpResult) -> None:
+        direction = "load" if op.load is not None else "store"
+        moved = op.pages - len(result.failed)
+        counters = self._counters
+        counters.add("flexkv_moved_pages_total", moved, direction=direction)
+        counters.add("flexkv_moved_bytes_total", moved * self.stripe_bytes, direction=direction)
+        counters.observe("flexkv_transfer_seconds", time.monotonic() - op.started_s, direction=direction)
+        if len(result.failed):
+            reason = "deadline" if op.given_up == PAST_DEADLINE else _FAILURE_LABELS[result.status]
+            counters.add("flexkv_failed_pages_total", len(result.failed), direction=direction, reason=reason)
+            logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)
+
+
+_FAILURE_LABELS = {
+    OpStatus.OK: "failed",
+    OpStatus.FAILED: "failed",
+    OpStatus.CANCELLED: "cancelled",
+    OpStatus.SKIPPED: "skipped",
+    OpStatus.LANE_DOWN: "lane_down",
+}
+
+
+def _refused(op_id: OpId, pages: int, reason: str) -> OpResult:
+    """The result of an op that was never submitted."""
+    return OpResult(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
+
+
+def _with_priority(op: Any, priority: Priority) -> Any:
+    return type(op)(op.op_id, op.kind, op.group, priority, op.blocks, op.slots, op.layerwise)

@@ -1,0 +1,76 @@
+"""The live requests and their block tables, kept from what the engine says with each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flexkv.adapters.vllm.request import RequestTracker, wants_no_store
+from flexkv.cache.keys import EngineKeyChain
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from flexkv.adapters.vllm.store_mode import StoreMode
+
+
+class RequestTable:
+    """Every request from its first lookup to its end."""
+
+    def __init__(self, namespace: bytes, hashes_per_block: int) -> None:
+        self._namespace = namespace
+        self._hashes_per_block = hashes_per_block
+        self._trackers: dict[str, RequestTracker] = {}
+
+    def of(self, request: Request) -> RequestTracker:
+        """The request's tracker; a new one where there is none."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            chain = EngineKeyChain(self._namespace, 0)
+            tracker = RequestTracker(request, chain, wants_no_store(request), self._hashes_per_block)
+            self._trackers[request.request_id] = tracker
+        return tracker
+
+    def get(self, request_id: str) -> RequestTracker | None:
+        return self._trackers.get(request_id)
+
+    def pop(self, request_id: str) -> RequestTracker | None:
+        return self._trackers.pop(request_id, None)
+
+    def __iter__(self) -> Iterator[RequestTracker]:
+        return iter(self._trackers.values())
+
+    def __len__(self) -> int:
+        return len(self._trackers)
+
+    def follow(self, output: SchedulerOutput, stores: StoreMode | None) -> None:
+        """Keeps the block tables: O(new blocks). `stores` hears of requests that lose their blocks or get new ones."""
+        for request_id in output.preempted_req_ids or ():
+            if tracker := self.get(request_id):
+                if stores is not None:
+                    stores.preempted(tracker)
+                tracker.restart()
+        for new in output.scheduled_new_reqs:
+            if tracker := self.get(new.req_id):
+                _start(tracker, new.block_ids[0], stores)
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is None:
+                continue
+            if tracker := self.get(request_id):
+                if request_id in cached.resumed_req_ids:
+                    _start(tracker, blocks[0], stores)
+                else:
+                    tracker.block_ids.extend(blocks[0])
+
+
+def _start(tracker: RequestTracker, block_ids: list[int], stores: StoreMode | None) -> None:
+    """The request begins, or begins again, with this block table."""
+    # What was loaded before a reset is still there; only losing the blocks ends that.
+    stale = tracker.stale
+    tracker.restart()
+    tracker.stale = stale
+    tracker.block_ids.extend(block_ids)
+    if stores is not None:
+        stores.started(tracker)
