@@ -1,25 +1,17 @@
-"""What all tests share: a clean environment, and how long the long-running ones run."""
+"""What all tests share: a clean environment, and a checked length of the long-running ones."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-SOAK_VARIABLE = "FLEXKV_SOAK"
+from tests.soak import soak_factor
 
 
-@pytest.fixture(scope="session")
-def soak_factor() -> int:
-    """How many times longer than usual a test marked `soak` shall run: FLEXKV_SOAK, default 1.
-
-    Raises:
-        ValueError: it is no whole number from 1.
-    """
-    text = os.environ.get(SOAK_VARIABLE, "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{SOAK_VARIABLE}={text!r}: expected a whole number from 1")
-    return int(text)
+def pytest_configure() -> None:
+    try:
+        soak_factor()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(autouse=True)

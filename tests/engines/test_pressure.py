@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tests.soak import soak_rounds
+
 from .conftest import Engines, connector
 from .session import EngineSession, Prompt
 
+pytestmark = pytest.mark.soak
 
+
+@soak_rounds()
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
 @pytest.mark.parametrize("store_mode", ["eager", "lazy"])
 def test_preempted_requests_resume_right(
-    engines: Engines, stream: int, load_mode: str, store_mode: str
+    engines: Engines, stream: int, load_mode: str, store_mode: str, soak_round: int
 ) -> None:
     session = engines.get(
         connector(load__mode=load_mode, store__mode=store_mode),
@@ -41,8 +46,11 @@ def _conversations(session: EngineSession, stream: int, count: int, turns: int) 
     return cached
 
 
+@soak_rounds()
 @pytest.mark.parametrize("store_mode", ["eager", "lazy"])
-def test_conversations_that_exceed_the_engines_pool(engines: Engines, stream: int, store_mode: str) -> None:
+def test_conversations_that_exceed_the_engines_pool(
+    engines: Engines, stream: int, store_mode: str, soak_round: int
+) -> None:
     session = engines.get(
         connector(store__mode=store_mode), num_gpu_blocks_override=41, max_num_seqs=4, max_model_len=1024
     )
@@ -53,7 +61,8 @@ def test_conversations_that_exceed_the_engines_pool(engines: Engines, stream: in
     session.settle()
 
 
-def test_a_full_host_tier_evicts_and_stays_right(engines: Engines, stream: int) -> None:
+@soak_rounds()
+def test_a_full_host_tier_evicts_and_stays_right(engines: Engines, stream: int, soak_round: int) -> None:
     session = engines.get(
         connector(host__bytes=8 << 20, host__extent_bytes=2 << 20),
         num_gpu_blocks_override=41,

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "soak.h"
 #include "transfer_world.h"
 
 using namespace flexkv;
@@ -161,14 +162,15 @@ class Stress {
 }  // namespace
 
 TEST_CASE("submitting, cancelling, polling, waiting and closing at once: one result an op, no wrong byte") {
-  for (uint64_t seed = 1; seed <= 4; ++seed) {
+  const auto seeds = static_cast<uint64_t>(4 * soak_factor());
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
     Stress stress(seed);
     stress.run();
   }
 }
 
 TEST_CASE("pools come and go while others attach and wait") {
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 5 * soak_factor(); ++round) {
     auto pool = HostPool::create({4096, 4096, int64_t{4} << 20}, true, true);
     const PoolAddress address = pool->address();
     std::vector<std::thread> threads;

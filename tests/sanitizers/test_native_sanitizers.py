@@ -11,13 +11,14 @@ import pytest
 from build_support.native_tests import build
 from build_support.ninja_file import Variant
 from build_support.preflight import compiler
+from tests.soak import soak_factor
 
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
 }
-RUN_S = 900
+RUN_S = 1800 * soak_factor()
 
 CONTROLS = {
     "address": (
@@ -36,7 +37,8 @@ CONTROLS = {
 """Sanitizer -> (program with the kind of error it is for, what it must say)."""
 
 
-@pytest.mark.timeout(RUN_S)
+@pytest.mark.soak
+@pytest.mark.timeout(RUN_S + 60)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
     program = build(Variant(None, sanitizer))

@@ -11,7 +11,7 @@ import pytest
 from build_support.ninja_file import ROOT, Variant
 from build_support.variant_package import make_tree, sanitizer_environment
 
-RUN_S = 1500
+RUN_S = 3000
 
 # What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
 FOLDERS = {
@@ -25,7 +25,7 @@ FOLDERS = {
 }
 
 
-@pytest.mark.timeout(RUN_S)
+@pytest.mark.timeout(RUN_S + 180)
 @pytest.mark.parametrize("sanitizer", list(FOLDERS))
 def test_python_tests_are_clean(sanitizer: str) -> None:
     tree = make_tree(Variant(None, sanitizer))

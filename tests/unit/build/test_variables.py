@@ -16,7 +16,7 @@ READ = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\(|\$\$?\{)\s*["']?(FLEXKV_
 
 PATTERNS = (
     *(f"{folder}/**/*.py" for folder in ("flexkv", "build_support", "demo", "benchmarks", "tests")),
-    *(f"csrc/**/*.{suffix}" for suffix in ("cpp", "h", "cu")),
+    *(f"{folder}/**/*.{suffix}" for folder in ("csrc", "tests/native") for suffix in ("cpp", "h", "cu")),
     "setup.py",
     "Makefile",
     ".ci/run",

@@ -11,6 +11,7 @@ from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import RuleBroken, Simulation, SimulationConfig
 from flexkv.errors import ContractError
+from tests.soak import soak_rounds
 from tests.unit.cache.broken_managers import BROKEN
 
 GROUPS = {
@@ -23,7 +24,7 @@ GROUPS = {
     ),
 }
 STEPS = 6_000
-SEEDS = range(6)
+SEEDS = 6
 
 
 def config(seed: int, groups: str, steps: int = STEPS) -> SimulationConfig:
@@ -32,10 +33,11 @@ def config(seed: int, groups: str, steps: int = STEPS) -> SimulationConfig:
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.soak
+@soak_rounds(SEEDS)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_no_rule_is_broken(groups: str, seed: int) -> None:
-    report = Simulation(config(seed, groups)).run()
+def test_no_rule_is_broken(groups: str, soak_round: int) -> None:
+    report = Simulation(config(soak_round, groups)).run()
     assert report.steps == STEPS
     assert report.verified_pages > 100
     assert report.failed_pages > 5
@@ -44,7 +46,7 @@ def test_no_rule_is_broken(groups: str, seed: int) -> None:
 
 
 def test_the_suite_takes_enough_steps() -> None:
-    assert len(GROUPS) * len(SEEDS) * STEPS >= 100_000
+    assert len(GROUPS) * SEEDS * STEPS >= 100_000
 
 
 def test_a_seed_repeats_its_steps() -> None:
