@@ -58,8 +58,8 @@ struct OpSpec {
   std::vector<int32_t> blocks;  // as many as slots, or none for a kind without a device side
   std::vector<int32_t> slots;
   bool layerwise = false;
-  std::vector<int32_t> places;  // as many as slots if has_places(kind), else none
-  std::vector<uint8_t> tags;    // kTagBytes for each place
+  std::vector<int32_t> places = {};  // as many as slots if has_places(kind), else none
+  std::vector<uint8_t> tags = {};    // kTagBytes for each place
 };
 
 struct EdgeSpec {
