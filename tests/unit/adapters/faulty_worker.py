@@ -11,15 +11,23 @@ FAIL, DELAY, STALL, CORRUPT = range(4)
 """Actions of a `c_ext.FaultRule`."""
 
 
-def faulty_worker(*rules: Any) -> type[WorkerSide]:
-    """A worker class around a FaultyMover with these rules; its mover is `movers[rank]`."""
+class FaultyWorker(WorkerSide):
+    """A worker around a FaultyMover with `rules`; its mover is `movers[rank]`."""
 
-    class FaultyWorker(WorkerSide):
+    rules: ClassVar[list[Any]] = []
+    movers: ClassVar[dict[int, Any]] = {}
+
+    def make_mover(self) -> Any:
+        mover = c_ext.FaultyMover(c_ext.HostMover(), self.rules)
+        self.movers[self.rank] = mover
+        return mover
+
+
+def faulty_worker(*faults: Any) -> type[FaultyWorker]:
+    """A class of its own with these rules."""
+
+    class ThisFaultyWorker(FaultyWorker):
+        rules: ClassVar[list[Any]] = list(faults)
         movers: ClassVar[dict[int, Any]] = {}
 
-        def make_mover(self) -> Any:
-            mover = c_ext.FaultyMover(c_ext.HostMover(), list(rules))
-            self.movers[self.rank] = mover
-            return mover
-
-    return FaultyWorker
+    return ThisFaultyWorker

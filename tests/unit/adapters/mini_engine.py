@@ -104,7 +104,8 @@ class MiniEngine:
             use=use,
         )
         self.side.bind_block_pool(self.pool)
-        self.side.take_handshake({worker.rank: worker.handshake() for worker in self.workers})
+        handshakes = {worker.rank: worker.handshake() for worker in self.workers}
+        self.side.take_handshake({rank: said for rank, said in handshakes.items() if said is not None})
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
@@ -308,11 +309,11 @@ class MiniEngine:
         for name in done:
             del self._pending[name]
             self.finished_loads.append(name)
-            if (live := self.live.get(name)) is not None:
-                live.waiting_for_load = False
-                computed = min(live.request.num_computed_tokens, live.request.num_tokens - 1)
-                live.request.num_computed_tokens = computed
-                self._cache_blocks(live, computed)
+            if (waiting := self.live.get(name)) is not None:
+                waiting.waiting_for_load = False
+                computed = min(waiting.request.num_computed_tokens, waiting.request.num_tokens - 1)
+                waiting.request.num_computed_tokens = computed
+                self._cache_blocks(waiting, computed)
 
     def close(self) -> None:
         self.side.close()

@@ -277,5 +277,7 @@ def test_ranks_that_disagree_are_refused(make_engine: Make) -> None:
     other = make_engine(blocks=16)
     engine.side.parts = None
     engine.side.handshakes.clear()
+    said = other.workers[0].handshake()
+    assert said is not None
     with pytest.raises(GeometryError, match="16"):
-        engine.side.take_handshake({0: other.workers[0].handshake()})
+        engine.side.take_handshake({0: said})

@@ -33,8 +33,9 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     engine.forget()
     assert engine.add(make_request(PROMPT[:16], "two")) == 8
     engine.adopt(make_request([*PROMPT[:8], *range(9)], "three"), engine.live["two"].blocks[:2])
-    take, late = engine._take, []
-    engine._take = late.append  # type: ignore[method-assign]
+    take = engine._take
+    late: list[Any] = []
+    engine._take = late.append  # type: ignore[method-assign,assignment]
 
     def hear() -> None:
         engine._take = take  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ def test_sha256_equals_hashlib_around_block_boundaries() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 9), st.booleans())
 def test_token_chain_is_sglangs(tokens: list[int], page: int, bigram: bool) -> None:
-    elements = list(itertools.pairwise(tokens)) if bigram else [(t,) for t in tokens]
+    elements: list[tuple[int, ...]] = list(itertools.pairwise(tokens)) if bigram else [(t,) for t in tokens]
     chain = TokenChain(page, bigram=bigram)
     chain.extend(tokens[: len(tokens) // 2])
     chain.extend(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class FakeTensor:
     def untyped_storage(self) -> FakeStorage:
         return FakeStorage(self.storage_size)
 
-    def but(self, **changes: object) -> FakeTensor:
+    def but(self, **changes: Any) -> FakeTensor:
         return replace(self, **changes)
 
 

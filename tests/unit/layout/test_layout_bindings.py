@@ -17,7 +17,7 @@ from flexkv.errors import BlockRangeError, FlexKVError, GeometryError
 def test_the_module_says_what_it_is() -> None:
     info = c_ext.build_info()
     assert c_ext.__variant__.startswith("cuda" if info["cuda"] else "cpu")
-    assert info["cpp_standard"] >= 202002
+    assert int(info["cpp_standard"]) >= 202002
 
 
 def test_runs_must_be_int64_rows_of_five() -> None:

@@ -127,7 +127,12 @@ def test_the_event_descriptor_is_readable_exactly_while_results_wait(world: Worl
     assert world.engine.poll() == []
     # It wakes a thread that sleeps on it.
     woken = threading.Event()
-    sleeper = threading.Thread(target=lambda: readable(GENEROUS_S) and woken.set())
+
+    def sleep() -> None:
+        if readable(GENEROUS_S):
+            woken.set()
+
+    sleeper = threading.Thread(target=sleep)
     sleeper.start()
     world.submit(world.op(OpKind.D2H, [4]))
     assert woken.wait(GENEROUS_S)
