@@ -18,6 +18,7 @@ namespace {
 
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Entries = py::array_t<EntryId, py::array::c_style>;
+using Slots = py::array_t<int32_t, py::array::c_style>;
 
 std::span<const BlockKey> keys_of(const py::array& keys) {
   if (!py::isinstance<py::array_t<uint8_t>>(keys) || keys.ndim() != 2 || keys.shape(1) != kKeyBytes ||
@@ -145,6 +146,47 @@ void bind_index(py::module_& m) {
             Bytes flags = flags_for(entries);
             index.ready(entries_of(entries), flags.mutable_data());
             return flags;
+          },
+          py::arg("entries").noconvert())
+      .def(
+          "adopt",
+          [](BlockIndex& index, uint32_t group, const py::array& keys, const Slots& slots) {
+            const auto span = keys_of(keys);
+            if (slots.ndim() != 1 || static_cast<size_t>(slots.shape(0)) != span.size()) {
+              throw ContractError("adopt: one slot a key is needed");
+            }
+            Bytes taken(static_cast<py::ssize_t>(span.size()));
+            index.adopt(group, span, slots.data(), taken.mutable_data());
+            return taken;
+          },
+          py::arg("group"), py::arg("keys"), py::arg("slots").noconvert())
+      .def(
+          "take_coldest",
+          [](BlockIndex& index, uint32_t group, size_t count) {
+            return array_of(index.take_coldest(group, count));
+          },
+          py::arg("group"), py::arg("count"))
+      .def(
+          "retire",
+          [](BlockIndex& index, uint32_t group, const Bytes& gone) {
+            if (gone.ndim() != 1) throw ContractError("retire: flags must have one dimension");
+            return array_of(index.retire(group, {gone.data(), static_cast<size_t>(gone.shape(0))}));
+          },
+          py::arg("group"), py::arg("gone").noconvert())
+      .def(
+          "slots_of",
+          [](const BlockIndex& index, const Entries& entries) {
+            Slots slots(entries.shape(0));
+            index.copy_slots(entries_of(entries), slots.mutable_data());
+            return slots;
+          },
+          py::arg("entries").noconvert())
+      .def(
+          "pins_of",
+          [](const BlockIndex& index, const Entries& entries) {
+            py::array_t<uint32_t> pins(entries.shape(0));
+            index.copy_pins(entries_of(entries), pins.mutable_data());
+            return pins;
           },
           py::arg("entries").noconvert())
       .def("clear", &BlockIndex::clear)

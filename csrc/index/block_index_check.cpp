@@ -106,11 +106,18 @@ void BlockIndex::check_slots() const {
   }
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const SlotPool& pool = groups_[group].pool;
-    for (const uint32_t slot : pool.freed()) own(group, slot);
+    size_t retired_unused = 0;
+    for (uint32_t slot = pool.unused_from(); slot < pool.up(); ++slot) retired_unused += pool.is_retired(slot);
+    require(pool.free() == pool.freed().size() + (pool.up() - pool.unused_from()) - retired_unused,
+            "group " + std::to_string(group) + " counts its free slots wrongly");
+    for (const uint32_t slot : pool.freed()) {
+      require(!pool.is_retired(slot), "slot " + std::to_string(slot) + " is free and out of use for good");
+      own(group, slot);
+    }
     require(pool.unused_from() <= pool.up(),
             "group " + std::to_string(group) + " uses slots that are not up");
     for (uint32_t slot = 0; slot < pool.unused_from(); ++slot) {
-      require(owners[group][slot] == 1,
+      require(owners[group][slot] == 1 || pool.is_retired(slot),
               "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " has no owner");
     }
   }

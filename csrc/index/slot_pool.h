@@ -1,8 +1,10 @@
-// The slots of one group's tier that nobody owns. The pool grows while its memory comes up; it never shrinks.
+// The slots of one group's tier that nobody owns. The pool grows while its memory comes up. Slots leave it only
+// by `retire`, when what they lie on is gone for good.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,7 +18,7 @@ class SlotPool {
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }
-  size_t free() const { return freed_.size() + (up_ - unused_from_); }
+  size_t free() const { return freed_.size() + (up_ - unused_from_) - retired_unused_; }
 
   // Slots 0 .. slots-1 may be used from now on. Throws BlockRangeError outside [up(), max_slots()].
   void grow(uint32_t slots) {
@@ -25,6 +27,7 @@ class SlotPool {
                             std::to_string(up_) + " to " + std::to_string(max_slots_));
     }
     up_ = slots;
+    if (!retired_.empty()) count_retired();
   }
 
   // The slot freed last, else the lowest never used, else none.
@@ -34,21 +37,64 @@ class SlotPool {
       freed_.pop_back();
       return slot;
     }
-    if (unused_from_ < up_) return unused_from_++;
+    while (unused_from_ < up_) {
+      const uint32_t slot = unused_from_++;
+      if (!is_retired(slot)) return slot;
+      --retired_unused_;
+    }
     return std::nullopt;
   }
 
-  void give_back(uint32_t slot) { freed_.push_back(slot); }
+  void give_back(uint32_t slot) {
+    if (!is_retired(slot)) freed_.push_back(slot);
+  }
+
+  // Takes the slots marked in `used` (one flag for each that is up), of a pool that has given none away yet.
+  // Throws ContractError otherwise.
+  void adopt(const std::vector<uint8_t>& used) {
+    if (unused_from_ != 0 || used.size() != up_) {
+      throw ContractError("adopt: only a pool of which no slot was taken can have slots in use from the start");
+    }
+    unused_from_ = up_;
+    while (unused_from_ > 0 && !used[unused_from_ - 1]) --unused_from_;
+    // Descending, so that the lowest is taken first.
+    for (uint32_t slot = unused_from_; slot > 0; --slot) {
+      if (!used[slot - 1]) give_back(slot - 1);
+    }
+    if (!retired_.empty()) count_retired();
+  }
+
+  // The slots marked in `gone` (one flag for each of max_slots) are never given away again; those in use leave
+  // when they are given back. Throws ContractError for another number of flags.
+  void retire(std::span<const uint8_t> gone) {
+    if (gone.size() != max_slots_) {
+      throw ContractError("retire: " + std::to_string(gone.size()) + " flags; needed is one for each of the " +
+                          std::to_string(max_slots_) + " slots");
+    }
+    retired_.resize(max_slots_);
+    for (uint32_t slot = 0; slot < max_slots_; ++slot) retired_[slot] |= gone[slot] != 0;
+    std::erase_if(freed_, [&](uint32_t slot) { return is_retired(slot); });
+    count_retired();
+  }
+
+  bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
   // For integrity checks: slots given back, and the first that never left the pool.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 
  private:
+  void count_retired() {
+    retired_unused_ = 0;
+    for (uint32_t slot = unused_from_; slot < up_; ++slot) retired_unused_ += retired_[slot];
+  }
+
   uint32_t max_slots_;
   uint32_t up_ = 0;
   uint32_t unused_from_ = 0;
+  uint32_t retired_unused_ = 0;  // retired ones among those that are up and were never used
   std::vector<uint32_t> freed_;
+  std::vector<uint8_t> retired_;  // a flag a slot; empty while none is
 };
 
 }  // namespace flexkv

@@ -1,0 +1,102 @@
+// What a tier with a life of its own needs of the index: blocks that were there before, slots that are gone for
+// good, and the blocks that leave next.
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "index/block_index.h"
+
+namespace flexkv {
+
+size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots,
+                         uint8_t* taken) {
+  Group& owner = group_at(group);
+  if (owner.pool.unused_from() != 0) {
+    throw ContractError("adopt: group " + std::to_string(group) + " has given slots away already");
+  }
+  std::vector<uint8_t> used(owner.pool.up());
+  EntryId first = kNoEntry;
+  EntryId last = kNoEntry;
+  size_t count = 0;
+  // From the one used last on, so that a chain gets ascending entries, as if it had just been stored.
+  for (size_t i = keys.size(); i > 0;) {
+    --i;
+    taken[i] = 0;
+    const auto slot = static_cast<uint32_t>(slots[i]);
+    if (slots[i] < 0 || slot >= used.size() || used[slot] != 0 || owner.pool.is_retired(slot)) continue;
+    const uint32_t hash = map_.hash(keys[i]);
+    size_t place = 0;
+    if (map_.find_or_place(hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place) != kNoEntry) {
+      continue;
+    }
+    const EntryId id = table_.allocate();
+    if (id == kNoEntry) throw ContractError("adopt: a slot is free but no entry is");
+    Entry& entry = table_[id];
+    entry.key = keys[i];
+    entry.slot = slot;
+    entry.meta = Entry::pack(EntryState::kReady, group, 0);
+    entry.newer = last;
+    if (last != kNoEntry) table_[last].older = id;
+    if (first == kNoEntry) first = id;
+    last = id;
+    map_.put(place, hash, id);
+    used[slot] = 1;
+    taken[i] = 1;
+    ++count;
+  }
+  owner.pool.adopt(used);
+  if (count > 0) owner.policy->admit(table_, first, last);
+  return count;
+}
+
+std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
+  Group& owner = group_at(group);
+  std::vector<EntryId> taken;
+  while (taken.size() < count) {
+    const EntryId victim = owner.policy->victim(table_);
+    if (victim == kNoEntry) break;
+    table_.unlink(victim, victim);
+    table_.link_after(owner.leased, victim, victim);
+    if (table_[victim].pins() > 0) continue;
+    ++table_[victim].meta;
+    taken.push_back(victim);
+  }
+  return taken;
+}
+
+std::vector<BlockKey> BlockIndex::retire(uint32_t group, std::span<const uint8_t> gone) {
+  Group& owner = group_at(group);
+  owner.pool.retire(gone);
+  std::vector<BlockKey> lost;
+  for (EntryId id = table_.first(); id < table_.end(); ++id) {
+    const EntryState state = table_[id].state();
+    if (table_[id].group() != group || (state != EntryState::kReady && state != EntryState::kPending) ||
+        !owner.pool.is_retired(table_[id].slot)) {
+      continue;
+    }
+    if (state == EntryState::kReady) lost.push_back(table_[id].key);
+    uint8_t removed = 0;
+    remove({&id, 1}, &removed);
+  }
+  return lost;
+}
+
+void BlockIndex::copy_slots(std::span<const EntryId> entries, int32_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i] < table_.first() || entries[i] >= table_.end()) {
+      throw ContractError("copy_slots: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    out[i] = static_cast<int32_t>(table_[entries[i]].slot);
+  }
+}
+
+void BlockIndex::copy_pins(std::span<const EntryId> entries, uint32_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i] < table_.first() || entries[i] >= table_.end()) {
+      throw ContractError("copy_pins: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    out[i] = table_[entries[i]].pins();
+  }
+}
+
+}  // namespace flexkv
