@@ -353,9 +353,7 @@ class BlockIndex:
     def finish(self, entries: NDArray[np.uint32], ok: NDArray[np.uint8]) -> NDArray[np.uint8]: ...
     def remove(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def ready(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
-    def adopt(
-        self, group: int, keys: NDArray[np.uint8], slots: NDArray[np.int32]
-    ) -> NDArray[np.uint8]:
+    def adopt(self, group: int, keys: NDArray[np.uint8], slots: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Ready entries for blocks that were there before, oldest first; returns which were taken."""
 
     def take_coldest(self, group: int, count: int) -> NDArray[np.uint32]:

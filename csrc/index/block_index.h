@@ -1,5 +1,5 @@
-// The index of one tier: which blocks are in it, where, and which may not be evicted now. A manager with a disk
-// has two, so that what is in host memory is found as fast as without a disk.
+// The index of one tier: which blocks are in it, where, and which may not be evicted now. A manager with a
+// disk has two, so that what is in host memory is found as fast as without a disk.
 //
 // Keys of all groups share one map; slots and eviction are per group. There is no closure invariant: a block
 // may be present without the ones before it. Entries are named by EntryId, which stays valid while it is
@@ -74,17 +74,18 @@ class BlockIndex {
   // the map.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
-  // Blocks that were in the tier before this process: ready entries in the slots given, those used longest ago
-  // first. Only for a group that has given no slot away. A slot that is not up or was named already, and the
-  // older of two entries of a key, are passed over: `taken` says which were not. Returns how many were taken.
+  // Blocks that were in the tier before this process: ready entries in the slots given, those used longest
+  // ago first. Only for a group that has given no slot away. A slot that is not up or was named already, and
+  // the older of two entries of a key, are passed over: `taken` says which were not. Returns how many were
+  // taken.
   size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken);
 
-  // Up to `count` blocks that nobody leases, those to be evicted first first, each leased once: what is about to
-  // leave and is to be saved elsewhere before. O(1) a block, amortised over leases, like an eviction.
+  // Up to `count` blocks that nobody leases, those to be evicted first first, each leased once: what is about
+  // to leave and is to be saved elsewhere before. O(1) a block, amortised over leases, like an eviction.
   std::vector<EntryId> take_coldest(uint32_t group, size_t count);
 
-  // The slots marked in `gone` (one flag for each slot the group will ever have) are out of use for good; their
-  // blocks are removed. Returns the keys of those that were ready. O(entries).
+  // The slots marked in `gone` (one flag for each slot the group will ever have) are out of use for good;
+  // their blocks are removed. Returns the keys of those that were ready. O(entries).
   std::vector<BlockKey> retire(uint32_t group, std::span<const uint8_t> gone);
 
   void copy_slots(std::span<const EntryId> entries, int32_t* out) const;

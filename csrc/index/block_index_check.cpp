@@ -107,7 +107,8 @@ void BlockIndex::check_slots() const {
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const SlotPool& pool = groups_[group].pool;
     size_t retired_unused = 0;
-    for (uint32_t slot = pool.unused_from(); slot < pool.up(); ++slot) retired_unused += pool.is_retired(slot);
+    for (uint32_t slot = pool.unused_from(); slot < pool.up(); ++slot)
+      retired_unused += pool.is_retired(slot);
     require(pool.free() == pool.freed().size() + (pool.up() - pool.unused_from()) - retired_unused,
             "group " + std::to_string(group) + " counts its free slots wrongly");
     for (const uint32_t slot : pool.freed()) {

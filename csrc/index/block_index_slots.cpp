@@ -1,5 +1,5 @@
-// What a tier with a life of its own needs of the index: blocks that were there before, slots that are gone for
-// good, and the blocks that leave next.
+// What a tier with a life of its own needs of the index: blocks that were there before, slots that are gone
+// for good, and the blocks that leave next.
 #include <cstring>
 #include <string>
 
@@ -26,7 +26,8 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     if (slots[i] < 0 || slot >= used.size() || used[slot] != 0 || owner.pool.is_retired(slot)) continue;
     const uint32_t hash = map_.hash(keys[i]);
     size_t place = 0;
-    if (map_.find_or_place(hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place) != kNoEntry) {
+    if (map_.find_or_place(
+            hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place) != kNoEntry) {
       continue;
     }
     const EntryId id = table_.allocate();

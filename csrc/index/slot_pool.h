@@ -1,5 +1,5 @@
-// The slots of one group's tier that nobody owns. The pool grows while its memory comes up. Slots leave it only
-// by `retire`, when what they lie on is gone for good.
+// The slots of one group's tier that nobody owns. The pool grows while its memory comes up. Slots leave it
+// only by `retire`, when what they lie on is gone for good.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -53,7 +53,8 @@ class SlotPool {
   // Throws ContractError otherwise.
   void adopt(const std::vector<uint8_t>& used) {
     if (unused_from_ != 0 || used.size() != up_) {
-      throw ContractError("adopt: only a pool of which no slot was taken can have slots in use from the start");
+      throw ContractError(
+          "adopt: only a pool of which no slot was taken can have slots in use from the start");
     }
     unused_from_ = up_;
     while (unused_from_ > 0 && !used[unused_from_ - 1]) --unused_from_;
@@ -64,12 +65,12 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // The slots marked in `gone` (one flag for each of max_slots) are never given away again; those in use leave
-  // when they are given back. Throws ContractError for another number of flags.
+  // The slots marked in `gone` (one flag for each of max_slots) are never given away again; those in use
+  // leave when they are given back. Throws ContractError for another number of flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
-      throw ContractError("retire: " + std::to_string(gone.size()) + " flags; needed is one for each of the " +
-                          std::to_string(max_slots_) + " slots");
+      throw ContractError("retire: " + std::to_string(gone.size()) +
+                          " flags; needed is one for each of the " + std::to_string(max_slots_) + " slots");
     }
     retired_.resize(max_slots_);
     for (uint32_t slot = 0; slot < max_slots_; ++slot) retired_[slot] |= gone[slot] != 0;

@@ -109,6 +109,8 @@ class MatchResult:
         groups: one entry per group of the manager.
         blocks: whole blocks that every group can restore (the length an adapter may promise).
         tail_tokens: partial-tail tokens that every group can restore after those blocks.
+        reads: reads from disk that would make the match longer when they have ended well. The caller asks again when
+            `waits` says so, or takes what there is.
     """
 
     request_id: str
@@ -116,6 +118,7 @@ class MatchResult:
     groups: tuple[GroupMatch, ...]
     blocks: int
     tail_tokens: int
+    reads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,8 @@ class CacheManager(ABC):
     ) -> MatchResult:
         """Looks up the longest restorable prefix after `start_block` whole blocks and leases it for `request_id`.
 
-        Asking again replaces the former lease. A hit is only what is in host memory, published and verified.
+        Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What more
+        there is on disk is being brought up when this returns, and the answer says so (`reads`).
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
@@ -210,13 +214,26 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
+    def waits(self, request_id: str) -> bool:
+        """Whether the request's last match began reads that have not ended, and not for too long. O(1)."""
+
+    @abstractmethod
     def begin_store(
-        self, request_id: str, group: int, keys: Keys, blocks: BlockIds, first_block: int
+        self,
+        request_id: str,
+        group: int,
+        keys: Keys,
+        blocks: BlockIds,
+        first_block: int,
+        tokens: int | None = None,
     ) -> StorePlan:
         """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
 
         Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
         slot. The engine blocks stay leased by the caller until the op's `Completion`.
+
+        Args:
+            tokens: valid tokens in each of the blocks; None for whole blocks.
 
         Raises:
             ContractError: `keys` and `blocks` differ in length.
@@ -262,6 +279,8 @@ class CacheManager(ABC):
     @abstractmethod
     def reset(self) -> int:
         """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch.
+
+        With a disk tier it waits until nothing older is served from disk either, not even after a crash.
 
         Lookup leases end too: a promise that was not turned into a load before cannot be kept.
         """

@@ -132,7 +132,7 @@ class Lookup:
             )
         return Lease(tuple(groups), now_s)
 
-    def result(self, request_id: str, found: Found, lease: Lease) -> MatchResult:
+    def result(self, request_id: str, found: Found, lease: Lease, reads: int = 0) -> MatchResult:
         matches = tuple(
             GroupMatch(
                 blocks=found.blocks,
@@ -143,7 +143,7 @@ class Lookup:
             )
             for group in lease.groups
         )
-        return MatchResult(request_id, found.start_block, matches, found.blocks, found.tail_tokens)
+        return MatchResult(request_id, found.start_block, matches, found.blocks, found.tail_tokens, reads)
 
     def load_targets(
         self, request_id: str, lease: Lease, blocks: Sequence[BlockIds], tail: bool

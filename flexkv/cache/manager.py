@@ -1,4 +1,7 @@
-"""The cache manager of one ownership unit over a host tier. Contracts: `flexkv.cache.base.CacheManager`."""
+"""The cache manager of one ownership unit: a host tier, and maybe a disk tier behind it.
+
+Contracts: `flexkv.cache.base.CacheManager`.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ from flexkv.cache.base import (
     TailCandidates,
 )
 from flexkv.cache.checks import as_block_ids, check_groups, check_limits
+from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk_flow import DiskFlow
+from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
+from flexkv.cache.disk_ops import HostSide
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import NO_ENTRIES, EntryIds, LeaseTable
 from flexkv.cache.lookup import Lookup
@@ -30,6 +37,7 @@ from flexkv.cache.reserve import REFILL_PAGES, reserve_pages
 from flexkv.cache.stats import Counters, ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.storage.base import DiskTier
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 
 
@@ -41,6 +49,9 @@ class LocalCacheManager(CacheManager):
         policy: eviction policy of every group's slots; allowed is "lru".
         clock: seconds, never running backwards; only lease ages are read from it.
         listener: is told what becomes visible and what leaves.
+        disk: the unit's disks; None for a host tier alone. Its ops are handed out by `disk.take_orders`, apart from the
+            graphs for the workers, and their results come back by `disk.complete`.
+        unix_s: wall clock for times to live on disk.
 
     Raises:
         ConfigError: a group or limit is out of range; names it.
@@ -54,6 +65,9 @@ class LocalCacheManager(CacheManager):
         policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
         listener: CacheListener | None = None,
+        disk: DiskTier | None = None,
+        disk_limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
         check_groups(groups)
         check_limits(limits)
@@ -69,6 +83,14 @@ class LocalCacheManager(CacheManager):
         self._counters = Counters()
         self._lookup = Lookup(self._specs, self._index)
         self._epoch = 0
+        self._disk: DiskFlow | None = None
+        if disk is not None:
+            index = DiskIndex(self._specs, disk, policy, unix_s, disk_limits.ttl_s)
+            self._tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in self._specs]
+            host = HostSide(
+                self._index, self._planner, self._tokens, self._say_published, self._count_evicted
+            )
+            self._disk = DiskFlow(self._specs, host, index, disk_limits, clock)
 
     @property
     def epoch(self) -> int:
@@ -90,6 +112,17 @@ class LocalCacheManager(CacheManager):
         lease = self._leases.get(request_id)
         return 0 if lease is None else lease.pages
 
+    @property
+    def disk(self) -> DiskFlow:
+        """The traffic with the disks, for what drives it.
+
+        Raises:
+            ContractError: there is no disk tier.
+        """
+        if self._disk is None:
+            raise ContractError("this manager has no disk tier")
+        return self._disk
+
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def match(
@@ -101,10 +134,19 @@ class LocalCacheManager(CacheManager):
     ) -> MatchResult:
         self._lookup.check(keys, start_block, tail)
         self._end_lease(request_id)
-        found = self._lookup.find(keys, start_block, tail, self._room_for_loads())
+        room = self._room_for_loads()
+        found = self._lookup.find(keys, start_block, tail, room)
         lease = self._lookup.lease(found, self._clock())
         if lease.pages:
             self._leases.add(request_id, lease)
+        reads = 0
+        if self._disk is not None:
+            # After the lease, which takes over what was read for this request.
+            self._disk.reads.let_go(request_id)
+            if not found.cut:
+                reads = self._disk.look(
+                    request_id, keys, start_block, found.blocks, tail, found.tail_tokens, room
+                )
         trails = self._trails.of(request_id)
         for group, trail in enumerate(trails):
             if start_block:
@@ -119,10 +161,15 @@ class LocalCacheManager(CacheManager):
         counters.miss_blocks += max(0, min(len(k) for k in keys) - start_block) - found.blocks
         counters.tail_hits += found.tail_tokens > 0
         counters.cut_promises += found.cut
-        return self._lookup.result(request_id, found, lease)
+        return self._lookup.result(request_id, found, lease, reads)
+
+    def waits(self, request_id: str) -> bool:
+        return self._disk is not None and self._disk.waits(request_id)
 
     def release(self, request_id: str) -> None:
         self._end_lease(request_id)
+        if self._disk is not None:
+            self._disk.reads.drop(request_id)
         for trail in self._trails.pop(request_id):
             self._index.touch(trail.entries())
 
@@ -131,6 +178,8 @@ class LocalCacheManager(CacheManager):
         for request_id in expired:
             self.release(request_id)
         self._counters.expired_leases += len(expired)
+        if self._disk is not None:
+            self._disk.expire(self._clock())
         for group in range(len(self._specs)):
             self._refill_reserve(group, REFILL_PAGES)
         return len(expired)
@@ -159,6 +208,8 @@ class LocalCacheManager(CacheManager):
             )
         targets = self._lookup.load_targets(request_id, lease, blocks, tail)
         self._leases.pop(request_id)
+        if self._disk is not None:
+            self._disk.reads.drop(request_id)
         graph = self._planner.load(
             (g, target, lease.groups[g].slots[: len(target)])
             for g, target in enumerate(targets)
@@ -184,7 +235,13 @@ class LocalCacheManager(CacheManager):
         return graph if graph.ops else None
 
     def begin_store(
-        self, request_id: str, group: int, keys: Keys, blocks: BlockIds, first_block: int
+        self,
+        request_id: str,
+        group: int,
+        keys: Keys,
+        blocks: BlockIds,
+        first_block: int,
+        tokens: int | None = None,
     ) -> StorePlan:
         self._check_group(group)
         sources = as_block_ids(blocks, f"begin_store of request {request_id!r}")
@@ -199,6 +256,8 @@ class LocalCacheManager(CacheManager):
         stored = positions.view(np.int32)
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
+        if self._disk is not None:
+            self._tokens[group][slots] = self._specs[group].block_tokens if tokens is None else tokens
         all_new = len(stored) == len(sources)
         graph = self._planner.store(group, sources if all_new else sources[positions], slots)
         numbers = np.add(positions, first_block, dtype=np.int64)
@@ -236,6 +295,11 @@ class LocalCacheManager(CacheManager):
 
     def _end_load(self, op: InflightOp) -> Completion:
         counters = self._counters
+        if self._disk is not None:
+            keys = self._index.keys_of(op.entries)
+            # Also on disk: what is wrong with the page may have been written there too.
+            self._disk.index.forget(op.group, keys[op.suspect])
+            self._disk.index.used(op.group, keys[~op.suspect])
         if op.suspect.any():
             counters.forgotten_blocks += self._remove(op.group, op.entries[op.suspect])
         self._index.unpin(op.entries)
@@ -259,10 +323,17 @@ class LocalCacheManager(CacheManager):
         failed_pages = int(np.count_nonzero(op.failed))
         counters.failed_store_pages += failed_pages
         counters.discarded_pages += len(op.entries) - failed_pages - len(positions)
-        if self._listener and len(positions):
-            self._listener.on_publish(op.group, self._index.keys_of(op.entries[published]))
+        if len(positions) and (self._listener is not None or self._disk is not None):
+            keys = self._index.keys_of(op.entries[published])
+            self._say_published(op.group, keys)
+            if self._disk is not None:
+                self._disk.stored(op.group, keys)
         self._mark_used(op)
         return self._completion(op, ~published, positions)
+
+    def _say_published(self, group: int, keys: Keys) -> None:
+        if self._listener:
+            self._listener.on_publish(group, keys)
 
     def _mark_used(self, op: InflightOp) -> None:
         trail = self._trails.peek(op.request_id, op.group)
@@ -291,6 +362,8 @@ class LocalCacheManager(CacheManager):
 
     def _count_evicted(self, group: int, keys: Keys) -> None:
         self._counters.evicted_blocks += len(keys)
+        if self._disk is not None and len(keys):
+            self._disk.left(group, keys)
         if self._listener and len(keys):
             self._listener.on_evict(group, keys)
 
@@ -311,7 +384,12 @@ class LocalCacheManager(CacheManager):
 
     def forget(self, group: int, keys: Keys) -> int:
         self._check_group(group)
-        removed = self._remove(group, self._index.find(group, keys, ready_only=False))
+        entries = self._index.find(group, keys, ready_only=False)
+        removed = self._remove(group, entries)
+        if self._disk is not None:
+            in_host = entries != NO_ENTRY
+            self._disk.index.forget(group, keys[in_host])
+            removed += self._disk.index.forget(group, keys[~in_host])
         self._counters.forgotten_blocks += removed
         return removed
 
@@ -328,6 +406,8 @@ class LocalCacheManager(CacheManager):
             self._end_lease(request_id)
         self._trails.clear()
         self._index.clear()
+        if self._disk is not None:
+            self._disk.reset()
         self._epoch += 1
         self._counters.resets += 1
         if self._listener:
@@ -357,4 +437,7 @@ class LocalCacheManager(CacheManager):
         if self._room_for_loads() < 0:
             raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
         pinned = [*leased, *(op.entries for op in self._inflight)]
+        if self._disk is not None:
+            self._disk.check_integrity()
+            pinned += self._disk.pinned_in_host()
         self._index.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
-from flexkv.transfer.graph import BlockIds, OpId, OpKind, Priority, SlotIds, TransferGraph, TransferOp
+import numpy as np
+
+from flexkv.transfer.graph import (
+    BlockIds,
+    OpId,
+    OpKind,
+    PageTags,
+    Priority,
+    SlotIds,
+    TransferGraph,
+    TransferOp,
+)
+
+NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 
 class Planner:
-    """Numbers ops and builds graphs over the host tier."""
+    """Numbers ops and builds graphs over the host and disk tiers."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -26,4 +39,25 @@ class Planner:
     def store(self, group: int, blocks: BlockIds, slots: SlotIds) -> TransferGraph:
         """One D2H op."""
         op = TransferOp(OpId(next(self._numbers)), OpKind.D2H, group, Priority.STORE, blocks, slots)
+        return TransferGraph((op,))
+
+    def read(self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags) -> TransferGraph:
+        """One DISK_READ op: a request waits for it."""
+        return self._disk(OpKind.DISK_READ, Priority.LOAD, group, slots, places, tags)
+
+    def write(self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags) -> TransferGraph:
+        """One DISK_WRITE op."""
+        return self._disk(OpKind.DISK_WRITE, Priority.STORE, group, slots, places, tags)
+
+    def _disk(
+        self,
+        kind: OpKind,
+        priority: Priority,
+        group: int,
+        slots: SlotIds,
+        places: SlotIds,
+        tags: PageTags,
+    ) -> TransferGraph:
+        number = OpId(next(self._numbers))
+        op = TransferOp(number, kind, group, priority, NO_BLOCKS, slots, places=places, tags=tags)
         return TransferGraph((op,))

@@ -1,0 +1,98 @@
+"""What the control plane decides about the disk tier: when pages are written, within which bounds, and what is counted.
+
+Contracts of what lies below: `flexkv.storage.base.DiskTier`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from flexkv.errors import ConfigError
+from flexkv.transfer.graph import OpResult, TransferGraph
+
+
+class DiskMode(Enum):
+    """When a page goes to disk."""
+
+    THROUGH = "through"
+    """As soon as it is in host memory: the disk has everything, and the most is written."""
+    BACK = "back"
+    """When the disk has nothing else to do, and before it leaves host memory."""
+    EVICT = "evict"
+    """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """Bounds of one unit's disk tier.
+
+    Attributes:
+        mode: when pages are written.
+        write_pages: pages with a write in flight at most; more wait.
+        read_pages: pages with a read in flight at most; a longer hit is cut to what fits.
+        waiting_pages: pages that may wait for their write; beyond it they are dropped and counted.
+        ops: reads, and writes, in flight at most; no more than the queue places of the lane.
+        wait_s: a lookup waits for the disk this long at most, then goes on without.
+        ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
+    """
+
+    mode: DiskMode = DiskMode.THROUGH
+    write_pages: int = 4096
+    read_pages: int = 65_536
+    waiting_pages: int = 65_536
+    ops: int = 256
+    wait_s: float = 30.0
+    ttl_s: int | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a bound is not positive; names it.
+        """
+        for name in ("write_pages", "read_pages", "waiting_pages", "ops", "wait_s", "ttl_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"disk {name}={value}; allowed are values above 0")
+
+
+class Plane(Protocol):
+    """What a driver needs of the data plane (`flexkv.transfer.base.DataPlane`)."""
+
+    def submit(self, graph: TransferGraph) -> int | None: ...
+    def poll(self) -> list[OpResult]: ...
+    def close(self, deadline_s: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Running totals of one disk tier, in pages unless they say otherwise.
+
+    Attributes:
+        written: pages whose write ended well.
+        failed_writes: pages whose write did not.
+        dropped_writes: pages never written, because a queue was full.
+        lost: pages that left host memory before they were written.
+        read: pages brought up to host memory and verified.
+        failed_reads: pages that were not: damaged, torn, of another write, or the disk failed.
+        unread: pages whose read was planned and never issued, or whose weights are gone.
+        expired: pages found past their time to live.
+        evicted: pages that left the disk to make room.
+        gone: pages lost with a disk.
+        waits: lookups that waited for the disk.
+        late: lookups that went on without the disk, because it took too long.
+    """
+
+    written: int = 0
+    failed_writes: int = 0
+    dropped_writes: int = 0
+    lost: int = 0
+    read: int = 0
+    failed_reads: int = 0
+    unread: int = 0
+    expired: int = 0
+    evicted: int = 0
+    gone: int = 0
+    waits: int = 0
+    late: int = 0

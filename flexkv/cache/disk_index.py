@@ -1,0 +1,211 @@
+"""What is on disk: keys to places, with what each place was written with. Knows nothing of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.disk_base import DiskCounts
+from flexkv.cache.leases import EntryIds
+from flexkv.storage.base import DiskTier, Places
+from flexkv.storage.tags import NEVER, make_tags
+from flexkv.transfer.graph import PageTags
+
+NO_ENTRY = np.uint32(0xFFFFFFFF)
+
+
+class DiskIndex:
+    """The index of one unit's disks. An entry is leased while an op reads or writes its place.
+
+    Args:
+        specs: the unit's KV groups.
+        tier: what survives the process; also says how many places there are and what lies in them.
+        policy: what is evicted first.
+        now_s: Unix time in seconds; only times to live are read from it.
+        ttl_s: see `DiskLimits`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        tier: DiskTier,
+        policy: str,
+        now_s: Callable[[], float],
+        ttl_s: int | None = None,
+    ) -> None:
+        self.tier = tier
+        self.counts = DiskCounts()
+        self.epoch = tier.epoch
+        self._now_s = now_s
+        self._ttl_s = ttl_s
+        slots = [tier.slots(group) for group in range(len(specs))]
+        self.entries = BlockIndex(slots, policy)
+        self._generations = [np.zeros(n, np.uint64) for n in slots]
+        self._tokens = [np.zeros(n, np.int32) for n in slots]
+        self._expiries = [np.zeros(n, np.uint64) for n in slots]
+        self._any_expires = ttl_s is not None
+        for group, count in enumerate(slots):
+            self.entries.grow(group, count)
+            self._adopt(group)
+        for disk, alive in enumerate(tier.alive):
+            if not alive:
+                self.lose(disk)
+
+    def _adopt(self, group: int) -> None:
+        rows = self.tier.rows(group)
+        taken = self.entries.adopt(group, rows.keys, rows.places).view(np.bool_)
+        places = rows.places[taken]
+        self._generations[group][places] = rows.generations[taken]
+        self._tokens[group][places] = rows.tokens[taken]
+        self._expiries[group][places] = rows.expiries[taken]
+        self._any_expires |= bool((rows.expiries != NEVER).any())
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    # --- lookups ---
+
+    def reach(self, group: int, keys: Keys) -> int:
+        """How many leading keys are on disk and have not expired."""
+        entries = self.entries.match_prefix(group, keys)
+        if not self._any_expires or not len(entries):
+            return len(entries)
+        expired = self._expired(group, entries)
+        if not expired.any():
+            return len(entries)
+        self._drop_expired(group, entries[expired])
+        return int(np.argmax(expired))
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys are on disk and have not expired, bool [keys]."""
+        entries = self.entries.find(group, keys)
+        there: NDArray[np.bool_] = entries != NO_ENTRY
+        if self._any_expires and there.any():
+            expired = self._expired(group, entries[there])
+            if expired.any():
+                self._drop_expired(group, entries[there][expired])
+                there[np.flatnonzero(there)[expired]] = False
+        return there
+
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys are on disk or on their way to it, bool [keys]."""
+        return np.asarray(self.entries.find(group, keys, ready_only=False) != NO_ENTRY)
+
+    def _expired(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
+        expiries = self._expiries[group][self.entries.slots_of(entries)]
+        past: NDArray[np.bool_] = (expiries != NEVER) & (expiries <= self._now())
+        return past
+
+    def _drop_expired(self, group: int, entries: EntryIds) -> None:
+        self.counts.expired += self.remove(group, entries)
+
+    def _now(self) -> int:
+        return max(0, int(self._now_s()))
+
+    # --- reads ---
+
+    def begin_read(self, group: int, keys: Keys) -> tuple[EntryIds, Places, PageTags, NDArray[np.int32]]:
+        """Leases pages that are there until `end_read`.
+
+        Returns:
+            Their entries, places, what to ask for there, and their valid tokens.
+
+        Raises:
+            ContractError: a key is not there.
+        """
+        entries = self.entries.find(group, keys)
+        places = self.entries.pin(entries)
+        self.tier.record_use(group, places)
+        return entries, places, self._tags(group, keys, places), self._tokens[group][places]
+
+    def end_read(self, group: int, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
+        """The pages marked in `suspect` did not hold what was asked for, and are forgotten."""
+        if suspect.any():
+            self.remove(group, entries[suspect])
+        self.entries.unpin(entries)
+
+    def used(self, group: int, keys: Keys) -> None:
+        """Pages that were used from host memory count as used here too, so that the disk keeps them."""
+        entries = self.entries.find(group, keys)
+        entries = entries[entries != NO_ENTRY]
+        if len(entries):
+            self.entries.touch(entries)
+            self.tier.record_use(group, self.entries.slots_of(entries))
+
+    # --- writes ---
+
+    def begin_write(
+        self, group: int, keys: Keys, tokens: NDArray[np.int32], room: int
+    ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
+        """Gives a place to keys that have none, evicting what is used least, for at most `room` of them.
+
+        Returns:
+            Positions in `keys` of those that got one, their entries (leased until `end_write`), places and tags.
+        """
+        positions, entries, places, evicted, _, _ = self.entries.insert(group, keys, room)
+        self.counts.evicted += len(evicted)
+        generations = self._generations[group]
+        former = generations[places]
+        if former.any():
+            # Before the place is written, so that no crash leaves an index that still believes in its old content.
+            self.tier.record_evict(group, places[former != 0], former[former != 0])
+        generations[places] = self.tier.next_generations(len(places))
+        self._tokens[group][places] = tokens[positions]
+        self._expiries[group][places] = NEVER if self._ttl_s is None else self._now() + self._ttl_s
+        return positions, entries, places, self._tags(group, keys[positions], places)
+
+    def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Makes pages visible whose bytes are all in place; returns which became so."""
+        places, keys = self.entries.slots_of(entries), self.entries.keys_of(entries)
+        published = self.entries.finish(entries, good.view(np.uint8)).view(np.bool_)
+        there = places[published]
+        if len(there):
+            self.tier.record_publish(
+                group,
+                keys[published],
+                there,
+                self._generations[group][there],
+                self._tokens[group][there],
+                self._expiries[group][there],
+            )
+        return published
+
+    def _tags(self, group: int, keys: Keys, places: Places) -> PageTags:
+        return make_tags(
+            keys,
+            self.epoch,
+            self._generations[group][places],
+            self._tokens[group][places],
+            self._expiries[group][places],
+        )
+
+    # --- leaving ---
+
+    def remove(self, group: int, entries: EntryIds) -> int:
+        """Makes pages misses; their places are free when no op touches them. Returns how many were there."""
+        gone = self.entries.slots_of(entries[self.entries.ready(entries).view(np.bool_)])
+        removed = int(np.count_nonzero(self.entries.remove(entries)))
+        if len(gone):
+            self.tier.record_evict(group, gone, self._generations[group][gone])
+        return removed
+
+    def forget(self, group: int, keys: Keys) -> int:
+        """`remove` by key."""
+        entries = self.entries.find(group, keys, ready_only=False)
+        return self.remove(group, entries[entries != NO_ENTRY])
+
+    def lose(self, disk: int) -> None:
+        """A disk is gone for good, and what was on it a miss."""
+        for group, generations in enumerate(self._generations):
+            gone = (np.arange(len(generations)) % self.tier.disks == disk).astype(np.uint8)
+            self.counts.gone += len(self.entries.retire(group, gone))
+
+    def reset(self) -> None:
+        """Forgets everything, durably."""
+        self.entries.clear()
+        self.epoch += 1
+        self.tier.reset(self.epoch)

@@ -1,0 +1,147 @@
+"""Pages on their way from disk to host memory, and the requests that wait for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexkv.cache.base import Keys
+from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
+from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
+from flexkv.cache.leases import EntryIds
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request whose lookup found more on disk than in host memory.
+
+    Attributes:
+        since_s: the clock when it began to wait.
+        ops: reads that have not ended.
+        held: host entries that were read for it, pinned once each, until its next lookup has leased them.
+        given_up: it waited too long, and goes on without the disk.
+    """
+
+    since_s: float
+    ops: set[OpId] = field(default_factory=set)
+    held: list[EntryIds] = field(default_factory=list)
+    given_up: bool = False
+
+
+class DiskReads:
+    """Plans reads and takes their ends.
+
+    Contract with both indexes: while a read is in flight its host entries are pending and pinned, so that nobody is
+    promised or given their slots, and its disk entries are pinned, so that their places are not rewritten. What was
+    verified is published in host memory; what was not is forgotten on disk.
+    """
+
+    def __init__(
+        self, host: HostSide, disk: DiskIndex, limits: DiskLimits, orders: list[TransferGraph]
+    ) -> None:
+        self._host = host
+        self._disk = disk
+        self._limits = limits
+        self._orders = orders
+        self._op_of_entry: dict[int, OpId] = {}
+        self.ops = DiskOps()
+        self.waits: dict[str, Wait] = {}
+
+    # --- requests ---
+
+    def bring_up(self, group: int, keys: Keys) -> set[OpId]:
+        """Reads those of `keys`, each in host memory or on disk, that are not in host memory and not on their way.
+
+        Returns the reads to wait for; none when there is no room.
+        """
+        index = self._host.index
+        room = 0
+        if len(self.ops) < self._limits.ops:
+            room = self._limits.read_pages - self.ops.pages
+        waited: set[OpId] = set()
+        if self._op_of_entry:
+            found = index.find(group, keys, ready_only=False).tolist()
+            waited.update(self._op_of_entry[entry] for entry in self._op_of_entry.keys() & set(found))
+        positions, entries, slots, evicted, _, dropped = index.insert(group, keys, room)
+        if dropped and room > 0 and not len(positions):
+            # What host memory has of the rest keeps the slots that the next blocks need: let it go.
+            keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]
+            positions, entries, slots, evicted, _, _ = index.insert(group, keys, room)
+        if len(evicted):
+            self._host.evicted(group, evicted)
+        if len(positions):
+            disk, places, tags, tokens = self._disk.begin_read(group, keys[positions])
+            self._host.tokens[group][slots] = tokens
+            graph = self._host.planner.read(group, slots, places, tags)
+            op_id = graph.ops[0].op_id
+            self.ops.add(DiskOp(op_id, group, entries, disk, self._disk.epoch))
+            self._op_of_entry.update(dict.fromkeys(entries.tolist(), op_id))
+            self._orders.append(graph)
+            waited.add(op_id)
+        return waited
+
+    def wait(self, request_id: str, ops: set[OpId], now_s: float) -> None:
+        """The request waits for these reads."""
+        wait = self.waits.get(request_id)
+        if wait is None:
+            wait = self.waits[request_id] = Wait(now_s)
+            self._disk.counts.waits += 1
+        wait.ops |= ops
+        for op_id in ops:
+            self.ops.get(op_id).waiters.add(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """Unpins what was read for the request: its lookup has leased it, or nobody wants it any more."""
+        wait = self.waits.get(request_id)
+        if wait is not None:
+            for entries in wait.held:
+                self._host.index.unpin(entries)
+            wait.held.clear()
+
+    def drop(self, request_id: str) -> None:
+        """The request waits no more. The reads go on: what they bring is worth having."""
+        self.let_go(request_id)
+        wait = self.waits.pop(request_id, None)
+        for op_id in wait.ops if wait is not None else ():
+            self.ops.get(op_id).waiters.discard(request_id)
+
+    def give_up(self, request_id: str) -> None:
+        """The request has waited too long; until it is dropped it does not wait again."""
+        wait = self.waits[request_id]
+        self.let_go(request_id)
+        for op_id in wait.ops:
+            self.ops.get(op_id).waiters.discard(request_id)
+        wait.ops.clear()
+        wait.given_up = True
+        self._disk.counts.late += 1
+
+    # --- ends ---
+
+    def complete(self, result: OpResult) -> None:
+        op = self.ops.pop(result.op_id)
+        for entry in op.host.tolist():
+            del self._op_of_entry[entry]
+        good = op.good(result)
+        counts, index = self._disk.counts, self._host.index
+        current = op.epoch == self._disk.epoch
+        # A read that was never issued says nothing about what is on disk.
+        suspect = ~good if result.status is OpStatus.FAILED and current else np.zeros_like(good)
+        counts.failed_reads += int(np.count_nonzero(suspect))
+        counts.unread += int(np.count_nonzero(~good & ~suspect)) if current else len(good)
+        if not current:
+            good[:] = False
+        published = index.finish(op.host, good.view(np.uint8)).view(np.bool_)
+        there = op.host[published]
+        counts.read += len(there)
+        for request_id in op.waiters:
+            wait = self.waits[request_id]
+            wait.ops.discard(op.op_id)
+            if len(there):
+                index.pin(there)
+                wait.held.append(there)
+        self._disk.end_read(op.group, op.disk, suspect)
+        if len(there):
+            self._host.published(op.group, index.keys_of(there))

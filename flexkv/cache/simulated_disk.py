@@ -1,0 +1,248 @@
+"""Disks without bytes: what lies at each place is a tag and a symbol a rank, or garbage.
+
+They keep the promises of `flexkv.storage.base.DiskTier` that matter to a manager, and judge what it asks for: a place
+in use that is given away, a publish of what was not written, an overwrite that was not announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.simulated_engine import Symbol
+from flexkv.cache.simulated_model import require
+from flexkv.errors import ContractError
+from flexkv.storage.base import (
+    DiskEvents,
+    DiskStats,
+    DiskTier,
+    DurablePages,
+    Generations,
+    IndexRows,
+    Keys,
+    LostDisk,
+    Places,
+)
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import OpKind, TransferOp
+
+Identity = tuple[bytes, int, int, int]
+"""Key, generation, epoch and tokens of a page: all of its tag that a read compares."""
+
+
+def identities(op: TransferOp) -> list[Identity]:
+    """What the tags of an op name, page by page."""
+    return [
+        (bytes(tag["key"]), int(tag["generation"]), int(tag["epoch"]), int(tag["tokens"]))
+        for tag in tag_fields(op.tags)
+    ]
+
+
+class SimDiskTier(DiskTier):
+    """Places of each group on `disks` disks.
+
+    Attributes:
+        content: of each written place of each group, what was written: identity and one symbol a rank. A torn write
+            leaves no entry.
+        journal: of each place, the row that would be found after a crash: key, generation, tokens, expiry.
+    """
+
+    def __init__(self, slots: Sequence[int], disks: int = 2) -> None:
+        self._slots = list(slots)
+        self._alive = [True] * disks
+        self._generation = 0
+        self._epoch = 0
+        self._lost: list[LostDisk] = []
+        self._durable: list[DurablePages] = []
+        self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
+        self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
+        self.used: list[tuple[int, int]] = []
+        self.closed = False
+
+    # --- the contract ---
+
+    @property
+    def disks(self) -> int:
+        return len(self._alive)
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        return tuple(self._alive)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def slots(self, group: int) -> int:
+        return self._slots[group]
+
+    def image_bytes(self, group: int) -> int:
+        raise ContractError("a simulated disk has no bytes")
+
+    def digest_offsets(self, group: int) -> tuple[int, ...]:
+        raise ContractError("a simulated disk has no bytes")
+
+    def lane(self, pools: Sequence[Any]) -> Any:
+        raise ContractError("a simulated disk has no bytes")
+
+    def rows(self, group: int) -> IndexRows:
+        rows = self.journal[group]
+        keys = np.frombuffer(b"".join(row[0] for row in rows.values()), np.uint8).reshape(-1, 16)
+        return IndexRows(
+            keys.copy(),
+            np.array(list(rows), np.int32),
+            np.array([row[1] for row in rows.values()], np.uint64),
+            np.array([row[2] for row in rows.values()], np.int32),
+            np.array([row[3] for row in rows.values()], np.uint64),
+        )
+
+    def next_generations(self, count: int) -> Generations:
+        first = self._generation + 1
+        self._generation += count
+        return np.arange(first, first + count, dtype=np.uint64)
+
+    def record_publish(
+        self,
+        group: int,
+        keys: Keys,
+        places: Places,
+        generations: Generations,
+        tokens: NDArray[np.int32],
+        expiries: NDArray[np.uint64] | None = None,
+    ) -> bool:
+        ends = np.zeros(len(places), np.uint64) if expiries is None else expiries
+        for key, place, generation, count, end in zip(
+            keys, places.tolist(), generations.tolist(), tokens.tolist(), ends.tolist(), strict=True
+        ):
+            identity = (bytes(key), generation, self._epoch, count)
+            content = self.content[group].get(place)
+            require(
+                content is not None and content[0] == identity,
+                "a page was published on disk that was not written there",
+            )
+            self.journal[group].pop(place, None)
+            self.journal[group][place] = (bytes(key), generation, count, end)
+        self._durable.append(DurablePages(group, places, generations))
+        return True
+
+    def record_evict(self, group: int, places: Places, generations: Generations) -> None:
+        for place, generation in zip(places.tolist(), generations.tolist(), strict=True):
+            row = self.journal[group].get(place)
+            if row is not None and row[1] == generation:
+                del self.journal[group][place]
+
+    def record_use(self, group: int, places: Places) -> None:
+        for place in places.tolist():
+            if place in self.journal[group]:
+                self.journal[group][place] = self.journal[group].pop(place)
+
+    def poll(self) -> DiskEvents:
+        events = DiskEvents(tuple(self._durable), tuple(self._lost))
+        self._durable, self._lost = [], []
+        return events
+
+    def stats(self) -> DiskStats:
+        return DiskStats()
+
+    def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
+        require(epoch > self._epoch, "a reset did not raise the epoch on disk")
+        self._epoch = epoch
+        for rows in self.journal:
+            rows.clear()
+
+    def close(self, deadline_s: float) -> bool:
+        self.closed = True
+        return True
+
+    # --- what a simulation does to it ---
+
+    def lose(self, disk: int) -> None:
+        """The disk fails for good."""
+        if self._alive[disk]:
+            self._alive[disk] = False
+            self._lost.append(LostDisk(disk, Path(f"/disk{disk}"), "simulated"))
+            for group, content in enumerate(self.content):
+                for place in [place for place in content if place % self.disks == disk]:
+                    del content[place]
+                for place in [place for place in self.journal[group] if place % self.disks == disk]:
+                    del self.journal[group][place]
+
+    def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
+        """Whether the page was written; it replaces what was there, of which nothing may be found after a crash."""
+        require(
+            place not in self.journal[group],
+            "a place was overwritten while the index that survives a crash names its old content",
+        )
+        self.content[group].pop(place, None)
+        if not self._alive[place % self.disks]:
+            return False
+        self.content[group][place] = (identity, symbols)
+        return True
+
+    def read(self, group: int, place: int, identity: Identity) -> list[Symbol] | None:
+        """The symbols at a place, if it holds what is asked for."""
+        content = self.content[group].get(place)
+        if content is None or content[0] != identity or not self._alive[place % self.disks]:
+            return None
+        return content[1]
+
+
+class SimDiskLane:
+    """Ops between host slots and a simulated disk, moved page by page when asked.
+
+    Args:
+        get_slot: group and slot -> the symbols there, one a rank.
+        set_slot: puts symbols into a slot.
+    """
+
+    def __init__(
+        self,
+        tier: SimDiskTier,
+        get_slot: Callable[[int, int], list[Symbol]],
+        set_slot: Callable[[int, int, list[Symbol] | None], None],
+    ) -> None:
+        self._tier = tier
+        self._get_slot = get_slot
+        self._set_slot = set_slot
+        self.left: dict[int, list[int]] = {}
+        self.ops: dict[int, TransferOp] = {}
+        self.failed: dict[int, list[int]] = {}
+
+    def submit(self, op: TransferOp) -> None:
+        """Takes an op over; its places must not be in use by another."""
+        require(
+            len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
+        )
+        for other in self.ops.values():
+            if other.group == op.group and OpKind.DISK_WRITE in (op.kind, other.kind):
+                shared = set(op.places.tolist()) & set(other.places.tolist())
+                require(not shared, "a place on disk was given away while an op uses it")
+        self.ops[op.op_id] = op
+        self.left[op.op_id] = list(range(op.pages))
+        self.failed[op.op_id] = []
+
+    def move_page(self, op_id: int, fails: bool) -> bool:
+        """Moves the next page of an op; a failing one leaves garbage. True when it was the last."""
+        op, page = self.ops[op_id], self.left[op_id].pop(0)
+        slot, place = int(op.slots[page]), int(op.places[page])
+        identity = identities(op)[page]
+        if op.kind is OpKind.DISK_WRITE:
+            done = self._tier.write(op.group, place, identity, self._get_slot(op.group, slot))
+            if fails:
+                self._tier.content[op.group].pop(place, None)
+        else:
+            symbols = None if fails else self._tier.read(op.group, place, identity)
+            done = symbols is not None
+            self._set_slot(op.group, slot, symbols)
+        if fails or not done:
+            self.failed[op_id].append(page)
+        return not self.left[op_id]
+
+    def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
+        """Takes an op out: the op and its failed pages."""
+        del self.left[op_id]
+        return self.ops.pop(op_id), self.failed.pop(op_id)

@@ -1,0 +1,139 @@
+"""A manager over a host tier and a simulated disk, with a lane that moves everything at once when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, MatchResult
+from flexkv.cache.disk_base import DiskLimits, DiskMode
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
+from flexkv.cache.simulated_engine import Symbol
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferOp
+
+BLOCK_TOKENS = 4
+NONE = np.empty(0, np.int32)
+
+
+def chain(count: int, seed: int = 0) -> Keys:
+    return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
+
+
+class DiskWorld:
+    """`slots` host slots, `places` on two disks. A page's symbol is its key."""
+
+    def __init__(
+        self,
+        slots: int = 8,
+        places: int = 32,
+        mode: DiskMode = DiskMode.THROUGH,
+        disk: SimDiskTier | None = None,
+        groups: tuple[GroupSpec, ...] = (),
+        limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
+        manager_limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        self.now_s = 1000.0
+        specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
+        self.disk = disk or SimDiskTier([places] * len(specs))
+        self.manager = LocalCacheManager(
+            specs,
+            manager_limits,
+            clock=lambda: self.now_s,
+            disk=self.disk,
+            disk_limits=replace(limits, mode=mode),
+            unix_s=lambda: self.now_s,
+        )
+        self.host: list[list[Symbol]] = [[(-1, 0)] * spec.slots for spec in specs]
+        self.lane = SimDiskLane(self.disk, self._get_slot, self._set_slot)
+        for group, spec in enumerate(specs):
+            self.manager.grow(group, spec.slots)
+
+    def _get_slot(self, group: int, slot: int) -> list[Symbol]:
+        return [self.host[group][slot]]
+
+    def _set_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
+        self.host[group][slot] = (-1, 1) if symbols is None else symbols[0]
+
+    # --- the engine's part ---
+
+    def store(
+        self, keys: Keys, name: str = "w", group: int = 0, first: int = 0, tokens: int | None = None
+    ) -> int:
+        """Stores blocks; returns how many were dropped."""
+        plan = self.manager.begin_store(
+            name, group, keys, np.arange(len(keys), dtype=np.int32), first, tokens
+        )
+        if plan.graph is not None:
+            (op,) = plan.graph.ops
+            for position, slot in zip(plan.stored.tolist(), op.slots.tolist(), strict=True):
+                self.host[group][slot] = (0, keys[position].tobytes())
+            self.manager.complete(0, OpResult(op.op_id, OpStatus.OK, NONE))
+        self.manager.check_integrity()
+        return plan.dropped
+
+    def match(self, keys: Keys, name: str = "r") -> MatchResult:
+        result = self.manager.match(name, [keys], 0)
+        self.check_promise(result, keys)
+        self.manager.check_integrity()
+        return result
+
+    def check_promise(self, result: MatchResult, keys: Keys) -> None:
+        """What is promised is there, byte for byte."""
+        for slot, key in zip(result.groups[0].slots.tolist(), keys, strict=False):
+            assert self.host[0][slot] == (0, key.tobytes())
+
+    def hits(self, keys: Keys, name: str = "r") -> int:
+        """Blocks promised after everything that can be brought up was."""
+        result = self.match(keys, name)
+        while result.reads:
+            self.run()
+            result = self.match(keys, name)
+        self.manager.release(name)
+        return result.blocks
+
+    # --- the lane's part ---
+
+    def take(self) -> list[TransferOp]:
+        """Plans what may be written, and takes over the ops."""
+        self.manager.disk.pump()
+        ops = [op for graph in self.manager.disk.take_orders() for op in graph.ops]
+        for op in ops:
+            self.lane.submit(op)
+        return ops
+
+    def end(
+        self,
+        op: TransferOp,
+        fails: Callable[[int], bool] = lambda page: False,
+        status: OpStatus | None = None,
+    ) -> None:
+        """Moves all pages of an op and reports it."""
+        if status is None:
+            while not self.lane.move_page(op.op_id, fails(op.pages - len(self.lane.left[op.op_id]))):
+                continue
+        _, failed = self.lane.end(op.op_id)
+        failed_pages = np.array(failed, np.int32)
+        if status is None:
+            status = OpStatus.FAILED if failed else OpStatus.OK
+        else:
+            failed_pages = np.arange(op.pages, dtype=np.int32)
+        self.manager.disk.complete(OpResult(OpId(op.op_id), status, failed_pages, "why"))
+        self.manager.check_integrity()
+
+    def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:
+        """Runs ops until none is left; their kinds."""
+        kinds = []
+        while ops := self.take():
+            for op in ops:
+                self.end(op, fails)
+                kinds.append(op.kind)
+        return kinds
+
+    def drop_host(self, count: int = 1000) -> None:
+        """Everything that nobody leases leaves host memory."""
+        for group in range(len(self.host)):
+            self.manager._count_evicted(group, self.manager._index.evict(group, count))
+        self.manager.check_integrity()
