@@ -19,13 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from demo import report
-from demo.conversation import Script, Turn, problems, turn_count
+from demo.conversation import BLOCK_TOKENS, POOL_BLOCKS, Script, Turn, problems, turn_count
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.model import PRESETS, write_model
 
-POOL_BLOCKS = 129
-"""Blocks of the engine's own pool, 32 tokens each: the crowd's first prompts alone need 200."""
-BLOCK_TOKENS = 32
 HOST_BYTES = 512 << 20
 
 

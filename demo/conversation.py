@@ -9,13 +9,19 @@ from typing import Any
 from demo.engine_process import EngineProcess
 from demo.model import ModelShape, prompt_tokens
 
-FIRST_PROMPT_TOKENS = 1200
-FOLLOW_UP_TOKENS = 150
-ANSWER_TOKENS = 24
-TURNS = 4
+BLOCK_TOKENS = 32
+"""The smallest block that vLLM allows on a CPU."""
+POOL_BLOCKS = 129
+"""Blocks of the engine's own pool, the null block among them: the crowd's first prompts alone need 144."""
+
+FIRST_PROMPT_TOKENS = 1024
+FOLLOW_UP_TOKENS = 96
+ANSWER_TOKENS = 16
+TURNS = 3
 CROWD = 8
-CROWD_PROMPT_TOKENS = 800
+CROWD_PROMPT_TOKENS = 576
 CROWD_TURNS = 2
+WARM_UP_TOKENS = 256
 
 SERVED_TOKENS = "vllm:external_prefix_cache_hits_total"
 LOADED_BYTES = "vllm:flexkv_moved_bytes_total{direction=load}"
@@ -30,7 +36,7 @@ class Turn:
     Attributes:
         phase: cold, warm (the engine's own cache was dropped before) or crowd.
         served: prompt tokens that came from flexkv.
-        expects_service: flexkv must have served some.
+        expects: fewest prompt tokens that flexkv must have served.
         load_seconds: from the submission of the loads until the engine saw them ended.
     """
 
@@ -44,7 +50,7 @@ class Turn:
     loaded_bytes: float = 0.0
     stored_bytes: float = 0.0
     load_seconds: float = 0.0
-    expects_service: bool = False
+    expects: int = 0
 
     @property
     def name(self) -> str:
@@ -59,23 +65,20 @@ class Script:
     """
 
     engine: EngineProcess
+    """With flexkv. A phase may put another one here."""
     alone: EngineProcess
     shape: ModelShape
     advance: Callable[[str], None]
     """Called before each turn with its name."""
     turns: list[Turn] = field(default_factory=list)
     reference: list[Turn] = field(default_factory=list)
+    _prompts: list[list[int]] = field(default_factory=list)
 
     def play(self) -> None:
         """Fills `turns` (with flexkv) and `reference` (without), in the same order."""
         self._warm_up()
-        prompts = self._talk("cold", 0)
-        self._forget()
-        for number, prompt in enumerate(prompts):
-            # Each turn is asked for anew after the engine forgot, as when other users came in between.
-            self._turn("warm", 0, number, prompt, expects_service=True)
-            self._forget()
-        self._crowd()
+        for phase in PHASES:
+            phase.play(self)
 
     def _forget(self) -> None:
         for engine in (self.engine, self.alone):
@@ -85,28 +88,33 @@ class Script:
     def _warm_up(self) -> None:
         """The first requests of a process are slow for reasons of their own: allocators, thread pools."""
         for engine in (self.engine, self.alone):
-            engine.generate([{"ids": self._tokens(FIRST_PROMPT_TOKENS, 99), "max_tokens": 2}])
+            engine.generate([{"ids": self._tokens(WARM_UP_TOKENS, 99), "max_tokens": 2}])
             engine.call("drain")
 
-    def _talk(self, phase: str, talk: int) -> list[list[int]]:
-        prompts, prompt = [], self._tokens(FIRST_PROMPT_TOKENS, talk)
+    def cold(self) -> None:
+        """One conversation that nobody has seen before."""
+        prompt = self._tokens(FIRST_PROMPT_TOKENS, 0)
         for number in range(TURNS):
-            prompts.append(prompt)
-            answer = self._turn(phase, talk, number, prompt)
+            self._prompts.append(prompt)
+            answer = self._turn("cold", 0, number, prompt)
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
-        return prompts
 
-    def _crowd(self) -> None:
+    def warm(self) -> None:
+        """The same prompts, each asked for anew after the engine forgot, as when other users came in between."""
+        for number, prompt in enumerate(self._prompts):
+            self._forget()
+            self._turn("warm", 0, number, prompt, expects=whole_blocks(len(prompt)))
+        self._forget()
+
+    def crowd(self) -> None:
         """Conversations in rotation that together exceed the engine's pool: each turn finds its start evicted."""
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
             for talk, prompt in prompts.items():
-                answer = self._turn("crowd", talk, number, prompt, expects_service=number > 0)
+                answer = self._turn("crowd", talk, number, prompt, expects=BLOCK_TOKENS if number else 0)
                 prompts[talk] = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 2000 + 10 * talk + number)]
 
-    def _turn(
-        self, phase: str, talk: int, number: int, prompt: list[int], expects_service: bool = False
-    ) -> list[int]:
+    def _turn(self, phase: str, talk: int, number: int, prompt: list[int], expects: int = 0) -> list[int]:
         self.advance(f"{phase} {talk}.{number}")
         request = {"ids": prompt, "max_tokens": ANSWER_TOKENS}
         [plain] = self.alone.generate([request])
@@ -133,7 +141,7 @@ class Script:
                 loaded_bytes=grown(LOADED_BYTES),
                 stored_bytes=grown(STORED_BYTES),
                 load_seconds=grown(LOAD_SECONDS),
-                expects_service=expects_service,
+                expects=expects,
             )
         )
         return answer
@@ -142,22 +150,47 @@ class Script:
         return prompt_tokens(count, stream, self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the script: how many turns it has, and what plays them."""
+
+    turns: int
+    play: Callable[[Script], None]
+
+
+PHASES = (
+    Phase(TURNS, Script.cold),
+    Phase(TURNS, Script.warm),
+    Phase(CROWD * CROWD_TURNS, Script.crowd),
+)
+
+
 def turn_count() -> int:
-    """How many turns the script has, for a progress bar."""
-    return 2 * TURNS + CROWD * CROWD_TURNS
+    """How many turns the script has."""
+    return sum(phase.turns for phase in PHASES)
+
+
+def whole_blocks(prompt_tokens: int) -> int:
+    """Tokens of a prompt that whole blocks can serve: the engine computes at least the last one itself."""
+    return (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def problems(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
     """What is wrong with a run, in words; nothing if flexkv served and every answer is the reference's."""
-    if len(turns) != len(reference):
-        yield f"{len(turns)} turns were played, {len(reference)} without flexkv"
+    if not len(turns) == len(reference) == turn_count():
+        yield f"{len(turns)} turns were played, {len(reference)} without flexkv, of {turn_count()}"
     for mine, theirs in zip(turns, reference, strict=False):
         if mine.answer != theirs.answer:
             at = _first_difference(mine.answer, theirs.answer)
             yield f"turn {mine.name}: the answer differs from the run without flexkv at token {at}"
-        if mine.expects_service and mine.served == 0:
-            yield f"turn {mine.name}: flexkv served nothing of {mine.prompt_tokens} prompt tokens"
-    if not any(turn.expects_service for turn in turns):
+        if len(theirs.answer) != ANSWER_TOKENS:
+            yield f"turn {mine.name}: the answer without flexkv has {len(theirs.answer)} tokens, not {ANSWER_TOKENS}"
+        if mine.served < mine.expects:
+            yield (
+                f"turn {mine.name}: flexkv served {mine.served} of {mine.prompt_tokens} prompt tokens, "
+                f"not {mine.expects} or more"
+            )
+    if not any(turn.expects for turn in turns):
         yield "no turn expected flexkv to serve anything"
 
 

@@ -1,0 +1,64 @@
+"""An engine that answers by a rule, in the place of vLLM: only so can a wrong token or a hit that never came be had."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from demo.conversation import LOAD_SECONDS, LOADED_BYTES, SERVED_TOKENS, STORED_BYTES
+
+BYTES_A_TOKEN = 1000
+
+
+class ScriptedEngine:
+    """Answers follow from the prompt; a cache of prompts outlives `reset` where there is a connector.
+
+    `spoil` changes an answer of the engine with a connector, `serve` says how many of the tokens found it serves.
+    """
+
+    spoil: Callable[[list[int]], list[int]] = staticmethod(lambda answer: answer)
+    serve: Callable[[int], int] = staticmethod(lambda tokens: tokens)
+
+    def __init__(self, engine: Mapping[str, Any], log: Path, **others: Any) -> None:
+        self._connector = "kv_transfer_config" in engine
+        self._stored: list[list[int]] = []
+        self._values = {SERVED_TOKENS: 0.0, LOADED_BYTES: 0.0, STORED_BYTES: 0.0, LOAD_SECONDS: 0.0}
+
+    def __enter__(self) -> ScriptedEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def generate(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self._answer(request["ids"], request["max_tokens"]) for request in requests]
+
+    def _answer(self, prompt: list[int], count: int) -> dict[str, Any]:
+        answer = [zlib.crc32(repr((prompt, n)).encode()) % 1000 for n in range(count)]
+        if self._connector:
+            answer = type(self).spoil(answer)
+            found = max((common(prompt, known) for known in self._stored), default=0)
+            served = type(self).serve(min(found, len(prompt) - 1))
+            self._values[SERVED_TOKENS] += served
+            self._values[LOADED_BYTES] += BYTES_A_TOKEN * served
+            self._values[LOAD_SECONDS] += 1e-6 * served
+            self._values[STORED_BYTES] += BYTES_A_TOKEN * (len(prompt) - served)
+            self._stored.append(prompt)
+        return {"tokens": answer, "ttft_s": 0.001}
+
+    def call(self, operation: str) -> dict[str, Any]:
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._values)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
