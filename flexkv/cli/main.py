@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import flexkv
+from flexkv.config.names import nearest
 from flexkv.errors import FlexKVError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -33,6 +34,9 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            near = None if ctx.resilient_parsing else nearest(cmd_name, COMMANDS)
+            if near is not None:
+                ctx.fail(f"No such command {cmd_name!r}. Did you mean {near!r}?")
             return None
         module, _ = COMMANDS[cmd_name]
         command = importlib.import_module(module).command
@@ -51,19 +55,33 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns its exit code. An error of flexkv's own is one line and exit code 2."""
+    """Runs the command line; returns its exit code.
+
+    An error of flexkv's own, and a native core that was not built, are one line and exit code 2.
+    """
     try:
         result = cli.main(args=arguments, prog_name="flexkv", standalone_mode=False)
     except FlexKVError as error:
-        message = escape(" ".join(str(error).split()))
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {message}")
-        return USAGE_EXIT_CODE
+        return _say(str(error))
+    except ImportError as error:
+        # `from flexkv import c_ext` names the package, `import flexkv.c_ext` the module.
+        if error.name not in ("flexkv", "flexkv.c_ext"):
+            raise
+        return _say(
+            f"the native core of this package cannot be imported: {error}; build it with `make build`"
+        )
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except click.Abort:
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _say(message: str) -> int:
+    line = escape(" ".join(message.split()))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {line}")
+    return USAGE_EXIT_CODE
 
 
 def run() -> None:

@@ -45,7 +45,7 @@ def load_config(
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
     layers: list[Layer] = []
     if CONFIG_FILE_VARIABLE in environ:
-        layers.append(_check_layer(read_yaml(Path(environ[CONFIG_FILE_VARIABLE]).expanduser())))
+        layers.append(_check_layer(read_yaml(_config_file(environ[CONFIG_FILE_VARIABLE]))))
     layers.append(_check_layer(read_environment(environ, variables)))
     layers.append(_check_layer(read_mapping({} if extra is None else extra, EXTRA_ORIGIN)))
 
@@ -60,6 +60,15 @@ def load_config(
         section, name = key.split(".")
         values.setdefault(section, {})[name] = value
     return FlexKVConfig.with_origins(values, {key: origin for key, (_, origin) in merged.items()})
+
+
+def _config_file(text: str) -> Path:
+    if not text.strip():
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE} is set and empty: expected the path of a YAML file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={text!r}: {error}") from error
 
 
 def _check_layer(settings: Iterable[RawSetting]) -> Layer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,18 +47,132 @@ def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["load.deadline_s"] == {"value": 30.0, "origin": "default"}
 
 
-@pytest.mark.parametrize("extra", ["{", "[]", '{"host.byts": 1}'])
-def test_errors_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], extra: str) -> None:
+def one_line(captured: tuple[str, str]) -> str:
+    out, err = captured
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("{", "--extra: not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"host.byts": 1}', "'host.byts' from engine extra config (value 1): did you mean 'host.bytes'?"),
+        ('{"host.bytes": "1 parsec"}', "1 parsec"),
+        ('{"load.mode": "later"}', "'load.mode' from engine extra config has the value 'later'"),
+        ('{"host": 3}', "'host' from engine extra config is a section"),
+        ('{"lazy_offload": "perhaps"}', "expected true or false"),
+        ('{"host.bytes": 4096, "cpu_bytes_to_use_per_rank": 4096}', "contradict each other"),
+    ],
+)
+def test_errors_in_extra_settings_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], extra: str, words: str
+) -> None:
     assert main(["config", "show", "--extra", extra]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert len(captured.err.splitlines()) == 1
+    assert words in one_line(capsys.readouterr())
 
 
-def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nonsense"]) == 2
-    assert "nonsense" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"host:\n  byts: 1\n", "line 2 (value 1): did you mean 'host.bytes'?"),
+        (b"hosts:\n  bytes: 1\n", "did you mean 'host.bytes'?"),
+        (b"host:\n  bytes: -4\n", "line 2 has the value -4"),
+        (b"host: [1\n", "not valid YAML"),
+        (b"- host\n", "line 1: expected a mapping of settings, got a sequence"),
+        (b"\xff\xfe\x00", "cannot read the file"),
+        (b"host:\n  bytes: 1\n  bytes: 2\n", "'host.bytes' was given on line 2 already"),
+        (b"host:\n  bytes: !!python/object:os.system 1\n", "python/object"),
+    ],
+)
+@pytest.mark.parametrize("command", [["config", "show"], ["info"]], ids=" ".join)
+def test_errors_in_the_file_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: list[str],
+    content: bytes | None,
+    words: str,
+) -> None:
+    path = tmp_path / "flexkv.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("FLEXKV_CONFIG", str(path))
+    assert main(command) == 2
+    error = one_line(capsys.readouterr())
+    assert words in error
+    assert str(path) in error
+
+
+@pytest.mark.parametrize(("value", "words"), [("", "set and empty"), ("~nobody-here/x.yaml", "~nobody-here")])
+def test_a_path_that_is_none_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str, words: str
+) -> None:
+    monkeypatch.setenv("FLEXKV_CONFIG", value)
+    assert main(["config", "show"]) == 2
+    assert words in one_line(capsys.readouterr())
+
+
+def test_a_folder_instead_of_a_file_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLEXKV_CONFIG", str(tmp_path))
+    assert main(["info"]) == 2
+    assert "directory" in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["confg"], "No such command 'confg'. Did you mean 'config'?"),
+        (["config", "nonsense"], "nonsense"),
+        (["info", "--nonsense"], "--nonsense"),
+        (["simulate", "--steps", "0"], "0 is not in the range"),
+        (["simulate", "--failure-rate", "2"], "2.0 is not in the range"),
+        (["simulate", "--seed", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_a_wrong_call_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_native_core_that_was_not_built_is_one_line(tmp_path: Path) -> None:
+    """The package without its extension, as in a fresh clone; an editable install must not fill in its own."""
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "flexkv", tmp_path / "flexkv", ignore=unbuilt)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = (
+            "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)];"
+            "from flexkv.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+
+    done = run("simulate", "--steps", "1")
+    assert done.returncode == 2
+    assert "make build" in one_line((done.stdout, done.stderr))
+    done = run("info")
+    assert done.returncode == 0
+    assert "make build" in done.stdout
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    pipe = f"{sys.executable} -m flexkv config docs | head -c 1"
+    done = subprocess.run(pipe, shell=True, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout == "|"
+    assert "Traceback" not in done.stderr
 
 
 def test_the_module_is_the_command_and_has_no_traceback() -> None:
