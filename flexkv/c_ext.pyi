@@ -1,6 +1,6 @@
 """The native core. One section an area, kept by whoever keeps csrc/bindings/bind_<area>.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -372,3 +372,174 @@ class BlockIndex:
     @property
     def evictions(self) -> int: ...
     def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...
+
+# --- gds ----------------------------------------------------------------------------------------------------
+
+class GdsTotals(TypedDict):
+    """What a manager has done since it was made. `bounced_calls` of `io_calls` went through another buffer."""
+
+    transfers: int
+    pages: int
+    failed_pages: int
+    io_calls: int
+    bounced_calls: int
+    io_bytes: int
+    launches: int
+
+class GDSManager:
+    """Files on one or more disks, the threads that serve them, and the staging memory for one device.
+
+    Made once and used for every transfer; safe to use from several threads. Files are opened (and created) for this
+    user alone and stay open until `close`.
+    """
+
+    def __init__(
+        self,
+        ssd_files: Mapping[int, Sequence[str]],
+        num_devices: int,
+        round_robin: int = 1,
+        *,
+        threads_per_device: int = 4,
+        use_staged_transfer: bool = True,
+        max_staging_blocks: int = 64,
+        max_staging_bytes: int = 2 << 30,
+        gpu_device_id: int | None = None,
+        engine_stream: int = 0,
+        deadline_s: float = 600,
+        stuck_s: float = 60,
+    ) -> None:
+        """
+        Args:
+            ssd_files: paths by device number, 0 to `num_devices` - 1; as many files a device as blocks need.
+            round_robin: file blocks in a row on one device before the next device's turn.
+            gpu_device_id: the GPU that has the pool, -1 for a pool in plain memory; None: the current GPU where there
+                is one.
+            engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
+            deadline_s: of one transfer; pages that were not issued by then fail.
+            stuck_s: how long I/O may stand still before the manager gives up its own staging and goes out of service.
+
+        Raises:
+            ConfigError: a file that cannot be opened or is given twice, or an option that is not allowed.
+        """
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def round_robin(self) -> int: ...
+    @property
+    def files(self) -> dict[int, list[str]]: ...
+    @property
+    def threads(self) -> int:
+        """Started so far: they start with the first I/O of their disk."""
+    @property
+    def staging_bytes(self) -> int:
+        """Of the manager's own staging: 0 until a transfer needs it."""
+    @property
+    def down_reason(self) -> str:
+        """Why no transfer is taken any more; empty while they are."""
+    @property
+    def totals(self) -> GdsTotals: ...
+    def describe(self) -> str:
+        """What the I/O is and which memory it goes to."""
+    def cancel(self) -> None:
+        """Pages of transfers under way that were not issued yet come back as cancelled."""
+    def close(self) -> None:
+        """Cancels, waits for what is in flight, closes the files. Idempotent."""
+
+def transfer_kv_blocks_gds_staged(
+    gds_manager: GDSManager,
+    gpu_layer_id_list: object,
+    gpu_layer_ptrs_tensor: object,
+    gds_block_ids: object,
+    gpu_block_ids: object,
+    gpu_kv_stride_in_bytes: int,
+    gpu_block_stride_in_bytes: int,
+    gpu_layer_stride_in_bytes: int,
+    gds_layer_stride_in_bytes: int,
+    gds_block_stride_in_bytes: int,
+    gds_kv_stride_in_bytes: int,
+    block_size_in_bytes: int,
+    gds_copy_off_inside_chunks: int,
+    num_blocks_per_file: int,
+    total_layers: int,
+    is_read: bool,
+    verbose: bool = False,
+    is_mla: bool = False,
+    gpu_block_type: int = 0,
+    staging_buffer: object | None = None,
+) -> None:
+    """Moves blocks between raw files and a pool through staging slots, one I/O call a block where its bytes are dense.
+
+    Blocks gpu_block_ids[i] and gds_block_ids[i] belong together. Returns when every byte has moved. Tensors are
+    contiguous and of any library: with `data_ptr()` as torch has it, or with DLPack.
+
+    Args:
+        gpu_layer_id_list: int32, the layers to move; only their bytes are touched.
+        gpu_layer_ptrs_tensor: int64 addresses: one a layer (vLLM), one (TensorRT-LLM), K of every layer and then V of
+            every layer (SGLang).
+        gds_block_ids, gpu_block_ids: int64, as many of each, no block twice. These and the layers are in host memory.
+        block_size_in_bytes: of one layer's K or V of a block.
+        gds_copy_off_inside_chunks: where this rank's bytes lie in a chunk of the file that ranks share.
+        is_mla: K and V are one.
+        gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
+        staging_buffer: contiguous, where the pool is, with room for at least one block; None: the manager's own.
+
+    Raises:
+        TransferError: blocks that did not arrive, by name; the others did.
+        GeometryError: sizes, strides, dtypes or addresses that cannot be.
+        BlockRangeError: a layer, block or file that does not exist, or a block named twice.
+        CapacityError: the staging buffer is too small for one block.
+        ClosedError: the manager is closed.
+    """
+
+def transfer_kv_blocks_gds(
+    gds_manager: GDSManager,
+    gpu_layer_id_list: object,
+    gpu_layer_ptrs_tensor: object,
+    gds_block_ids: object,
+    gpu_block_ids: object,
+    gpu_kv_stride_in_bytes: int,
+    gpu_block_stride_in_bytes: int,
+    gpu_layer_stride_in_bytes: int,
+    gds_layer_stride_in_bytes: int,
+    gds_block_stride_in_bytes: int,
+    gds_kv_stride_in_bytes: int,
+    block_size_in_bytes: int,
+    gds_copy_off_inside_chunks: int,
+    num_blocks_per_file: int,
+    total_layers: int,
+    is_read: bool,
+    verbose: bool = False,
+    is_mla: bool = False,
+    gpu_block_type: int = 0,
+) -> None:
+    """The same without staging: a call for each part of a block that is contiguous in the pool and in the file."""
+
+def transfer_kv_blocks(
+    gpu_block_id_tensor: object,
+    gpu_tensor_ptrs_tensor: object,
+    gpu_kv_stride_in_bytes: int,
+    gpu_block_stride_in_bytes: int,
+    gpu_layer_stride_in_bytes: int,
+    cpu_block_id_tensor: object,
+    cpu_tensor: object,
+    cpu_kv_stride_in_bytes: int,
+    cpu_layer_stride_in_bytes: int,
+    cpu_block_stride_in_bytes: int,
+    chunk_size_in_bytes: int,
+    start_layer_id: int,
+    num_layers: int,
+    transfer_sms: int = -1,
+    is_host_to_device: bool = True,
+    use_ce_transfer: bool = False,
+    is_mla: bool = False,
+    gpu_block_type: int = 0,
+) -> None:
+    """Moves blocks between `cpu_tensor` and a pool with the layout transform, and returns when every byte has moved.
+
+    Layers start_layer_id to start_layer_id + num_layers - 1 move. `transfer_sms` and `use_ce_transfer` are accepted and
+    have no effect: the transform chooses its grid. With a GPU `cpu_tensor` must be pinned.
+
+    Raises:
+        GeometryError, BlockRangeError: as above; also for memory that the GPU cannot reach.
+        TransferError: the GPU reported an error.
+    """

@@ -37,3 +37,7 @@ class ClosedError(FlexKVError, RuntimeError):
 
 class ContractError(FlexKVError, AssertionError):
     """A caller broke a stated contract, or `check_integrity` found a broken invariant: a bug, not an event."""
+
+
+class TransferError(FlexKVError, OSError):
+    """Some blocks of a synchronous transfer did not arrive; names them and says why. The others did."""

@@ -71,14 +71,14 @@ __attribute__((target("avx2"))) uint64_t leaf_avx2(const std::byte* leaf, size_t
 }
 
 template <typename Leaf>
-uint64_t digest_of(const void* data, size_t bytes, Leaf leaf) {
+uint64_t terms_of(const void* data, size_t bytes, uint64_t first_leaf, Leaf leaf) {
   const auto* at = static_cast<const std::byte*>(data);
   uint64_t sum = 0;
-  for (size_t offset = 0, index = 0; offset < bytes; offset += kLeafBytes, ++index) {
+  for (size_t offset = 0, index = first_leaf; offset < bytes; offset += kLeafBytes, ++index) {
     const size_t leaf_bytes = std::min<size_t>(kLeafBytes, bytes - offset);
     sum += leaf_term(leaf(at + offset, leaf_bytes), index, leaf_bytes);
   }
-  return finish_run(sum, bytes);
+  return sum;
 }
 
 }  // namespace
@@ -88,10 +88,15 @@ bool digest_uses_avx2() {
   return found;
 }
 
-uint64_t run_digest_scalar(const void* data, size_t bytes) { return digest_of(data, bytes, leaf_scalar); }
-
-uint64_t run_digest(const void* data, size_t bytes) {
-  return digest_uses_avx2() ? digest_of(data, bytes, leaf_avx2) : run_digest_scalar(data, bytes);
+uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf) {
+  return digest_uses_avx2() ? terms_of(data, bytes, first_leaf, leaf_avx2)
+                            : terms_of(data, bytes, first_leaf, leaf_scalar);
 }
+
+uint64_t run_digest_scalar(const void* data, size_t bytes) {
+  return finish_run(terms_of(data, bytes, 0, leaf_scalar), bytes);
+}
+
+uint64_t run_digest(const void* data, size_t bytes) { return finish_run(run_terms(data, bytes, 0), bytes); }
 
 }  // namespace flexkv

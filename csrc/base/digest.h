@@ -82,6 +82,9 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
 
 // Host entry points; AVX2 where the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
+// What `bytes` from leaf `first_leaf` of a run on add to finish_run()'s sum, for callers that digest a run
+// piece by piece. Every piece but the run's last is whole leaves.
+uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);
 // The same bits, one word at a time.
 uint64_t run_digest_scalar(const void* data, size_t bytes);
 bool digest_uses_avx2();

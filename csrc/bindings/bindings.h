@@ -4,6 +4,7 @@
 
 namespace flexkv {
 
+void bind_gds(pybind11::module_& m);
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);

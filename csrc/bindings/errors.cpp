@@ -21,6 +21,7 @@ struct Classes {
   PyObject* key_scheme;
   PyObject* closed;
   PyObject* contract;
+  PyObject* transfer;
 };
 
 Classes* classes = nullptr;
@@ -45,6 +46,8 @@ void translate(std::exception_ptr pending) {
     set(classes->closed, e);
   } catch (const ContractError& e) {
     set(classes->contract, e);
+  } catch (const TransferError& e) {
+    set(classes->transfer, e);
   } catch (const Error& e) {
     set(classes->base, e);
   }
@@ -57,7 +60,8 @@ void bind_errors(py::module_&) {
   const auto get = [&](const char* name) { return py::object(errors.attr(name)).release().ptr(); };
   static Classes loaded{get("FlexKVError"),    get("ConfigError"),     get("GeometryError"),
                         get("CapacityError"),  get("BlockRangeError"), get("TokenError"),
-                        get("KeySchemeError"), get("ClosedError"),     get("ContractError")};
+                        get("KeySchemeError"), get("ClosedError"),     get("ContractError"),
+                        get("TransferError")};
   classes = &loaded;
   py::register_local_exception_translator(translate);
 }

@@ -38,6 +38,7 @@ PYBIND11_MODULE(c_ext, m) {
   m.def("build_info", &flexkv::build_info,
         "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
   flexkv::bind_errors(m);
+  flexkv::bind_gds(m);
   flexkv::bind_index(m);
   flexkv::bind_keys(m);
   flexkv::bind_layout(m);

@@ -11,10 +11,7 @@ namespace {
 class CudaRegistrar : public Registrar {
  public:
   CudaRegistrar() {
-    if (devices_ > 0 && cudaGetDevice(&device_) != cudaSuccess) {
-      cudaGetLastError();
-      device_ = 0;
-    }
+    if (devices_ > 0) device_ = current_cuda_device();
   }
   bool active() const override { return devices_ > 0; }
 
@@ -58,6 +55,15 @@ CudaInfo cuda_info() {
     info.reason = "the driver reports no device";
   }
   return info;
+}
+
+int current_cuda_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) {
+    cudaGetLastError();
+    device = 0;
+  }
+  return device;
 }
 
 std::shared_ptr<Registrar> cuda_registrar() { return std::make_shared<CudaRegistrar>(); }

@@ -14,4 +14,7 @@ struct CudaInfo {
 
 CudaInfo cuda_info();
 
+// The device that is current for this thread. Precondition: cuda_info().device_count > 0.
+int current_cuda_device();
+
 }  // namespace flexkv

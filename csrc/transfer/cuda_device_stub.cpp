@@ -17,6 +17,8 @@ CudaInfo cuda_info() {
   return {.built = false, .driver_version = 0, .device_count = 0, .reason = "built without CUDA"};
 }
 
+int current_cuda_device() { return 0; }
+
 std::shared_ptr<Registrar> cuda_registrar() { return std::make_shared<NoRegistrar>(); }
 
 }  // namespace flexkv

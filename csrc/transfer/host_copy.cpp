@@ -163,4 +163,12 @@ void scatter_layers(const KvView& view, std::span<const Segment> segments, int64
   move<Direction::kScatter>(segments, block, src_stripe);
 }
 
+void gather_segments(std::span<const Segment> segments, int64_t block, std::byte* dst) {
+  move<Direction::kGather>(segments, block, dst);
+}
+
+void scatter_segments(std::span<const Segment> segments, int64_t block, const std::byte* src) {
+  move<Direction::kScatter>(segments, block, src);
+}
+
 }  // namespace flexkv

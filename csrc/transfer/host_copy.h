@@ -26,4 +26,8 @@ void gather_layers(const KvView& view, std::span<const Segment> segments, int64_
 void scatter_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                     const std::byte* src_stripe);
 
+// The same for segments that need not be a view's. Nothing is checked.
+void gather_segments(std::span<const Segment> segments, int64_t block, std::byte* dst);
+void scatter_segments(std::span<const Segment> segments, int64_t block, const std::byte* src);
+
 }  // namespace flexkv

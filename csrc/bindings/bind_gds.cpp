@@ -1,0 +1,253 @@
+// Transfers between files and the engine's pool, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "bindings/tensor_argument.h"
+#include "gds/gds_manager.h"
+#include "gds/io_choice.h"
+#include "gds/raw_transfer.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+std::vector<std::vector<std::string>> by_device(const std::map<int32_t, std::vector<std::string>>& files,
+                                                int32_t num_devices) {
+  std::vector<std::vector<std::string>> paths;
+  for (const auto& [device, names] : files) {
+    if (device != static_cast<int32_t>(paths.size())) {
+      throw ConfigError("ssd_files names device " + std::to_string(device) +
+                        ": devices are numbered 0, 1, ...");
+    }
+    paths.push_back(names);
+  }
+  if (static_cast<int32_t>(paths.size()) != num_devices) {
+    throw ConfigError("num_devices is " + std::to_string(num_devices) + ", but ssd_files has " +
+                      std::to_string(paths.size()) + " devices");
+  }
+  return paths;
+}
+
+std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std::string>>& ssd_files,
+                                         int32_t num_devices, int64_t round_robin, int32_t threads_per_device,
+                                         bool use_staged_transfer, int32_t max_staging_blocks,
+                                         int64_t max_staging_bytes, std::optional<int32_t> gpu_device_id,
+                                         uintptr_t engine_stream, double deadline_s, double stuck_s) {
+  const auto paths = by_device(ssd_files, num_devices);
+  const GdsOptions options{.round_robin = round_robin,
+                           .threads_per_device = threads_per_device,
+                           .use_staged_transfer = use_staged_transfer,
+                           .max_staging_blocks = max_staging_blocks,
+                           .max_staging_bytes = max_staging_bytes,
+                           .deadline_s = deadline_s,
+                           .stuck_s = stuck_s};
+  const py::gil_scoped_release release;
+  return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream),
+                                      &choose_io);
+}
+
+py::dict totals(const GDSManager& manager) {
+  const GdsTotals t = manager.totals();
+  py::dict answer;
+  answer["transfers"] = t.transfers;
+  answer["pages"] = t.pages;
+  answer["failed_pages"] = t.failed_pages;
+  answer["io_calls"] = t.io_calls;
+  answer["bounced_calls"] = t.bounced_calls;
+  answer["io_bytes"] = t.io_bytes;
+  answer["launches"] = t.launches;
+  return answer;
+}
+
+BackendType to_backend(int32_t gpu_block_type) {
+  if (gpu_block_type >= 0 && gpu_block_type <= 2) return static_cast<BackendType>(gpu_block_type);
+  throw GeometryError("gpu_block_type is " + std::to_string(gpu_block_type) +
+                      ": allowed are 0 (vLLM), 1 (TensorRT-LLM) and 2 (SGLang)");
+}
+
+GTensorHandler to_handler(const TensorArgument& pointers, int32_t gpu_block_type, int64_t total_layers,
+                          int32_t kv_dim, int64_t kv_stride, int64_t block_stride, int64_t layer_stride) {
+  const auto addresses = pointers.int64s();
+  const BackendType type = to_backend(gpu_block_type);
+  const auto count = static_cast<int64_t>(addresses.size());
+  const int64_t layers = type == BackendType::TRTLLM   ? total_layers
+                         : type == BackendType::SGLANG ? count / kv_dim
+                                                       : count;
+  const GTensorHandler handler(type, reinterpret_cast<int64_t**>(const_cast<int64_t*>(addresses.data())),
+                               layers, kv_stride, block_stride, layer_stride);
+  if (count != handler.num_tensors(kv_dim)) {
+    throw GeometryError(pointers.name() + " has " + std::to_string(count) + " addresses: gpu_block_type " +
+                        std::to_string(gpu_block_type) + " needs " +
+                        std::to_string(handler.num_tensors(kv_dim)));
+  }
+  return handler;
+}
+
+// Both functions of the raw files; the staged one has a staging buffer in the end.
+void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, const py::object& gpu_layer_ptrs,
+                  const py::object& gds_block_ids, const py::object& gpu_block_ids, int64_t gpu_kv_stride,
+                  int64_t gpu_block_stride, int64_t gpu_layer_stride, int64_t gds_layer_stride,
+                  int64_t gds_block_stride, int64_t gds_kv_stride, int64_t block_size, int64_t copy_offset,
+                  int64_t num_blocks_per_file, int64_t total_layers, bool is_read, bool verbose, bool is_mla,
+                  int32_t gpu_block_type, const py::object& staging_buffer, bool staged) {
+  const TensorArgument layers(gpu_layer_id_list, "gpu_layer_id_list");
+  const TensorArgument pointers(gpu_layer_ptrs, "gpu_layer_ptrs_tensor");
+  const TensorArgument file_blocks(gds_block_ids, "gds_block_ids");
+  const TensorArgument pool_blocks(gpu_block_ids, "gpu_block_ids");
+  std::optional<TensorArgument> staging;
+  if (!staging_buffer.is_none()) staging.emplace(staging_buffer, "staging_buffer");
+  if (staging && staging->on_host() != (manager.device().number() == kHostDevice)) {
+    throw GeometryError(std::string("staging_buffer is in ") + (staging->on_host() ? "host" : "device") +
+                        " memory: the manager's pool is on " + manager.device().name());
+  }
+  const int32_t kv_dim = is_mla ? 1 : 2;
+  RawTransfer transfer;
+  transfer.pool = to_handler(pointers, gpu_block_type, total_layers, kv_dim, gpu_kv_stride, gpu_block_stride,
+                             gpu_layer_stride);
+  transfer.file = {.layer_stride = gds_layer_stride,
+                   .kv_stride = gds_kv_stride,
+                   .block_stride = gds_block_stride,
+                   .copy_offset = copy_offset,
+                   .chunk_bytes = block_size,
+                   .kv_dim = kv_dim,
+                   .total_layers = total_layers};
+  transfer.layers = layers.int32s();
+  transfer.file_blocks = file_blocks.int64s();
+  transfer.pool_blocks = pool_blocks.int64s();
+  transfer.blocks_per_file = num_blocks_per_file;
+  transfer.is_read = is_read;
+  transfer.staged = staged;
+  transfer.verbose = verbose;
+  if (staging) {
+    transfer.staging = staging->data();
+    transfer.staging_bytes = staging->bytes();
+  }
+  const py::gil_scoped_release release;
+  transfer_raw(manager, transfer);
+}
+
+void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_tensor_ptrs,
+                 int64_t gpu_kv_stride, int64_t gpu_block_stride, int64_t gpu_layer_stride,
+                 const py::object& cpu_block_id_tensor, const py::object& cpu_tensor, int64_t cpu_kv_stride,
+                 int64_t cpu_layer_stride, int64_t cpu_block_stride, int64_t chunk_size,
+                 int32_t start_layer_id, int32_t num_layers, int32_t, bool is_host_to_device, bool,
+                 bool is_mla, int32_t gpu_block_type) {
+  const TensorArgument pool_blocks(gpu_block_id_tensor, "gpu_block_id_tensor");
+  const TensorArgument pointers(gpu_tensor_ptrs, "gpu_tensor_ptrs_tensor");
+  const TensorArgument memory_blocks(cpu_block_id_tensor, "cpu_block_id_tensor");
+  const TensorArgument memory(cpu_tensor, "cpu_tensor");
+  if (!memory.on_host()) throw GeometryError("cpu_tensor is in device memory");
+  if (num_layers < 1 || start_layer_id < 0 || start_layer_id > INT32_MAX - num_layers) {
+    throw BlockRangeError("layers from " + std::to_string(start_layer_id) + " on, " +
+                          std::to_string(num_layers) + " of them");
+  }
+  const int32_t kv_dim = is_mla ? 1 : 2;
+  const int64_t total_layers = int64_t{start_layer_id} + num_layers;
+  std::vector<int32_t> layers;
+  for (int32_t i = 0; i < num_layers; ++i) layers.push_back(start_layer_id + i);
+  RawCopy copy;
+  copy.pool = to_handler(pointers, gpu_block_type, total_layers, kv_dim, gpu_kv_stride, gpu_block_stride,
+                         gpu_layer_stride);
+  copy.layout = {.layer_stride = cpu_layer_stride,
+                 .kv_stride = cpu_kv_stride,
+                 .block_stride = cpu_block_stride,
+                 .copy_offset = 0,
+                 .chunk_bytes = chunk_size,
+                 .kv_dim = kv_dim,
+                 .total_layers = total_layers};
+  copy.layers = layers;
+  copy.memory_blocks = memory_blocks.int64s();
+  copy.pool_blocks = pool_blocks.int64s();
+  copy.memory = memory.data();
+  copy.memory_bytes = memory.bytes();
+  copy.to_pool = is_host_to_device;
+  const py::gil_scoped_release release;
+  copy_raw(*choose_device(std::nullopt, 0), copy);
+}
+
+}  // namespace
+
+void bind_gds(py::module_& m) {
+  const GdsOptions defaults;
+  py::class_<GDSManager>(m, "GDSManager")
+      .def(py::init(&make_manager), py::arg("ssd_files"), py::arg("num_devices"), py::arg("round_robin") = 1,
+           py::kw_only(), py::arg("threads_per_device") = defaults.threads_per_device,
+           py::arg("use_staged_transfer") = defaults.use_staged_transfer,
+           py::arg("max_staging_blocks") = defaults.max_staging_blocks,
+           py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = py::none(),
+           py::arg("engine_stream") = 0, py::arg("deadline_s") = defaults.deadline_s,
+           py::arg("stuck_s") = defaults.stuck_s)
+      .def_property_readonly("num_devices", [](const GDSManager& g) { return g.files().devices(); })
+      .def_property_readonly("round_robin", [](const GDSManager& g) { return g.options().round_robin; })
+      .def_property_readonly("files",
+                             [](const GDSManager& g) {
+                               std::map<int32_t, std::vector<std::string>> answer;
+                               for (int32_t i = 0; i < g.files().devices(); ++i) {
+                                 for (const auto& file : g.files().on(i)) answer[i].push_back(file.path);
+                               }
+                               return answer;
+                             })
+      .def_property_readonly("threads", &GDSManager::threads)
+      .def_property_readonly("staging_bytes", &GDSManager::staging_bytes)
+      .def_property_readonly("down_reason", &GDSManager::down_reason)
+      .def_property_readonly("totals", &totals)
+      .def("describe", &GDSManager::describe)
+      .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
+      .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "transfer_kv_blocks_gds_staged",
+      [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
+         const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
+         int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv, int64_t block_size,
+         int64_t copy_offset, int64_t per_file, int64_t total_layers, bool is_read, bool verbose, bool is_mla,
+         int32_t gpu_block_type, const py::object& staging_buffer) {
+        run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block, gpu_layer,
+                     gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file, total_layers, is_read,
+                     verbose, is_mla, gpu_block_type, staging_buffer, true);
+      },
+      py::arg("gds_manager"), py::arg("gpu_layer_id_list"), py::arg("gpu_layer_ptrs_tensor"),
+      py::arg("gds_block_ids"), py::arg("gpu_block_ids"), py::arg("gpu_kv_stride_in_bytes"),
+      py::arg("gpu_block_stride_in_bytes"), py::arg("gpu_layer_stride_in_bytes"),
+      py::arg("gds_layer_stride_in_bytes"), py::arg("gds_block_stride_in_bytes"),
+      py::arg("gds_kv_stride_in_bytes"), py::arg("block_size_in_bytes"),
+      py::arg("gds_copy_off_inside_chunks"), py::arg("num_blocks_per_file"), py::arg("total_layers"),
+      py::arg("is_read"), py::arg("verbose") = false, py::arg("is_mla") = false,
+      py::arg("gpu_block_type") = 0, py::arg("staging_buffer") = py::none());
+  m.def(
+      "transfer_kv_blocks_gds",
+      [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
+         const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
+         int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv, int64_t block_size,
+         int64_t copy_offset, int64_t per_file, int64_t total_layers, bool is_read, bool verbose, bool is_mla,
+         int32_t gpu_block_type) {
+        run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block, gpu_layer,
+                     gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file, total_layers, is_read,
+                     verbose, is_mla, gpu_block_type, py::none(), false);
+      },
+      py::arg("gds_manager"), py::arg("gpu_layer_id_list"), py::arg("gpu_layer_ptrs_tensor"),
+      py::arg("gds_block_ids"), py::arg("gpu_block_ids"), py::arg("gpu_kv_stride_in_bytes"),
+      py::arg("gpu_block_stride_in_bytes"), py::arg("gpu_layer_stride_in_bytes"),
+      py::arg("gds_layer_stride_in_bytes"), py::arg("gds_block_stride_in_bytes"),
+      py::arg("gds_kv_stride_in_bytes"), py::arg("block_size_in_bytes"),
+      py::arg("gds_copy_off_inside_chunks"), py::arg("num_blocks_per_file"), py::arg("total_layers"),
+      py::arg("is_read"), py::arg("verbose") = false, py::arg("is_mla") = false,
+      py::arg("gpu_block_type") = 0);
+  m.def("transfer_kv_blocks", &copy_blocks, py::arg("gpu_block_id_tensor"), py::arg("gpu_tensor_ptrs_tensor"),
+        py::arg("gpu_kv_stride_in_bytes"), py::arg("gpu_block_stride_in_bytes"),
+        py::arg("gpu_layer_stride_in_bytes"), py::arg("cpu_block_id_tensor"), py::arg("cpu_tensor"),
+        py::arg("cpu_kv_stride_in_bytes"), py::arg("cpu_layer_stride_in_bytes"),
+        py::arg("cpu_block_stride_in_bytes"), py::arg("chunk_size_in_bytes"), py::arg("start_layer_id"),
+        py::arg("num_layers"), py::arg("transfer_sms") = -1, py::arg("is_host_to_device") = true,
+        py::arg("use_ce_transfer") = false, py::arg("is_mla") = false, py::arg("gpu_block_type") = 0);
+}
+
+}  // namespace flexkv

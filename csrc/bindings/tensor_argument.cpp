@@ -1,0 +1,80 @@
+#include "bindings/tensor_argument.h"
+
+#include "base/error.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+// DLPack's ABI, version 0 (dmlc/dlpack), as far as it is read here.
+struct DlTensor {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+constexpr int32_t kDlCpu = 1;
+constexpr int32_t kDlCudaHost = 3;
+constexpr uint8_t kDlInt = 0;
+
+// "int64" of torch.int64, numpy's dtype('int64') and the like.
+std::string last_word(const std::string& dtype) {
+  const size_t dot = dtype.rfind('.');
+  return dot == std::string::npos ? dtype : dtype.substr(dot + 1);
+}
+
+}  // namespace
+
+TensorArgument::TensorArgument(py::object object, std::string name)
+    : object_(std::move(object)), name_(std::move(name)) {
+  if (py::hasattr(object_, "data_ptr")) {
+    take_pointer();
+  } else if (py::hasattr(object_, "__dlpack__")) {
+    take_dlpack();
+  } else {
+    throw GeometryError(name_ + " is a " + std::string(py::str(py::type::of(object_).attr("__name__"))) +
+                        ": a tensor with data_ptr() or DLPack is needed");
+  }
+}
+
+void TensorArgument::take_pointer() {
+  if (!object_.attr("is_contiguous")().cast<bool>()) throw GeometryError(name_ + " is not contiguous");
+  data_ = reinterpret_cast<void*>(object_.attr("data_ptr")().cast<uintptr_t>());
+  count_ = object_.attr("numel")().cast<int64_t>();
+  item_bytes_ = object_.attr("element_size")().cast<int64_t>();
+  dtype_ = last_word(py::str(object_.attr("dtype")));
+  on_host_ = std::string(py::str(object_.attr("device"))).rfind("cpu", 0) == 0;
+}
+
+void TensorArgument::take_dlpack() {
+  py::object capsule = object_.attr("__dlpack__")();
+  auto* tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (tensor == nullptr) throw py::error_already_set();
+  count_ = 1;
+  for (int32_t i = tensor->ndim - 1; i >= 0; --i) {
+    if (tensor->strides != nullptr && tensor->shape[i] != 1 && tensor->strides[i] != count_) {
+      throw GeometryError(name_ + " is not contiguous");
+    }
+    count_ *= tensor->shape[i];
+  }
+  data_ = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
+  item_bytes_ = tensor->type_bits * tensor->type_lanes / 8;
+  dtype_ = (tensor->type_code == kDlInt && tensor->type_lanes == 1 ? "int" : "not an int of ") +
+           std::to_string(tensor->type_bits);
+  on_host_ = tensor->device_type == kDlCpu || tensor->device_type == kDlCudaHost;
+  object_ = py::make_tuple(object_, capsule);  // an unused capsule frees its tensor when it goes
+}
+
+void TensorArgument::require_integers(const char* dtype) const {
+  if (dtype_ != dtype) throw GeometryError(name_ + " has the dtype " + dtype_ + ": " + dtype + " is needed");
+  if (!on_host_) throw GeometryError(name_ + " is in device memory: a tensor in host memory is needed");
+}
+
+}  // namespace flexkv

@@ -1,0 +1,45 @@
+// An argument that is a tensor of any library: something with data_ptr() (torch), or with DLPack.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace flexkv {
+
+// Keeps the object, and with it the memory. Make and destroy it with the GIL held.
+class TensorArgument {
+ public:
+  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor.
+  TensorArgument(pybind11::object object, std::string name);
+
+  void* data() const { return data_; }
+  int64_t bytes() const { return count_ * item_bytes_; }
+  bool on_host() const { return on_host_; }
+  const std::string& name() const { return name_; }
+
+  // The elements of a tensor in host memory. Throws GeometryError for another dtype or place.
+  std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
+  std::span<const int64_t> int64s() const { return elements<int64_t>("int64"); }
+
+ private:
+  void take_pointer();
+  void take_dlpack();
+  void require_integers(const char* dtype) const;
+  template <typename T>
+  std::span<const T> elements(const char* dtype) const {
+    require_integers(dtype);
+    return {static_cast<const T*>(data_), static_cast<size_t>(count_)};
+  }
+
+  pybind11::object object_;
+  std::string name_;
+  void* data_ = nullptr;
+  int64_t count_ = 0;
+  int64_t item_bytes_ = 1;
+  std::string dtype_;
+  bool on_host_ = true;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,25 @@
+// File I/O for memory that the inner I/O cannot reach: through a buffer in plain memory and a device copy.
+#pragma once
+#include <memory>
+
+#include "gds/file_io.h"
+#include "gds/transform_device.h"
+
+namespace flexkv {
+
+class BouncedFileIo : public FileIo {
+ public:
+  BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device)
+      : inner_(std::move(inner)), device_(std::move(device)) {}
+  std::string name() const override { return inner_->name() + " and a copy"; }
+  IoOutcome transfer(const IoCall& call) override;
+  IoRoute route(const IoCall&) const override { return IoRoute::kBounced; }
+  std::string add_memory(void*, int64_t) override { return {}; }
+  void remove_memory(void*) override {}
+
+ private:
+  std::shared_ptr<FileIo> inner_;
+  std::shared_ptr<TransformDevice> device_;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,40 @@
+// Moves bytes between one place in a file and memory: POSIX, cuFile, or a decorator around one of them.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+struct IoCall {
+  bool write = false;
+  int32_t device = 0;  // the disk
+  int64_t file = 0;    // number of the file on it
+  int64_t offset = 0;
+  void* memory = nullptr;
+  int64_t bytes = 0;
+};
+
+struct IoOutcome {
+  int64_t bytes = 0;  // moved; a call that moved fewer than it was asked to has failed
+  std::string error;  // why it stopped early; empty at the end of the file or device
+};
+
+// Where a call would go if it were made: what a caller asks before it chooses a path.
+enum class IoRoute {
+  kDirect,   // straight between disk and memory
+  kBounced,  // through another buffer: it works, at the cost of a copy
+};
+
+class FileIo {
+ public:
+  virtual ~FileIo() = default;
+  virtual std::string name() const = 0;
+  // Synchronous; called from several threads at once. Short transfers are finished where they can be.
+  virtual IoOutcome transfer(const IoCall& call) = 0;
+  virtual IoRoute route(const IoCall& call) const = 0;
+  // Memory that will be used often. Empty, or why it could not be registered: it works all the same.
+  virtual std::string add_memory(void* memory, int64_t bytes) = 0;
+  virtual void remove_memory(void* memory) = 0;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,209 @@
+#include "gds/gds_manager.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "base/error.h"
+#include "gds/posix_file_io.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: pages a thread. Keeps a thread's next page queued while it does one.
+constexpr int32_t kDirectPagesPerThread = 2;
+
+const GdsOptions& checked(const GdsOptions& options) {
+  const auto refuse = [](const char* name, const std::string& value, const char* allowed) {
+    throw ConfigError(std::string(name) + " is " + value + ": allowed is " + allowed);
+  };
+  if (options.round_robin < 1) refuse("round_robin", std::to_string(options.round_robin), "1 and more");
+  if (options.max_staging_blocks < 1) {
+    refuse("max_staging_blocks", std::to_string(options.max_staging_blocks), "1 and more");
+  }
+  if (options.max_staging_bytes < 1) {
+    refuse("max_staging_bytes", std::to_string(options.max_staging_bytes), "1 and more");
+  }
+  if (!(options.deadline_s > 0)) refuse("deadline_s", std::to_string(options.deadline_s), "more than 0");
+  if (!(options.stuck_s > 0)) refuse("stuck_s", std::to_string(options.stuck_s), "more than 0");
+  return options;
+}
+
+}  // namespace
+
+// Registers a transfer as under way.
+class GDSManager::Running {
+ public:
+  Running(GDSManager& manager, TransferControl& control) : manager_(manager), control_(control) {
+    const std::lock_guard lock(manager_.mutex_);
+    if (manager_.closed_) throw ClosedError("the GDS manager is closed");
+    manager_.running_.insert(&control_);
+  }
+  ~Running() {
+    const std::lock_guard lock(manager_.mutex_);
+    manager_.running_.erase(&control_);
+    manager_.idle_.notify_all();
+  }
+
+ private:
+  GDSManager& manager_;
+  TransferControl& control_;
+};
+
+GDSManager::GDSManager(const std::vector<std::vector<std::string>>& paths_by_device,
+                       const GdsOptions& options, std::shared_ptr<TransformDevice> device, MakeIo make_io)
+    : options_(checked(options)), files_(std::make_shared<RawFiles>(paths_by_device)) {
+  parts_.io = make_io ? make_io(files_, device) : std::make_shared<PosixFileIo>(files_);
+  parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
+                                                 [device] { return device->bind_thread(); });
+  parts_.device = std::move(device);
+}
+
+GDSManager::GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
+                       std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io)
+    : options_(checked(options)), files_(std::move(files)) {
+  parts_.io = std::move(io);
+  parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
+                                                 [device] { return device->bind_thread(); });
+  parts_.device = std::move(device);
+}
+
+GDSManager::~GDSManager() { close(); }
+
+void GDSManager::cancel() {
+  const std::lock_guard lock(mutex_);
+  for (TransferControl* control : running_) control->cancel();
+}
+
+void GDSManager::close() {
+  std::unique_lock lock(mutex_);
+  closed_ = true;
+  for (TransferControl* control : running_) control->cancel();
+  // A transfer ends once its I/O has, or gives it up after stuck_s.
+  idle_.wait(lock, [&] { return running_.empty(); });
+  if (!down_reason_.empty()) parts_.threads->abandon();
+  // The last holders close: I/O that is stuck keeps what it may still touch.
+  staging_ = nullptr;
+  parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
+  parts_.io = nullptr;
+}
+
+std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
+  const int64_t slot = map.slot_bytes();
+  if (slot > options_.max_staging_bytes) {
+    throw CapacityError(
+        "one block needs " + std::to_string(slot) +
+        " bytes of staging, more than max_staging_bytes = " + std::to_string(options_.max_staging_bytes));
+  }
+  const std::lock_guard lock(mutex_);
+  // Sized by the first transfer; again only if not one block of another group would fit.
+  if (staging_ == nullptr || staging_->bytes() < slot) {
+    const int64_t blocks = std::min<int64_t>(options_.max_staging_blocks, options_.max_staging_bytes / slot);
+    staging_ = nullptr;  // before the larger one is made
+    staging_ = std::make_shared<StagingBuffer>(parts_.device, parts_.io, blocks * slot);
+  }
+  return staging_;
+}
+
+void GDSManager::check_pages(std::span<const StagedPage> pages) const {
+  using Place = std::tuple<int32_t, int64_t, int64_t>;
+  std::vector<Place> places;
+  std::vector<int64_t> blocks;
+  for (const StagedPage& page : pages) {
+    if (!files_->has(page.device, page.file)) {
+      const bool known = page.device >= 0 && page.device < files_->devices();
+      throw BlockRangeError(
+          "file " + std::to_string(page.file) + " of device " + std::to_string(page.device) + ": there are " +
+          std::to_string(files_->devices()) + " devices" +
+          (known ? ", this one with " + std::to_string(files_->on(page.device).size()) + " files"
+                 : std::string()));
+    }
+    places.emplace_back(page.device, page.file, page.file_offset);
+    blocks.push_back(page.block);
+  }
+  std::sort(places.begin(), places.end());
+  std::sort(blocks.begin(), blocks.end());
+  if (std::adjacent_find(places.begin(), places.end()) != places.end()) {
+    throw BlockRangeError("a block of the files is named twice in one transfer");
+  }
+  const auto twice = std::adjacent_find(blocks.begin(), blocks.end());
+  if (twice != blocks.end()) {
+    throw BlockRangeError("block " + std::to_string(*twice) + " of the pool is named twice in one transfer");
+  }
+}
+
+TransferReport GDSManager::dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                                    std::shared_ptr<StagingBuffer> staging, bool force_direct,
+                                    const TransferControl& control) {
+  const auto direct = [&] {
+    return transfer_direct(parts_, map, pages, is_read, options_.threads_per_device * kDirectPagesPerThread,
+                           control);
+  };
+  const bool must_stage = map.pieces().empty();
+  if (!must_stage && (force_direct || !options_.use_staged_transfer)) return direct();
+  // A page in one piece gains nothing from a slot, unless its calls would be bounced.
+  if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return direct();
+  if (staging) {
+    return transfer_staged(parts_, map, pages, is_read, staging, staging->slots_of(map.slot_bytes()),
+                           control);
+  }
+  const std::lock_guard turn(staging_mutex_);
+  if (const std::string down = down_reason(); !down.empty()) {
+    TransferReport report;
+    report.pages = static_cast<int64_t>(pages.size());
+    for (size_t i = 0; i < pages.size(); ++i) {
+      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down});
+    }
+    return report;
+  }
+  TransferReport report =
+      transfer_staged(parts_, map, pages, is_read, own_staging(map), options_.max_staging_blocks, control);
+  if (report.stuck) {
+    const std::lock_guard lock(mutex_);
+    down_reason_ = report.failures.back().reason;
+    staging_ = nullptr;
+  }
+  return report;
+}
+
+TransferReport GDSManager::transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                                    std::shared_ptr<StagingBuffer> staging, bool force_direct) {
+  TransferControl control(options_.deadline_s, options_.stuck_s);
+  const Running running(*this, control);
+  check_pages(pages);
+  TransferReport report = pages.empty()
+                              ? TransferReport{}
+                              : dispatch(map, pages, is_read, std::move(staging), force_direct, control);
+  const std::lock_guard lock(mutex_);
+  totals_.transfers += 1;
+  totals_.pages += report.pages;
+  totals_.failed_pages += static_cast<int64_t>(report.failures.size());
+  totals_.io_calls += report.io_calls;
+  totals_.bounced_calls += report.bounced_calls;
+  totals_.io_bytes += report.io_bytes;
+  totals_.launches += report.launches;
+  return report;
+}
+
+GdsTotals GDSManager::totals() const {
+  const std::lock_guard lock(mutex_);
+  return totals_;
+}
+
+std::string GDSManager::describe() const {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return "closed";
+  return parts_.io->name() + " to " + parts_.device->name();
+}
+
+std::string GDSManager::down_reason() const {
+  const std::lock_guard lock(mutex_);
+  return down_reason_;
+}
+
+int64_t GDSManager::staging_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return staging_ ? staging_->bytes() : 0;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,105 @@
+// The files and disks of one rank, the threads that serve them, and the staging memory beside one GPU (or in
+// plain memory): everything a transfer between files and the engine's pool needs, made once.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/export.h"
+#include "gds/raw_file.h"
+#include "gds/raw_files.h"
+#include "gds/staged_transfer.h"
+
+namespace flexkv {
+
+inline constexpr int32_t kDefaultStagingBlocks = 64;
+// Unit: bytes. 64 blocks of a 70B model (80 layers, K and V, 128 KiB each) take 1.25 GiB.
+inline constexpr int64_t kDefaultStagingBytes = int64_t{2} << 30;
+// Unit: threads a disk. Each has one synchronous call under way; four keep an NVMe disk busy at 2 MiB a call.
+inline constexpr int32_t kDefaultGdsThreads = 4;
+
+struct GdsOptions {
+  int64_t round_robin = 1;
+  int32_t threads_per_device = kDefaultGdsThreads;
+  bool use_staged_transfer = true;  // false: one call for each piece of a page, straight to the pool
+  int32_t max_staging_blocks = kDefaultStagingBlocks;
+  int64_t max_staging_bytes = kDefaultStagingBytes;
+  double deadline_s = 600;  // of one transfer
+  double stuck_s = 60;
+};
+
+struct GdsTotals {
+  int64_t transfers = 0;
+  int64_t pages = 0;
+  int64_t failed_pages = 0;
+  int64_t io_calls = 0;
+  int64_t bounced_calls = 0;
+  int64_t io_bytes = 0;
+  int64_t launches = 0;
+};
+
+class FLEXKV_EXPORT GDSManager {
+ public:
+  // `device` has the pool and gets the staging; `make_io` (POSIX if null) makes the I/O over the open files.
+  // Throws ConfigError for files that cannot be opened and options that are not allowed.
+  using MakeIo = std::shared_ptr<FileIo> (*)(std::shared_ptr<const RawFiles>,
+                                             const std::shared_ptr<TransformDevice>&);
+  GDSManager(const std::vector<std::vector<std::string>>& paths_by_device, const GdsOptions& options,
+             std::shared_ptr<TransformDevice> device, MakeIo make_io = nullptr);
+  // The same with I/O of the caller's, over files it opened: for decorators.
+  GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
+             std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io);
+  ~GDSManager();
+  GDSManager(const GDSManager&) = delete;
+  GDSManager& operator=(const GDSManager&) = delete;
+
+  // Moves pages and returns when no byte of theirs can move any more. Transfers through the manager's own
+  // staging take turns. `staging` (null: the manager's own) has room for at least one block; `force_direct`
+  // makes one call a piece whatever the options say. Throws ClosedError, CapacityError, and BlockRangeError
+  // for a file that does not exist or a block or place named twice.
+  TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                          std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false);
+  // Ends the transfers under way early: pages not yet issued come back as cancelled.
+  void cancel();
+  // Cancels, waits for what is in flight, closes files and threads. Idempotent.
+  void close();
+
+  const RawFiles& files() const { return *files_; }
+  const GdsOptions& options() const { return options_; }
+  const TransformDevice& device() const { return *parts_.device; }
+  GdsTotals totals() const;
+  // What the I/O is and how it reaches the device, for a log line.
+  std::string describe() const;
+  // Why this manager takes no transfers any more; empty while it does.
+  std::string down_reason() const;
+  int64_t staging_bytes() const;
+  int32_t threads() const { return parts_.threads->started(); }
+
+ private:
+  class Running;
+  std::shared_ptr<StagingBuffer> own_staging(const PageMap& map);
+  void check_pages(std::span<const StagedPage> pages) const;
+  TransferReport dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                          std::shared_ptr<StagingBuffer> staging, bool force_direct,
+                          const TransferControl& control);
+
+  const GdsOptions options_;
+  std::shared_ptr<const RawFiles> files_;
+  TransferParts parts_;
+  std::mutex staging_mutex_;  // one transfer at a time uses the manager's own staging
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  std::shared_ptr<StagingBuffer> staging_;
+  std::set<TransferControl*> running_;
+  GdsTotals totals_;
+  std::string down_reason_;
+  bool closed_ = false;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,50 @@
+// An engine's pool as its tensors' addresses and strides: the form in which callers outside describe it.
+#pragma once
+#include <cstdint>
+
+#include "base/host_device.h"
+
+namespace flexkv {
+
+// The numbers are those of `gpu_block_type`.
+enum class BackendType : int32_t {
+  VLLM = 0,    // one tensor a layer: [kv][block][data], or with K and V of a block together
+  TRTLLM = 1,  // one tensor: [block][layer][kv][data]
+  SGLANG = 2,  // K of every layer, then V of every layer, one tensor each: [block][data]
+};
+
+// Strides are in bytes. `gpu_tensor_ptrs` is an array in host memory: num_layers addresses for VLLM, one for
+// TRTLLM, and num_layers x (K, V) for SGLANG. Holds addresses, not memory.
+struct GTensorHandler {
+  BackendType type = BackendType::VLLM;
+  int64_t** gpu_tensor_ptrs = nullptr;
+  int64_t num_layers = 0;
+  int64_t gpu_kv_stride_in_bytes = 0;
+  int64_t gpu_block_stride_in_bytes = 0;
+  int64_t gpu_layer_stride_in_bytes = 0;
+
+  GTensorHandler() = default;
+  GTensorHandler(BackendType type_, int64_t** gpu_tensor_ptrs_, int64_t num_layers_,
+                 int64_t kv_stride_in_bytes, int64_t block_stride_in_bytes, int64_t layer_stride_in_bytes)
+      : type(type_),
+        gpu_tensor_ptrs(gpu_tensor_ptrs_),
+        num_layers(num_layers_),
+        gpu_kv_stride_in_bytes(kv_stride_in_bytes),
+        gpu_block_stride_in_bytes(block_stride_in_bytes),
+        gpu_layer_stride_in_bytes(layer_stride_in_bytes) {}
+
+  // Addresses in gpu_tensor_ptrs; `kv_dim` is 2, or 1 for a pool that keeps one joined tensor (MLA).
+  int64_t num_tensors(int32_t kv_dim) const {
+    return type == BackendType::TRTLLM ? 1 : type == BackendType::VLLM ? num_layers : num_layers * kv_dim;
+  }
+  // Where the run of block 0 lies. Precondition: 0 <= layer < num_layers.
+  uintptr_t first_run(int64_t layer, int64_t kv) const {
+    const auto tensor = [&](int64_t i) { return reinterpret_cast<uintptr_t>(gpu_tensor_ptrs[i]); };
+    const auto bytes = [](int64_t offset) { return static_cast<uintptr_t>(offset); };
+    if (type == BackendType::SGLANG) return tensor(kv * num_layers + layer);
+    if (type == BackendType::VLLM) return tensor(layer) + bytes(kv * gpu_kv_stride_in_bytes);
+    return tensor(0) + bytes(layer * gpu_layer_stride_in_bytes + kv * gpu_kv_stride_in_bytes);
+  }
+};
+
+}  // namespace flexkv

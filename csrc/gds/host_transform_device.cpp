@@ -1,0 +1,159 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+
+#include "base/align.h"
+#include "base/error.h"
+#include "gds/transform_device.h"
+#include "gds/transform_lanes.h"
+#include "gds/transform_tables.h"
+#include "transfer/host_copy.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: bytes. What is digested before it is copied: large enough to amortise a copy's fence, small enough to
+// still be in the second-level cache. Whole leaves.
+constexpr int64_t kDigestStepBytes = 64 << 10;
+// Unit: bytes. Huge pages under the I/O buffers double the disk's speed, and need this alignment.
+constexpr int64_t kHugePageBytes = 2 << 20;
+
+class HostTransformer : public Transformer {
+ public:
+  HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
+
+  // The work is done here: the disks' threads go on meanwhile.
+  void launch(std::span<const TransformPage> pages) override {
+    BatchResult result;
+    for (const TransformPage& page : pages) {
+      result.bad_run.push_back(has_digests(tables_.mode) ? move_verified(page) : move(page));
+    }
+    done_.push_back(std::move(result));
+  }
+
+  BatchResult wait() override {
+    BatchResult result = std::move(done_.front());
+    done_.pop_front();
+    return result;
+  }
+
+ private:
+  int32_t move(const TransformPage& page) const {
+    auto* slot = reinterpret_cast<std::byte*>(page.slot);
+    if (to_pool(tables_.mode)) {
+      scatter_segments(segments_, page.block, slot);
+    } else {
+      gather_segments(segments_, page.block, slot);
+    }
+    return kNoBadRun;
+  }
+
+  int32_t move_verified(const TransformPage& page) const {
+    auto* slot = reinterpret_cast<unsigned char*>(page.slot);
+    auto* digests = reinterpret_cast<uint64_t*>(slot + tables_.digest_offset);
+    const bool into_pool = to_pool(tables_.mode);
+    int32_t bad = kNoBadRun;
+    for (size_t i = 0; i < tables_.runs.size(); ++i) {
+      const TransformRun& run = tables_.runs[i];
+      auto* pool =
+          reinterpret_cast<unsigned char*>(run.base + static_cast<uintptr_t>(page.block * run.block_stride));
+      unsigned char* in_slot = slot + run.slot_offset;
+      uint64_t terms = 0;
+      for (int64_t at = 0; at < run.bytes; at += kDigestStepBytes) {
+        const auto bytes = static_cast<size_t>(std::min(kDigestStepBytes, run.bytes - at));
+        const unsigned char* src = (into_pool ? in_slot : pool) + at;
+        terms += run_terms(src, bytes, static_cast<uint64_t>(at / kLeafBytes));
+        copy_run((into_pool ? pool : in_slot) + at, src, bytes);
+      }
+      const uint64_t digest = finish_run(terms, static_cast<uint64_t>(run.bytes));
+      if (!into_pool) {
+        digests[i] = digest;
+      } else if (digests[i] != digest) {
+        bad = std::min(bad, static_cast<int32_t>(i));
+      }
+    }
+    return bad;
+  }
+
+  std::vector<Segment> segments_;
+  TransformTables tables_;
+  std::deque<BatchResult> done_;
+};
+
+class LaneTransformer : public Transformer {
+ public:
+  LaneTransformer(const PageMap& map, bool into_pool) : tables_(map, into_pool) {}
+
+  void launch(std::span<const TransformPage> pages) override {
+    BatchResult result;
+    result.bad_run.assign(pages.size(), kNoBadRun);
+    std::vector<RunProgress> progress(pages.size() * tables_.runs.size());
+    TransformBatch batch = host_batch(tables_);
+    batch.pages = pages.data();
+    batch.num_pages = static_cast<int32_t>(pages.size());
+    batch.progress = progress.data();
+    batch.bad_run = result.bad_run.data();
+    transform_lane_by_lane(batch);
+    done_.push_back(std::move(result));
+  }
+
+  BatchResult wait() override {
+    BatchResult result = std::move(done_.front());
+    done_.pop_front();
+    return result;
+  }
+
+ private:
+  TransformTables tables_;
+  std::deque<BatchResult> done_;
+};
+
+class HostTransformDevice : public TransformDevice {
+ public:
+  explicit HostTransformDevice(bool lane_by_lane) : lane_by_lane_(lane_by_lane) {}
+
+  std::string name() const override { return lane_by_lane_ ? "host, lane by lane" : "host"; }
+  int32_t number() const override { return kHostDevice; }
+
+  void* allocate(int64_t bytes) override {
+    const bool huge = bytes >= kHugePageBytes;
+    const int64_t unit = huge ? kHugePageBytes : kIoAlignBytes;
+    const auto size = static_cast<size_t>(round_up(bytes, unit));
+    void* memory = std::aligned_alloc(static_cast<size_t>(unit), size);
+    if (memory == nullptr)
+      throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging");
+    // Only advice: where it is refused the buffer works, slower.
+    if (huge) static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
+    std::memset(memory, 0, size);  // the first touch of a page must not fall into a transfer
+    return memory;
+  }
+  void release(void* memory) override { std::free(memory); }
+
+  std::string bind_thread() override { return {}; }
+  // Transforms run in the caller's thread, so small batches let the disks start and end early.
+  int32_t batch_pages(int32_t) const override { return 1; }
+  std::string copy(void* dst, const void* src, int64_t bytes) override {
+    copy_run(dst, src, static_cast<size_t>(bytes));
+    return {};
+  }
+
+  std::string cannot_reach(const void*, int64_t) const override { return {}; }
+  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t) override {
+    if (lane_by_lane_) return std::make_unique<LaneTransformer>(map, into_pool);
+    return std::make_unique<HostTransformer>(map, into_pool);
+  }
+
+ private:
+  bool lane_by_lane_;
+};
+
+}  // namespace
+
+std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane) {
+  return std::make_shared<HostTransformDevice>(lane_by_lane);
+}
+
+}  // namespace flexkv

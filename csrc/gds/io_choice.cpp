@@ -1,0 +1,22 @@
+#include "gds/io_choice.h"
+
+#include "gds/bounced_file_io.h"
+#include "gds/posix_file_io.h"
+#include "transfer/cuda_device.h"
+
+namespace flexkv {
+
+std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream) {
+  if (!number) number = cuda_info().device_count > 0 ? current_cuda_device() : kHostDevice;
+  if (*number == kHostDevice) return host_transform_device();
+  return cuda_transform_device(*number, engine_stream);
+}
+
+std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
+                                  const std::shared_ptr<TransformDevice>& device) {
+  auto posix = std::make_shared<PosixFileIo>(files);
+  if (device->number() == kHostDevice) return posix;
+  return std::make_shared<BouncedFileIo>(std::move(posix), device);
+}
+
+}  // namespace flexkv

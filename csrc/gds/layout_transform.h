@@ -1,0 +1,205 @@
+// The arithmetic of the layout transform: moving pages between staging slots and the engine's pool, and
+// making or checking the digests of their runs in the same pass. A group of 32 lanes (a warp) does one leaf
+// of one run of one page. Compiled by g++ and nvcc alike: gds_layout_transform.cu launches it,
+// transform_lanes.h runs the same functions on the CPU, lane by lane.
+#pragma once
+#include <cstdint>
+
+#include "base/digest.h"
+#include "base/host_device.h"
+#include "layout/lane_work.h"
+
+namespace flexkv {
+
+inline constexpr int kTransformLanes = 32;
+
+struct TransformRun {
+  uintptr_t base = 0;
+  int64_t block_stride = 0;
+  int64_t slot_offset = 0;
+  int64_t bytes = 0;
+  int64_t leaves = 0;
+};
+
+// Looked up rather than computed, so that no lane divides.
+struct TransformLeaf {
+  int32_t run = 0;
+  int32_t bytes = 0;
+  int64_t index = 0;  // in its run
+};
+
+struct TransformPage {
+  uintptr_t slot = 0;
+  int64_t block = 0;
+};
+
+// Of one run of one page, while its leaves are under way.
+struct RunProgress {
+  uint64_t terms = 0;
+  uint64_t leaves = 0;
+};
+
+enum class TransformMode : int32_t {
+  kToPool,          // slot -> pool
+  kToSlot,          // pool -> slot
+  kToPoolVerified,  // and compare every run's digest with the one in the slot
+  kToSlotDigested,  // and write every run's digest into the slot
+};
+
+FLEXKV_HD constexpr bool to_pool(TransformMode mode) {
+  return mode == TransformMode::kToPool || mode == TransformMode::kToPoolVerified;
+}
+FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
+  return mode == TransformMode::kToPoolVerified || mode == TransformMode::kToSlotDigested;
+}
+
+// A page whose runs were all good.
+inline constexpr int32_t kNoBadRun = INT32_MAX;
+
+// One launch. All arrays are in memory that the executing processor reaches.
+struct TransformBatch {
+  const TransformRun* runs = nullptr;
+  const TransformLeaf* leaves = nullptr;
+  const TransformPage* pages = nullptr;
+  RunProgress* progress = nullptr;  // [page][run], all zero; only used with digests
+  int32_t* bad_run = nullptr;       // [page], kNoBadRun; the lowest run whose digest does not match
+  int64_t digest_offset = 0;        // in the slot
+  int32_t num_runs = 0;
+  int32_t num_leaves = 0;
+  int32_t num_pages = 0;
+  TransformMode mode = TransformMode::kToPool;
+};
+
+struct LeafEnds {
+  unsigned char* dst;
+  const unsigned char* src;
+};
+
+FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
+  const TransformRun& run = batch.runs[leaf.run];
+  const TransformPage& where = batch.pages[page];
+  const auto in_run = static_cast<uintptr_t>(leaf.index * kLeafBytes);
+  auto* pool = reinterpret_cast<unsigned char*>(
+      run.base + static_cast<uintptr_t>(where.block * run.block_stride) + in_run);
+  auto* slot =
+      reinterpret_cast<unsigned char*>(where.slot + static_cast<uintptr_t>(run.slot_offset) + in_run);
+  return to_pool(batch.mode) ? LeafEnds{pool, slot} : LeafEnds{slot, pool};
+}
+
+// What one lane has summed: words 2i and 2i + 1 for the 16-byte vectors i = lane, lane + 32, ..., which
+// belong to digest lanes 2 * lane % 8 and the one after it.
+struct LaneLeafSums {
+  LaneSums even, odd;
+};
+
+namespace transform_detail {
+
+FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high, int64_t vector) {
+  sums.even.add(low, digest_constant(static_cast<uint64_t>(2 * vector)));
+  sums.odd.add(high, digest_constant(static_cast<uint64_t>(2 * vector + 1)));
+}
+
+// The words of one vector of which some bytes may lie past the leaf's end. A word that starts past it is not
+// one of the leaf's.
+FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int64_t bytes,
+                                         int64_t vector) {
+  const int64_t word = 2 * vector;
+  if (word * 8 < bytes) {
+    sums.even.add(load_word(leaf, bytes, word), digest_constant(static_cast<uint64_t>(word)));
+  }
+  if ((word + 1) * 8 < bytes) {
+    sums.odd.add(load_word(leaf, bytes, word + 1), digest_constant(static_cast<uint64_t>(word + 1)));
+  }
+}
+
+template <typename Unit>
+FLEXKV_HD inline int64_t copy_units(unsigned char* dst, const unsigned char* src, int64_t from, int64_t bytes,
+                                    int lane) {
+  constexpr int64_t kUnit = sizeof(Unit);
+  if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & (kUnit - 1)) != 0) return from;
+  const int64_t end = bytes / kUnit;
+  for (int64_t i = from / kUnit + lane; i < end; i += kTransformLanes) {
+    reinterpret_cast<Unit*>(dst)[i] = reinterpret_cast<const Unit*>(src)[i];
+  }
+  return end * kUnit;
+}
+
+}  // namespace transform_detail
+
+// Copies and sums what falls to `lane` of one leaf of 1..4096 bytes. Aligned ends move in 16-byte vectors,
+// all of a lane's loads before its first store, so that eight are in flight; others in 8-, 4- or 1-byte
+// units. No size is refused and no tail dropped.
+template <bool kDigest>
+FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int64_t bytes, int lane) {
+  namespace detail = transform_detail;
+  constexpr int kHeld = static_cast<int>(kLeafBytes / 16 / kTransformLanes);
+  LaneLeafSums sums;
+  unsigned char* dst = ends.dst;
+  const unsigned char* src = ends.src;
+  if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
+    const int64_t vectors = bytes / 16;
+    Vector16 held[kHeld];
+    for (int k = 0; k < kHeld; ++k) {
+      const int64_t i = lane + int64_t{k} * kTransformLanes;
+      if (i < vectors) held[k] = reinterpret_cast<const Vector16*>(src)[i];
+    }
+    for (int k = 0; k < kHeld; ++k) {
+      const int64_t i = lane + int64_t{k} * kTransformLanes;
+      if (i < vectors) {
+        reinterpret_cast<Vector16*>(dst)[i] = held[k];
+        if constexpr (kDigest) detail::add_vector(sums, held[k].low, held[k].high, i);
+      }
+    }
+    int64_t done = detail::copy_units<uint64_t>(dst, src, vectors * 16, bytes, lane);
+    done = detail::copy_units<uint32_t>(dst, src, done, bytes, lane);
+    detail::copy_units<uint8_t>(dst, src, done, bytes, lane);
+    if constexpr (kDigest) {
+      if (vectors * 16 < bytes && vectors % kTransformLanes == lane) {
+        detail::add_partial_vector(sums, src, bytes, vectors);
+      }
+    }
+  } else {
+    int64_t done = detail::copy_units<uint64_t>(dst, src, 0, bytes, lane);
+    done = detail::copy_units<uint32_t>(dst, src, done, bytes, lane);
+    detail::copy_units<uint8_t>(dst, src, done, bytes, lane);
+    if constexpr (kDigest) {
+      for (int64_t i = lane; i * 16 < bytes; i += kTransformLanes) {
+        detail::add_partial_vector(sums, src, bytes, i);
+      }
+    }
+  }
+  return sums;
+}
+
+// Lanes whose numbers agree in this many low bits hold sums of the same digest lanes.
+inline constexpr int kSumGroups = kDigestLanes / 2;
+
+// What lane `lane` < kSumGroups adds to the leaf's folded value, once the sums of the lanes congruent to it
+// have been added to its own.
+FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
+  return sums.even.folded(2 * lane) + sums.odd.folded(2 * lane + 1);
+}
+
+// Ends one leaf; whoever ends the last leaf of a run makes or checks its digest. `Atomics` gives add(), which
+// returns the value before, with the ordering that makes the last one see all terms, and min().
+template <typename Atomics>
+FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf,
+                               uint64_t folded) {
+  const TransformRun& run = batch.runs[leaf.run];
+  RunProgress& progress = batch.progress[static_cast<int64_t>(page) * batch.num_runs + leaf.run];
+  Atomics::add(&progress.terms,
+               leaf_term(folded, static_cast<uint64_t>(leaf.index), static_cast<uint64_t>(leaf.bytes)));
+  Atomics::fence();
+  if (Atomics::add(&progress.leaves, 1) + 1 != static_cast<uint64_t>(run.leaves)) return;
+  Atomics::fence();
+  const uint64_t digest = finish_run(Atomics::add(&progress.terms, 0), static_cast<uint64_t>(run.bytes));
+  auto* digests =
+      reinterpret_cast<uint64_t*>(batch.pages[page].slot + static_cast<uintptr_t>(batch.digest_offset));
+  if (!to_pool(batch.mode)) {
+    digests[leaf.run] = digest;
+  } else if (digests[leaf.run] != digest) {
+    Atomics::min(&batch.bad_run[page], leaf.run);
+  }
+}
+
+}  // namespace flexkv

@@ -1,0 +1,64 @@
+#include "gds/page_io.h"
+
+#include <exception>
+#include <utility>
+
+namespace flexkv {
+namespace {
+
+std::string describe(const IoCall& call, const IoOutcome& outcome) {
+  return std::string(call.write ? "write" : "read") + " of " + std::to_string(call.bytes) +
+         " bytes at offset " + std::to_string(call.offset) + " of file " + std::to_string(call.file) +
+         " on device " + std::to_string(call.device) + ": " +
+         (outcome.error.empty() ? "short, " + std::to_string(outcome.bytes) + " bytes moved" : outcome.error);
+}
+
+// Ends at the first call that fails: the page is lost then.
+void carry_out(FileIo& io, const PageJob& job, PageIoResult& result) {
+  for (const IoCall& call : job.calls) {
+    result.calls += 1;
+    if (io.route(call) == IoRoute::kBounced) result.bounced += 1;
+    const IoOutcome outcome = io.transfer(call);
+    result.bytes += outcome.bytes;
+    if (!outcome.error.empty() || outcome.bytes != call.bytes) {
+      result.error = describe(call, outcome);
+      return;
+    }
+  }
+}
+
+}  // namespace
+
+void PageIo::submit(int32_t position, PageJob job) {
+  const int32_t disk = job.calls.front().device;
+  auto task = [io = parts_.io, shared = shared_, position,
+               job = std::make_shared<PageJob>(std::move(job))](const std::string& not_started) mutable {
+    PageIoResult result;
+    result.position = position;
+    result.error = not_started;
+    try {
+      if (not_started.empty()) carry_out(*io, *job, result);
+    } catch (const std::exception& error) {
+      result.error = error.what();
+    }
+    job.reset();  // before the transfer hears of it: nothing of the page is held any more
+    const std::lock_guard lock(shared->mutex);
+    shared->ended.push_back(std::move(result));
+    shared->changed.notify_one();
+  };
+  parts_.threads->submit(disk, std::move(task));
+  in_flight_ += 1;
+}
+
+std::deque<PageIoResult> PageIo::take_ended(double wait_s) {
+  std::unique_lock lock(shared_->mutex);
+  if (wait_s > 0) {
+    shared_->changed.wait_until(lock, deadline_in(wait_s), [&] { return !shared_->ended.empty(); });
+  }
+  std::deque<PageIoResult> ended;
+  ended.swap(shared_->ended);
+  in_flight_ -= static_cast<int32_t>(ended.size());
+  return ended;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,28 @@
+// File I/O with pread and pwrite, to and from plain memory.
+#pragma once
+#include <memory>
+
+#include "gds/file_io.h"
+#include "gds/raw_files.h"
+
+namespace flexkv {
+
+// Direct I/O where offset, length and address are 4 KiB-aligned and the file system has it; the page cache
+// otherwise, which route() calls bounced.
+class PosixFileIo : public FileIo {
+ public:
+  explicit PosixFileIo(std::shared_ptr<const RawFiles> files) : files_(std::move(files)) {}
+  std::string name() const override { return "posix"; }
+  IoOutcome transfer(const IoCall& call) override;
+  IoRoute route(const IoCall& call) const override;
+  std::string add_memory(void*, int64_t) override { return {}; }
+  void remove_memory(void*) override {}
+
+ private:
+  std::shared_ptr<const RawFiles> files_;
+};
+
+// Whether file offset, length and address are all 4 KiB-aligned.
+bool is_aligned(const IoCall& call);
+
+}  // namespace flexkv

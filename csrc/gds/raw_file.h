@@ -1,0 +1,31 @@
+// Which device, file and place a block has in raw files: files of blocks without header or trailer, spread
+// over several devices. docs/gds.md states the rule.
+#pragma once
+#include <cstdint>
+
+namespace flexkv {
+
+struct BlockPlace {
+  int32_t device = 0;
+  int64_t file = 0;           // number of the file on its device
+  int64_t block_in_file = 0;  // its offset is this times the file's block stride
+};
+
+class RawFileRule {
+ public:
+  // `round_robin` blocks in a row lie on one device before the next device's turn. Throws GeometryError
+  // unless all three are positive.
+  RawFileRule(int32_t devices, int64_t round_robin, int64_t blocks_per_file);
+
+  // Throws BlockRangeError for a negative block.
+  BlockPlace place(int64_t block) const;
+  // The inverse: the block that lies there.
+  int64_t block_at(const BlockPlace& place) const;
+
+ private:
+  int64_t devices_;
+  int64_t round_robin_;
+  int64_t blocks_per_file_;
+};
+
+}  // namespace flexkv

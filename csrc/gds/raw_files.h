@@ -1,0 +1,35 @@
+// The open files of a manager, device by device.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flexkv {
+
+class RawFiles {
+ public:
+  // Opens (and creates, for this user alone) every file for reading and writing; twice where the file system
+  // has direct I/O, because calls that are not 4 KiB-aligned need the page cache. Throws ConfigError naming
+  // the file that cannot be opened, that is named twice, or a device without files.
+  explicit RawFiles(const std::vector<std::vector<std::string>>& paths_by_device);
+  ~RawFiles();
+  RawFiles(const RawFiles&) = delete;
+  RawFiles& operator=(const RawFiles&) = delete;
+
+  struct File {
+    std::string path;
+    int direct_fd = -1;  // -1 where direct I/O is refused
+    int buffered_fd = -1;
+  };
+  int32_t devices() const { return static_cast<int32_t>(files_.size()); }
+  const std::vector<File>& on(int32_t device) const { return files_[static_cast<size_t>(device)]; }
+  bool has(int32_t device, int64_t file) const;
+  // Precondition: has(device, file).
+  const File& at(int32_t device, int64_t file) const { return on(device)[static_cast<size_t>(file)]; }
+
+ private:
+  void close_all();
+  std::vector<std::vector<File>> files_;
+};
+
+}  // namespace flexkv

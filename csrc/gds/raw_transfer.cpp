@@ -1,0 +1,113 @@
+#include "gds/raw_transfer.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "layout/overlap.h"
+
+namespace flexkv {
+namespace {
+
+// How many failed blocks an error names.
+constexpr size_t kNamedFailures = 8;
+// How many blocks of a copy between pool and memory go into one batch.
+constexpr size_t kCopyBatch = 64;
+
+void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
+                  std::span<const int64_t> other_blocks, const char* other) {
+  if (pool_blocks.size() != other_blocks.size()) {
+    throw GeometryError(std::to_string(pool_blocks.size()) + " blocks of the pool and " +
+                        std::to_string(other_blocks.size()) + " of " + other + ": as many are needed");
+  }
+  if (pool_blocks.empty()) return;
+  const auto [lowest, highest] = std::minmax_element(pool_blocks.begin(), pool_blocks.end());
+  if (*lowest < 0)
+    throw BlockRangeError("block " + std::to_string(*lowest) + " of the pool: must not be negative");
+  check_no_overlap(map.segments(), *highest + 1);
+}
+
+std::vector<StagedPage> pages_of(const GDSManager& manager, const RawTransfer& transfer) {
+  const RawFileRule rule(manager.files().devices(), manager.options().round_robin, transfer.blocks_per_file);
+  std::vector<StagedPage> pages;
+  pages.reserve(transfer.file_blocks.size());
+  for (size_t i = 0; i < transfer.file_blocks.size(); ++i) {
+    const BlockPlace place = rule.place(transfer.file_blocks[i]);
+    pages.push_back({transfer.pool_blocks[i], place.device, place.file,
+                     place.block_in_file * transfer.file.block_stride});
+  }
+  return pages;
+}
+
+std::string describe_failures(const TransferReport& report, const RawTransfer& transfer) {
+  std::string text = std::to_string(report.failures.size()) + " of " + std::to_string(report.pages) +
+                     (transfer.is_read ? " blocks were not read" : " blocks were not written");
+  for (size_t i = 0; i < std::min(report.failures.size(), kNamedFailures); ++i) {
+    const PageFailure& failure = report.failures[i];
+    const auto at = static_cast<size_t>(failure.position);
+    text += "; block " + std::to_string(transfer.pool_blocks[at]) + " (block " +
+            std::to_string(transfer.file_blocks[at]) + " of the files): " + failure.reason;
+  }
+  if (report.failures.size() > kNamedFailures) text += "; ...";
+  return text;
+}
+
+}  // namespace
+
+int64_t raw_slot_bytes(const RawTransfer& transfer) {
+  return PageMap::raw(transfer.pool, transfer.file, transfer.layers).slot_bytes();
+}
+
+void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
+  const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
+  check_blocks(map, transfer.pool_blocks, transfer.file_blocks, "the files");
+  std::shared_ptr<StagingBuffer> staging;
+  if (transfer.staging != nullptr && transfer.staged && manager.options().use_staged_transfer) {
+    staging = std::make_shared<StagingBuffer>(transfer.staging, transfer.staging_bytes);
+    staging->slots_of(map.slot_bytes());  // too small is an error, also where no slot will be used
+  }
+  const TransferReport report = manager.transfer(map, pages_of(manager, transfer), transfer.is_read,
+                                                 std::move(staging), !transfer.staged);
+  if (transfer.verbose) {
+    std::fprintf(stderr,
+                 "flexkv: %s %lld blocks, %lld bytes, %s: %lld I/O calls (%lld bounced), %lld launches; %s\n",
+                 transfer.is_read ? "read" : "wrote", static_cast<long long>(report.pages),
+                 static_cast<long long>(report.io_bytes), report.staged ? "staged" : "direct",
+                 static_cast<long long>(report.io_calls), static_cast<long long>(report.bounced_calls),
+                 static_cast<long long>(report.launches), manager.describe().c_str());
+  }
+  if (!report.ok()) throw TransferError(describe_failures(report, transfer));
+}
+
+void copy_raw(TransformDevice& device, const RawCopy& copy) {
+  const PageMap map = PageMap::memory(copy.pool, copy.layout, copy.layers);
+  check_blocks(map, copy.pool_blocks, copy.memory_blocks, "the other memory");
+  if (copy.pool_blocks.empty()) return;
+  const auto [lowest, highest] = std::minmax_element(copy.memory_blocks.begin(), copy.memory_blocks.end());
+  if (*lowest < 0) {
+    throw BlockRangeError("block " + std::to_string(*lowest) + " of the other memory: must not be negative");
+  }
+  if (copy.memory == nullptr) throw GeometryError("the other memory has the address 0");
+  const int64_t bytes = (*highest + 1) * copy.layout.block_stride;
+  if (bytes > copy.memory_bytes) {
+    throw BlockRangeError("block " + std::to_string(*highest) + " of the other memory ends at byte " +
+                          std::to_string(bytes) + " of " + std::to_string(copy.memory_bytes));
+  }
+  if (const std::string why = device.cannot_reach(copy.memory, bytes); !why.empty()) throw GeometryError(why);
+  const auto transformer = device.transformer(map, copy.to_pool, kCopyBatch);
+  std::string error;
+  for (size_t first = 0; first < copy.pool_blocks.size() && error.empty(); first += kCopyBatch) {
+    std::vector<TransformPage> batch;
+    for (size_t i = first; i < std::min(first + kCopyBatch, copy.pool_blocks.size()); ++i) {
+      const auto offset = static_cast<uintptr_t>(copy.memory_blocks[i] * copy.layout.block_stride);
+      batch.push_back({reinterpret_cast<uintptr_t>(copy.memory) + offset, copy.pool_blocks[i]});
+    }
+    transformer->launch(batch);
+    error = transformer->wait().error;
+  }
+  if (!error.empty()) throw TransferError("copy between the pool and other memory: " + error);
+}
+
+}  // namespace flexkv

@@ -1,0 +1,52 @@
+// Transfers described by plain pointers and numbers: what the Python functions and the templates over tensors
+// come down to.
+#pragma once
+#include <cstdint>
+#include <span>
+
+#include "base/export.h"
+#include "gds/gds_manager.h"
+#include "gds/gtensor_handler.h"
+#include "gds/page_map.h"
+
+namespace flexkv {
+
+// Between raw files and a pool. The manager's round robin and `blocks_per_file` place the file blocks.
+struct RawTransfer {
+  GTensorHandler pool = {};
+  RawBlockLayout file = {};
+  std::span<const int32_t> layers = {};
+  std::span<const int64_t> file_blocks = {};
+  std::span<const int64_t> pool_blocks = {};  // as many; pool_blocks[i] <-> file_blocks[i]
+  int64_t blocks_per_file = 1;
+  bool is_read = true;
+  bool staged = true;       // false: one call for each piece of a page, straight to the pool
+  void* staging = nullptr;  // null: the manager's own
+  int64_t staging_bytes = 0;
+  bool verbose = false;  // says on stderr what was moved, and how
+};
+
+// Throws TransferError naming the blocks that failed, and what PageMap::raw() and GDSManager::transfer()
+// throw.
+FLEXKV_EXPORT void transfer_raw(GDSManager& manager, const RawTransfer& transfer);
+
+// Unit: bytes. What one block of a transfer takes in a staging buffer.
+FLEXKV_EXPORT int64_t raw_slot_bytes(const RawTransfer& transfer);
+
+// Between a pool and other memory that the pool's device reaches: block b's bytes lie from memory + b *
+// block_stride on as `layout` says.
+struct RawCopy {
+  GTensorHandler pool = {};
+  RawBlockLayout layout = {};
+  std::span<const int32_t> layers = {};
+  std::span<const int64_t> memory_blocks = {};
+  std::span<const int64_t> pool_blocks = {};
+  void* memory = nullptr;
+  int64_t memory_bytes = 0;
+  bool to_pool = true;
+};
+
+// Returns when every byte has moved. Throws TransferError, GeometryError and BlockRangeError.
+FLEXKV_EXPORT void copy_raw(TransformDevice& device, const RawCopy& copy);
+
+}  // namespace flexkv

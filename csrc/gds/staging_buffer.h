@@ -1,0 +1,38 @@
+// Memory for staging slots on one device: a manager's own, or lent by a caller for one transfer.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "gds/file_io.h"
+#include "gds/transform_device.h"
+
+namespace flexkv {
+
+// I/O in flight holds it, so that memory of its own outlives a transfer that gave up waiting.
+class StagingBuffer {
+ public:
+  // Allocated on `device`, and registered with `io`.
+  StagingBuffer(std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io, int64_t bytes);
+  // Lent. Throws CapacityError if no 4 KiB-aligned byte is in it.
+  StagingBuffer(void* memory, int64_t bytes);
+  ~StagingBuffer();
+  StagingBuffer(const StagingBuffer&) = delete;
+  StagingBuffer& operator=(const StagingBuffer&) = delete;
+
+  bool lent() const { return device_ == nullptr; }
+  int64_t bytes() const { return bytes_; }
+  std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }
+  // Throws CapacityError, saying what is needed, if not even one fits.
+  int32_t slots_of(int64_t slot_bytes) const;
+  // Why the memory is not registered with the I/O; empty if it is or need not be.
+  const std::string& not_registered() const { return not_registered_; }
+
+ private:
+  std::shared_ptr<TransformDevice> device_;
+  std::shared_ptr<FileIo> io_;
+  std::byte* base_ = nullptr;
+  int64_t bytes_ = 0;
+  std::string not_registered_;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,63 @@
+// Where the engine's pool and the staging slots are, and what transforms between them: plain memory and the
+// CPU, or a GPU.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "gds/layout_transform.h"
+#include "gds/page_map.h"
+
+namespace flexkv {
+
+struct BatchResult {
+  std::string error;             // empty, or why none of the batch's pages may be used
+  std::vector<int32_t> bad_run;  // per page: kNoBadRun, or the lowest run whose digest did not match
+};
+
+// The transforms of one transfer. Used by one thread.
+class Transformer {
+ public:
+  virtual ~Transformer() = default;
+  // Starts one batch of at most the promised number of pages: one launch. At most kBatchesInFlight may be
+  // under way.
+  virtual void launch(std::span<const TransformPage> pages) = 0;
+  // Ends the oldest batch under way, after its last byte has stopped moving.
+  virtual BatchResult wait() = 0;
+};
+
+inline constexpr int32_t kBatchesInFlight = 2;
+
+class TransformDevice {
+ public:
+  virtual ~TransformDevice() = default;
+  virtual std::string name() const = 0;
+  // The GPU's number; kHostDevice for plain memory.
+  virtual int32_t number() const = 0;
+  // 4 KiB-aligned. Throws CapacityError.
+  virtual void* allocate(int64_t bytes) = 0;
+  virtual void release(void* memory) = 0;
+  // Called once by every thread that will do I/O on this device's memory. Empty, or why it cannot.
+  virtual std::string bind_thread() = 0;
+  // How many pages to put into one batch when there are `slots` staging slots.
+  virtual int32_t batch_pages(int32_t slots) const = 0;
+  // Between this device's memory and the host's; returns when done. Empty, or why it failed.
+  virtual std::string copy(void* dst, const void* src, int64_t bytes) = 0;
+  // Empty, or why a transform must not be given this memory as a slot.
+  virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;
+  // Batches start after what the engine has enqueued so far, and see it complete.
+  virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages) = 0;
+};
+
+inline constexpr int32_t kHostDevice = -1;
+
+// Plain memory; `lane_by_lane` runs the GPU's functions on the CPU instead of the fast copies.
+std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane = false);
+
+// GPU `number`, with streams of its own that are fenced with `engine_stream` (a cudaStream_t as a number; 0
+// is the legacy default stream). Throws ConfigError without a CUDA build or such a device.
+std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream);
+
+}  // namespace flexkv

@@ -1,0 +1,62 @@
+#include "gds/transform_lanes.h"
+
+#include <array>
+#include <cstddef>
+
+namespace flexkv {
+namespace {
+
+struct OneThread {
+  static uint64_t add(uint64_t* value, uint64_t amount) {
+    const uint64_t before = *value;
+    *value += amount;
+    return before;
+  }
+  static void min(int32_t* value, int32_t other) {
+    if (other < *value) *value = other;
+  }
+  static void fence() {}
+};
+
+using WarpSums = std::array<LaneLeafSums, kTransformLanes>;
+
+// What the kernel does with shuffles: halving distances down to the number of groups, then one fold a group.
+uint64_t reduce_and_fold(WarpSums& sums) {
+  for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
+    for (int lane = 0; lane < distance; ++lane) {
+      auto& mine = sums[static_cast<size_t>(lane)];
+      const auto& other = sums[static_cast<size_t>(lane + distance)];
+      mine.even.add(other.even);
+      mine.odd.add(other.odd);
+    }
+  }
+  uint64_t folded = 0;
+  for (int lane = 0; lane < kSumGroups; ++lane) folded += fold_sums(sums[static_cast<size_t>(lane)], lane);
+  return folded;
+}
+
+template <bool kDigest>
+void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
+  const LeafEnds ends = leaf_ends(batch, page, leaf);
+  WarpSums sums;
+  for (int lane = kTransformLanes - 1; lane >= 0; --lane) {
+    sums[static_cast<size_t>(lane)] = move_leaf_lane<kDigest>(ends, leaf.bytes, lane);
+  }
+  if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold(sums));
+}
+
+}  // namespace
+
+void transform_lane_by_lane(const TransformBatch& batch) {
+  for (int32_t page = batch.num_pages - 1; page >= 0; --page) {
+    for (int32_t i = batch.num_leaves - 1; i >= 0; --i) {
+      if (has_digests(batch.mode)) {
+        run<true>(batch, page, batch.leaves[i]);
+      } else {
+        run<false>(batch, page, batch.leaves[i]);
+      }
+    }
+  }
+}
+
+}  // namespace flexkv

@@ -1,0 +1,23 @@
+// The parts of a transform that do not change from batch to batch: made once a transfer.
+#pragma once
+#include <vector>
+
+#include "gds/layout_transform.h"
+#include "gds/page_map.h"
+
+namespace flexkv {
+
+struct TransformTables {
+  // Throws GeometryError if a page has more leaves than a launch can count.
+  TransformTables(const PageMap& map, bool into_pool);
+
+  std::vector<TransformRun> runs;
+  std::vector<TransformLeaf> leaves;
+  int64_t digest_offset;
+  TransformMode mode;
+};
+
+// A batch over host memory that outlives it; the caller sets pages, progress and bad_run.
+TransformBatch host_batch(const TransformTables& tables);
+
+}  // namespace flexkv

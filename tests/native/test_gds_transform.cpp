@@ -1,0 +1,177 @@
+// The layout transform's functions run lane by lane, against the vectorised path and plain copies.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "base/error.h"
+#include "gds/raw_file.h"
+#include "gds/transform_device.h"
+#include "gds/transform_lanes.h"
+#include "gds/transform_tables.h"
+
+using namespace flexkv;
+
+namespace {
+
+using ByteVector = std::vector<unsigned char>;
+
+ByteVector random_bytes(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  ByteVector bytes(count);
+  for (auto& byte : bytes) byte = static_cast<unsigned char>(random());
+  return bytes;
+}
+
+// Assigning would move the bytes, and views hold addresses.
+void put(ByteVector& target, const ByteVector& bytes) {
+  std::copy(bytes.begin(), bytes.end(), target.begin());
+}
+
+// A pool of `layers` separate tensors, each `skew` bytes past an aligned start, and slots with digests.
+struct TransformWorld {
+  TransformWorld(int32_t layers, int64_t run_bytes, int64_t skew, int64_t blocks)
+      : run(run_bytes), stride(run_bytes + skew), num_blocks(blocks) {
+    pool = random_bytes(static_cast<size_t>(layers * (blocks * stride + 64) + skew + 16), 1);
+    std::vector<Segment> runs;
+    auto base = reinterpret_cast<uintptr_t>(pool.data());
+    base = (base + 15) / 16 * 16 + static_cast<uintptr_t>(skew);
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      runs.push_back({base + static_cast<uintptr_t>(layer * (blocks * stride + 32)), stride, run_bytes,
+                      layer * run_bytes, layer});
+    }
+    view = std::make_unique<KvView>(runs, blocks, layers * run_bytes);
+    digest_offset = (layers * run_bytes + 4095) / 4096 * 4096;
+    image_bytes = digest_offset + (8 * layers + 4095) / 4096 * 4096;
+    map = std::make_unique<PageMap>(PageMap::image(*view, 0, digest_offset, image_bytes));
+    slots = random_bytes(static_cast<size_t>(image_bytes * blocks + 16), 2);
+  }
+
+  uintptr_t slot(int64_t i) const {
+    return (reinterpret_cast<uintptr_t>(slots.data()) + 15) / 16 * 16 +
+           static_cast<uintptr_t>(i * image_bytes);
+  }
+  std::vector<TransformPage> pages() const {
+    std::vector<TransformPage> answer;
+    for (int64_t i = 0; i < num_blocks; ++i) answer.push_back({slot(i), num_blocks - 1 - i});
+    return answer;
+  }
+  BatchResult move(bool lanes, bool into_pool) const {
+    const auto device = host_transform_device(lanes);
+    const auto transformer = device->transformer(*map, into_pool, static_cast<int32_t>(num_blocks));
+    transformer->launch(pages());
+    return transformer->wait();
+  }
+
+  int64_t run, stride, num_blocks, digest_offset = 0, image_bytes = 0;
+  ByteVector pool, slots;
+  std::unique_ptr<KvView> view;
+  std::unique_ptr<PageMap> map;
+};
+
+}  // namespace
+
+TEST_CASE("lanes and the vectorised path move and digest the same bytes, whatever the size and alignment") {
+  for (const int64_t run : {1, 3, 4, 8, 15, 16, 17, 31, 100, 1024, 4095, 4096, 4097, 4104, 9000, 18432}) {
+    for (const int64_t skew : {0, 1, 4, 8, 16}) {
+      CAPTURE(run);
+      CAPTURE(skew);
+      TransformWorld world(3, run, skew, 4);
+      const ByteVector pool = world.pool;
+      world.move(false, false);
+      const ByteVector fast = world.slots;
+      put(world.slots, random_bytes(world.slots.size(), 2));
+      world.move(true, false);
+      CHECK(world.slots == fast);
+      CHECK(world.pool == pool);
+      for (const Segment& segment : world.map->runs()) {
+        const auto* in_slot = reinterpret_cast<const unsigned char*>(world.slot(1)) + segment.page_offset;
+        CHECK(std::memcmp(in_slot, reinterpret_cast<const void*>(run_address(segment, 2)),
+                          static_cast<size_t>(run)) == 0);
+        uint64_t digest = 0;
+        std::memcpy(
+            &digest,
+            reinterpret_cast<const unsigned char*>(world.slot(1)) + world.digest_offset + 8 * segment.layer,
+            8);
+        CHECK(digest == run_digest_scalar(in_slot, static_cast<size_t>(run)));
+      }
+
+      for (const bool lanes : {false, true}) {
+        put(world.pool, random_bytes(pool.size(), 3));
+        const ByteVector other = world.pool;
+        const BatchResult result = world.move(lanes, true);
+        CHECK(result.bad_run == std::vector<int32_t>(4, kNoBadRun));
+        // Runs hold what they held at first; every byte between them is as it was before.
+        ByteVector expected = other;
+        for (const Segment& segment : world.map->runs()) {
+          for (int64_t block = 0; block < 4; ++block) {
+            const auto at = run_address(segment, block) - reinterpret_cast<uintptr_t>(world.pool.data());
+            std::memcpy(expected.data() + at, pool.data() + at, static_cast<size_t>(run));
+          }
+        }
+        CHECK(world.pool == expected);
+      }
+    }
+  }
+}
+
+TEST_CASE("a damaged byte anywhere in a page is found, by both paths, and names its run") {
+  TransformWorld world(4, 5000, 0, 3);
+  world.move(false, false);
+  const ByteVector good = world.slots;
+  std::mt19937 random(5);
+  for (int i = 0; i < 60; ++i) {
+    put(world.slots, good);
+    const auto page = static_cast<int64_t>(random() % 3), run = static_cast<int64_t>(random() % 4);
+    const auto byte = static_cast<int64_t>(random() % 5000);
+    reinterpret_cast<unsigned char*>(world.slot(page))[run * 5000 + byte] ^=
+        static_cast<unsigned char>(1u << (random() % 8));
+    for (const bool lanes : {false, true}) {
+      const BatchResult result = world.move(lanes, true);
+      for (int64_t p = 0; p < 3; ++p) {
+        CHECK(result.bad_run[static_cast<size_t>(p)] == (p == page ? run : kNoBadRun));
+      }
+    }
+  }
+}
+
+TEST_CASE("a functor that loses a leaf's last bytes is found by the comparison with plain copies") {
+  TransformWorld world(2, 4100, 0, 2);
+  TransformTables tables(*world.map, false);
+  for (TransformLeaf& leaf : tables.leaves) leaf.bytes = leaf.bytes / 16 * 16;  // the control: no tails
+  std::vector<RunProgress> progress(4);
+  std::vector<int32_t> bad(2, kNoBadRun);
+  TransformBatch batch = host_batch(tables);
+  const auto pages = world.pages();
+  batch.pages = pages.data();
+  batch.num_pages = 2;
+  batch.progress = progress.data();
+  batch.bad_run = bad.data();
+  const ByteVector before = world.slots;
+  transform_lane_by_lane(batch);
+  const auto* last = reinterpret_cast<const unsigned char*>(world.slot(0)) + 4096;
+  CHECK(std::memcmp(last, reinterpret_cast<const void*>(run_address(world.map->runs()[0], 1) + 4096), 4) !=
+        0);
+}
+
+TEST_CASE("the raw file rule gives every block a place of its own, and turns every place back") {
+  for (const int32_t devices : {1, 2, 3}) {
+    for (const int64_t round_robin : {1, 2, 5}) {
+      for (const int64_t per_file : {1, 3, 7}) {
+        const RawFileRule rule(devices, round_robin, per_file);
+        for (int64_t block = 0; block < 200; ++block) {
+          const BlockPlace place = rule.place(block);
+          CHECK(place.device == block / round_robin % devices);
+          CHECK(place.block_in_file < per_file);
+          CHECK(rule.block_at(place) == block);
+        }
+      }
+    }
+  }
+  CHECK_THROWS_AS(RawFileRule(1, 1, 1).place(-1), BlockRangeError);
+  CHECK_THROWS_AS(RawFileRule(0, 1, 1), GeometryError);
+  CHECK_THROWS_AS(RawFileRule(1, 0, 1), GeometryError);
+  CHECK_THROWS_AS(RawFileRule(1, 1, 0), GeometryError);
+}
