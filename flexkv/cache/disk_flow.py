@@ -43,6 +43,7 @@ class DiskFlow:
         self.reads = DiskReads(host, disk, limits, self._orders)
         self.writes = DiskWrites(host, disk, limits, self._orders)
         self.down = ""
+        """Why the disks cannot be used any more; empty while they can."""
 
     @property
     def counts(self) -> DiskCounts:
@@ -187,8 +188,13 @@ class DiskFlow:
             KeyError: no such op is in flight.
         """
         if result.status is OpStatus.LANE_DOWN:
-            self.down = result.reason or "the disk lane is down"
+            self.go_down(result.reason or "the disk lane is down")
         (self.reads if result.op_id in self.reads.ops else self.writes).complete(result)
+
+    def go_down(self, reason: str) -> None:
+        """The disks cannot be used any more: what they hold is a miss, and nothing is written."""
+        self.down = self.down or reason
+        self.writes.reset()
 
     def expire(self, now_s: float) -> None:
         """Drops the waits of requests that were never heard of again after they had waited long enough."""
@@ -207,7 +213,7 @@ class DiskFlow:
 
     def pinned_in_host(self) -> list[EntryIds]:
         """What ops and waiting requests pin in the host index."""
-        held = [entries for wait in self.reads.waits.values() for entries in wait.held]
+        held = [entries for wait in self.reads.waits.values() for _, entries in wait.held]
         return [*held, *(op.host for op in self.reads.ops), *(op.host for op in self.writes.ops)]
 
     def check_integrity(self) -> None:

@@ -21,6 +21,10 @@ NO_ENTRY = np.uint32(0xFFFFFFFF)
 class DiskIndex:
     """The index of one unit's disks. An entry is leased while an op reads or writes its place.
 
+    Epochs are even while the weights are those that the process loaded at its start, which is what the fingerprint of
+    the folder names, and odd after a reset: then they are known to this process alone. What was written in an odd epoch
+    is dropped by the next process, because nothing says that it has the same weights.
+
     Args:
         specs: the unit's KV groups.
         tier: what survives the process; also says how many places there are and what lies in them.
@@ -39,6 +43,8 @@ class DiskIndex:
     ) -> None:
         self.tier = tier
         self.counts = DiskCounts()
+        if tier.epoch % 2:
+            tier.reset(tier.epoch + 1)
         self.epoch = tier.epoch
         self._now_s = now_s
         self._ttl_s = ttl_s
@@ -207,5 +213,5 @@ class DiskIndex:
     def reset(self) -> None:
         """Forgets everything, durably."""
         self.entries.clear()
-        self.epoch += 1
+        self.epoch += 2 if self.epoch % 2 else 1
         self.tier.reset(self.epoch)

@@ -21,13 +21,13 @@ class Wait:
     Attributes:
         since_s: the clock when it began to wait.
         ops: reads that have not ended.
-        held: host entries that were read for it, pinned once each, until its next lookup has leased them.
+        held: group and host entries that were read for it, pinned once each, until its next lookup has leased them.
         given_up: it waited too long, and goes on without the disk.
     """
 
     since_s: float
     ops: set[OpId] = field(default_factory=set)
-    held: list[EntryIds] = field(default_factory=list)
+    held: list[tuple[int, EntryIds]] = field(default_factory=list)
     given_up: bool = False
 
 
@@ -97,7 +97,7 @@ class DiskReads:
         """Unpins what was read for the request: its lookup has leased it, or nobody wants it any more."""
         wait = self.waits.get(request_id)
         if wait is not None:
-            for entries in wait.held:
+            for _, entries in wait.held:
                 self._host.index.unpin(entries)
             wait.held.clear()
 
@@ -141,7 +141,7 @@ class DiskReads:
             wait.ops.discard(op.op_id)
             if len(there):
                 index.pin(there)
-                wait.held.append(there)
+                wait.held.append((op.group, there))
         self._disk.end_read(op.group, op.disk, suspect)
         if len(there):
             self._host.published(op.group, index.keys_of(there))

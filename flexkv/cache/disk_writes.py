@@ -137,7 +137,7 @@ class DiskWrites:
         """Writes what is to leave host memory next and is not on disk, and lets go of what is."""
         index = self._host.index
         leaving = self._leaving_pages.get(group, 0)
-        missing = index.up_slots(group) // LEAVE_SHARE - index.free_slots(group) - leaving
+        missing = -(-index.up_slots(group) // LEAVE_SHARE) - index.free_slots(group) - leaving
         count = min(missing, self._room(), LEAVE_PAGES)
         if count <= 0:
             return

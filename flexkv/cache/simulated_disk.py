@@ -60,8 +60,19 @@ class SimDiskTier(DiskTier):
         self._durable: list[DurablePages] = []
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
-        self.used: list[tuple[int, int]] = []
+        self._announced: set[int] = set()
         self.closed = False
+
+    @classmethod
+    def reopened(cls, former: SimDiskTier) -> SimDiskTier:
+        """The same folders in a new process: what was journaled and what was written, and nothing else."""
+        tier = cls(former._slots, former.disks)
+        tier._alive = list(former._alive)
+        # Durable open count, then a counter: higher than any number given before.
+        tier._generation = former._generation + (1 << 20)
+        tier._epoch = former._epoch
+        tier.content, tier.journal = former.content, former.journal
+        return tier
 
     # --- the contract ---
 
@@ -142,6 +153,7 @@ class SimDiskTier(DiskTier):
 
     def poll(self) -> DiskEvents:
         events = DiskEvents(tuple(self._durable), tuple(self._lost))
+        self._announced.update(lost.disk for lost in self._lost)
         self._durable, self._lost = [], []
         return events
 
@@ -170,6 +182,11 @@ class SimDiskTier(DiskTier):
                     del content[place]
                 for place in [place for place in self.journal[group] if place % self.disks == disk]:
                     del self.journal[group][place]
+
+    def check_places(self, places: Places) -> None:
+        """No place of a disk whose loss the manager has heard of may be used again."""
+        used = {place % self.disks for place in places.tolist()}
+        require(not used & self._announced, "a place on a lost disk was given away")
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
         """Whether the page was written; it replaces what was there, of which nothing may be found after a crash."""
@@ -217,6 +234,7 @@ class SimDiskLane:
         require(
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
+        self._tier.check_places(op.places)
         for other in self.ops.values():
             if other.group == op.group and OpKind.DISK_WRITE in (op.kind, other.kind):
                 shared = set(op.places.tolist()) & set(other.places.tolist())

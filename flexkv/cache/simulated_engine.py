@@ -131,6 +131,15 @@ class SimEngine:
         for rank, movement in zip(self.ranks, movements, strict=True):
             (rank.stream if in_stream else rank.moving).append(movement)
 
+    def slot_content(self, group: int, slot: int) -> list[Symbol]:
+        """What is in a host slot, on each rank."""
+        return [rank.slot[group][slot] for rank in self.ranks]
+
+    def fill_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
+        """Puts a page into a host slot, one symbol a rank; garbage without one."""
+        for number, rank in enumerate(self.ranks):
+            rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
+
     def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
         """What the page brought on each rank; None where it was not moved."""
         return [movement.arrived.get(page) for movement in self._movements[op.op_id]]

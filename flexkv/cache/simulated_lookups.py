@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from flexkv.cache.base import GroupPolicy, OpRole, TailCandidates
@@ -11,10 +13,15 @@ from flexkv.cache.simulated_world import World
 
 
 class Lookups:
-    """Asks the manager on behalf of a request, and loads what it promised."""
+    """Asks the manager on behalf of a request, and loads what it promised.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        orders_planned: is called when a lookup may have planned reads from disk.
+    """
+
+    def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
+        self.orders_planned = orders_planned
 
     def look_up(self, request: SimRequest) -> None:
         world = self.world
@@ -41,6 +48,7 @@ class Lookups:
                 for counts in request.tail_keys
             ]
         result = world.manager.match(request.request_id, request.arrays, start, tails)
+        evicted = world.recorder.take_evicted()
         require(
             result.blocks == model_blocks,
             f"match promised {result.blocks} blocks, {model_blocks} are restorable",
@@ -66,8 +74,14 @@ class Lookups:
                 for group, match in enumerate(result.groups)
             ]
         world.model.lease(request.request_id, pages)
+        world.model.evict(evicted)
+        self.orders_planned()
         request.promised, request.promised_tail = result.blocks, result.tail_tokens
         request.state = "matched"
+        if result.reads and world.random.random() < 0.8:
+            # An engine gives no block to a request that waits for a lookup, and looks into its own cache again.
+            request.state = "waiting"
+            world.free_blocks(request)
 
     def _take_local_blocks(self, request: SimRequest) -> None:
         """Shares the leading blocks that another live request has, as an engine's own prefix cache does."""

@@ -5,7 +5,7 @@ The model is told of every call and its answer and raises `RuleBroken` where the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import CacheListener, Completion, GroupPolicy, GroupSpec, Keys, ManagerLimits, OpRole
@@ -79,17 +79,19 @@ class Model:
         self.pending: dict[Key, int] = {}
         self.leases: dict[str, list[tuple[Key, int]]] = {}
         self.ops: dict[int, ModelOp] = {}
+        self.disk_ops: dict[int, ModelOp] = {}
+        self.waiting_slots: Callable[[int], set[int]] = lambda group: set()
         self.up = [0] * len(specs)
         self.epoch = 0
 
     # --- what is held -------------------------------------------------------------------------------------------------
 
     def held_slots(self, group: int) -> set[int]:
-        """Slots that an op or a lease may still touch."""
+        """Slots that an op or a lease may still touch, or that were read from disk for a request that waits."""
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] == group}
-        for op in self.ops.values():
+        for op in [*self.ops.values(), *self.disk_ops.values()]:
             held.update(slot for key, slot in zip(op.keys, op.slots, strict=True) if key[0] == group)
-        return held
+        return held | self.waiting_slots(group)
 
     def load_pages(self) -> int:
         leased = sum(map(len, self.leases.values()))
@@ -154,11 +156,8 @@ class Model:
         """Checks what `begin_store` did before it is applied."""
         group = keys[0][0]
         held = self.held_slots(group)
-        for key in evicted:
-            require(key in self.visible, "an unknown block was evicted")
-            require(key not in keys, "a block was evicted to store its own neighbours")
-            slot = self.visible.pop(key, -1)
-            require(slot not in held, f"the leased slot {slot} was evicted")
+        require(not set(keys) & set(evicted), "a block was evicted to store its own neighbours")
+        self.evict(evicted)
         expected_known = [i for i, key in enumerate(keys) if key in self.visible or key in self.pending]
         require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
         require(not set(expected_known) & set(stored), "a known block was stored again")
@@ -175,6 +174,13 @@ class Model:
                 k for k, s in self.visible.items() if k[0] == group and s not in held and k not in keys
             ]
             require(not evictable, "a store was dropped with blocks to evict")
+
+    def evict(self, evicted: list[Key]) -> None:
+        """Checks and applies evictions."""
+        for key in evicted:
+            require(key in self.visible, "an unknown block was evicted")
+            slot = self.visible.pop(key, -1)
+            require(slot not in self.held_slots(key[0]), f"the leased slot {slot} was evicted")
 
     def add_op(self, op_id: int, op: ModelOp) -> None:
         require(op_id not in self.ops, f"op number {op_id} was used twice")
@@ -246,6 +252,45 @@ class Model:
             if i in good:
                 self.visible[key] = op.slots[i]
 
+    # --- disks --------------------------------------------------------------------------------------------------------
+
+    def add_disk_op(self, op_id: int, op: ModelOp) -> None:
+        """Checks a read or write that was planned."""
+        for key, slot in zip(op.keys, op.slots, strict=True):
+            if op.role is OpRole.STORE:
+                require(
+                    self.visible.get(key) == slot, "a write to disk reads a slot that is not its key's own"
+                )
+                continue
+            require(key not in self.visible and key not in self.pending, "a known block is read from disk")
+            used = self.held_slots(key[0]) | {s for k, s in self.visible.items() if k[0] == key[0]}
+            require(slot not in used, "a slot in use was given to a read from disk")
+            require(0 <= slot < self.up[key[0]], "a slot that is not up was given to a read from disk")
+            self.pending[key] = op_id
+        require(op_id not in self.ops and op_id not in self.disk_ops, f"op number {op_id} was used twice")
+        self.disk_ops[op_id] = op
+
+    def end_disk_op(self, result: OpResult, evicted: list[Key], published: list[Key]) -> None:
+        """Checks and applies the end of a read or write."""
+        op = self.disk_ops.pop(result.op_id)
+        self.evict(evicted)
+        if op.role is OpRole.STORE:
+            require(not published, "a write to disk published something in host memory")
+            return
+        require(not evicted, "a read that ended evicted something")
+        bad = set(range(len(op.keys))) if result.status is not OpStatus.OK else set()
+        if result.status is OpStatus.FAILED:
+            bad = {int(page) for page in result.failed}
+        good = set(range(len(op.keys))) - bad - op.gone if op.epoch == self.epoch else set()
+        require(
+            sorted(published) == sorted(op.keys[i] for i in good),
+            "a read from disk published other pages than its good ones",
+        )
+        for i, key in enumerate(op.keys):
+            self._drop_pending(key, result.op_id)
+            if i in good:
+                self.visible[key] = op.slots[i]
+
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, keys: list[Key]) -> tuple[int, list[Key]]:
@@ -255,7 +300,8 @@ class Model:
             del self.visible[key]
         pending = [key for key in dict.fromkeys(keys) if key in self.pending]
         for key in pending:
-            op = self.ops[self.pending.pop(key)]
+            op_id = self.pending.pop(key)
+            op = self.ops[op_id] if op_id in self.ops else self.disk_ops[op_id]
             op.gone.add(op.keys.index(key))
         return len(seen) + len(pending), seen
 

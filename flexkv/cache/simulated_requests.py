@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from flexkv.cache.base import GroupPolicy, OpRole
@@ -14,9 +16,9 @@ from flexkv.cache.simulated_world import World, block_key
 class Requests:
     """Takes one random step of one request, or of its engine's will."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
-        self.lookups = Lookups(world)
+        self.lookups = Lookups(world, orders_planned)
         self._names = 0
 
     def arrive(self) -> None:
@@ -40,11 +42,15 @@ class Requests:
         world.live.append(SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys))
 
     def advance_request(self) -> None:
-        request = self.world.pick()
+        world = self.world
+        request = world.pick()
         if request is None:
             return
         if request.state == "new":
             self.lookups.look_up(request)
+        elif request.state == "waiting":
+            if not world.manager.waits(request.request_id) or world.random.random() < 0.1:
+                self.lookups.look_up(request)
         elif request.state == "matched":
             self._after_lookup(request)
         elif request.state == "running":

@@ -24,14 +24,26 @@ class Upsets:
         group = world.random.choice(known)[0]
         keys: list[Key] = [key for key in known if key[0] == group and world.random.random() < 0.2]
         keys.append((group, block_key("unknown")))
+        gone = [bytes(row[0]) for row in world.disk.journal[group].values() if world.random.random() < 0.1]
+        keys += [(group, key) for key in gone if (group, key) not in keys]
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
+        on_disk_alone = self._on_disk(group, [key for key in keys if key not in known])
         count = world.manager.forget(group, array)
         expected, seen = world.model.forget(keys)
+        expected += on_disk_alone
         require(count == expected, f"forget knew {count} keys, not {expected}")
+        require(self._on_disk(group, keys) == 0, "forgotten keys are still on disk")
         require(
             sorted(world.recorder.take_evicted()) == sorted(seen),
             "the listener was told of other forgotten keys",
         )
+
+    def _on_disk(self, group: int, keys: list[Key]) -> int:
+        world = self.world
+        if not world.config.disk_places or not keys:
+            return 0
+        array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
+        return int(np.count_nonzero(world.manager.disk.index.known(group, array)))
 
     def expire(self) -> None:
         world = self.world

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import GroupSpec, ManagerLimits, OpRole
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
 from flexkv.cache.simulated_engine import SimEngine, SimRequest
 from flexkv.cache.simulated_model import Key, Model, ModelOp, Recorder, require
 from flexkv.cache.stats import ManagerStats
@@ -31,6 +33,9 @@ class SimulationConfig:
         failure_rate: share of moved pages that fail.
         ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
             share engine blocks whose load has not been verified yet.
+        disk_places: places on disk of each group; 0 for no disk tier.
+        disk_mode: when pages are written to disk.
+        disks: that the places are striped over.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
     """
 
@@ -45,6 +50,9 @@ class SimulationConfig:
     integrity_every: int = 10
     store_queue_pages: int = 24
     load_queue_pages: int = 32
+    disk_places: int = 0
+    disk_mode: DiskMode = DiskMode.THROUGH
+    disks: int = 2
 
 
 @dataclass
@@ -56,6 +64,7 @@ class SimulationReport:
     failed_pages: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
+    disk: DiskCounts = field(default_factory=DiskCounts)
 
 
 def block_key(*parts: object) -> bytes:
@@ -77,16 +86,35 @@ class World:
             inflight_load_pages=config.load_queue_pages,
             lease_s=30.0,
         )
-        self.manager = manager_class(config.groups, limits, clock=lambda: self.now_s, listener=self.recorder)
+        self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
+        disk_limits = DiskLimits(config.disk_mode, write_pages=6, read_pages=12, waiting_pages=8, ops=4)
+        self.manager = manager_class(
+            config.groups,
+            limits,
+            clock=lambda: self.now_s,
+            listener=self.recorder,
+            disk=self.disk if config.disk_places else None,
+            disk_limits=disk_limits,
+        )
         self.model = Model(config.groups, limits)
+        if config.disk_places:
+            self.model.waiting_slots = self._waiting_slots
         slots = [spec.slots for spec in config.groups]
         self.engine = SimEngine(config.ranks, len(config.groups), config.engine_blocks, slots)
+        self.disk_lane = SimDiskLane(self.disk, self.engine.slot_content, self.engine.fill_slot)
+        self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
         for group in range(len(config.groups)):
             self.grow(group)
+
+    def _waiting_slots(self, group: int) -> set[int]:
+        """Host slots that were filled from disk for requests which have not asked again."""
+        held = [held for wait in self.manager.disk.reads.waits.values() for held in wait.held]
+        slots_of = self.manager._index.slots_of
+        return {slot for of, entries in held if of == group for slot in slots_of(entries).tolist()}
 
     def pick(self) -> SimRequest | None:
         return self.random.choice(self.live) if self.live else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulated_disk_moves import DiskMoves
 from flexkv.cache.simulated_model import RuleBroken, require
 from flexkv.cache.simulated_ranks import Ranks
 from flexkv.cache.simulated_requests import Requests
@@ -24,7 +25,8 @@ class Simulation:
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory = LocalCacheManager) -> None:
         self.world = World(config, manager_class)
-        self.requests = Requests(self.world)
+        self.disks = DiskMoves(self.world)
+        self.requests = Requests(self.world, self._orders_planned)
         self.ranks = Ranks(self.world, self.requests)
         self.upsets = Upsets(self.world, self.requests)
 
@@ -32,6 +34,10 @@ class Simulation:
     def report(self) -> SimulationReport:
         """What was done so far, also after a broken rule."""
         return self.world.report
+
+    def _orders_planned(self) -> None:
+        if self.world.config.disk_places:
+            self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
         """Every action with its weight; the method's name is its name in the report."""
@@ -48,7 +54,14 @@ class Simulation:
             (self.upsets.grow_some, 0.2),
             (self.upsets.lose_pool, 0.04),
             (self.upsets.reset, 0.05),
+            *self._disk_actions(),
         ]
+
+    def _disk_actions(self) -> list[tuple[Action, float]]:
+        if not self.world.config.disk_places:
+            return []
+        disks = self.disks
+        return [(disks.move, 25), (disks.deliver, 15), (disks.cancel, 0.7), (disks.lose, 0.02)]
 
     def run(self) -> SimulationReport:
         """
@@ -63,14 +76,19 @@ class Simulation:
             action = world.random.choices(actions, weights)[0][0]
             action()
             name = action.__name__
+            if action.__qualname__.startswith("DiskMoves."):
+                name = f"disk_{name}"
             world.report.actions[name] = world.report.actions.get(name, 0) + 1
             world.report.steps = step + 1
             world.now_s += 0.01
             if world.config.integrity_every and step % world.config.integrity_every == 0:
                 world.manager.check_integrity()
                 world.check_visible()
+                self.disks.check()
         self._drain()
         world.report.stats = world.manager.stats()
+        if world.config.disk_places:
+            world.report.disk = world.manager.disk.counts
         return world.report
 
     def _drain(self) -> None:
@@ -80,6 +98,9 @@ class Simulation:
         while any(rank.stream or rank.moving or rank.outbox for rank in world.engine.ranks):
             self.ranks.move()
             self.ranks.deliver()
+        while world.config.disk_places and self.disks.busy:
+            self.disks.move()
+            self.disks.deliver()
         for request_id in list(world.model.leases):
             world.manager.release(request_id)
             world.model.release(request_id)

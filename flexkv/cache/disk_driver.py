@@ -1,0 +1,127 @@
+"""Carries ops between a manager's disk traffic and the data plane of its process, without ever waiting for a disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from flexkv.cache.disk_base import Plane
+from flexkv.cache.disk_flow import DiskFlow
+from flexkv.errors import FlexKVError
+from flexkv.observe import get_logger
+from flexkv.storage.base import DiskTier
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+
+logger = get_logger(__name__)
+
+WATCH_EVERY_S = 0.25
+"""How often the disks are asked for news while nothing moves."""
+
+CLOSE_LOOK_S = 0.002
+"""How often a close looks whether the writes have ended."""
+
+
+class DiskDriver:
+    """Called by the thread that drives the manager, whenever it has a moment.
+
+    Args:
+        plane: runs DISK_READ and DISK_WRITE; it is closed with the driver.
+        tier: is closed with the driver.
+    """
+
+    def __init__(
+        self,
+        flow: DiskFlow,
+        plane: Plane,
+        tier: DiskTier,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._flow = flow
+        self._plane = plane
+        self._tier = tier
+        self._clock = clock
+        self._watch_at_s = 0.0
+        self._closed = False
+        self.durable_pages = 0
+        self.undurable_pages = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to submit or to wait for."""
+        return not self._closed and self._flow.busy
+
+    def pump(self) -> None:
+        """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
+        if self._closed:
+            return
+        if self._flow.busy:
+            while results := self._plane.poll():
+                for result in results:
+                    self._flow.complete(result)
+            self._flow.pump()
+            for graph in self._flow.take_orders():
+                self._submit(graph)
+        now_s = self._clock()
+        if now_s >= self._watch_at_s:
+            self._watch_at_s = now_s + WATCH_EVERY_S
+            self._watch()
+
+    def _submit(self, graph: TransferGraph) -> None:
+        reason = "the disk lane's queue is full"
+        try:
+            if self._plane.submit(graph) is not None:
+                return
+        except FlexKVError as error:
+            # The engine can live without its disks: what they hold is a miss from now on.
+            reason = f"{type(error).__name__}: {error}"
+            self._go_down(reason)
+        for op in graph.ops:
+            pages = np.arange(op.pages, dtype=np.int32)
+            self._flow.complete(OpResult(OpId(op.op_id), OpStatus.CANCELLED, pages, reason))
+
+    def _watch(self) -> None:
+        events = self._tier.poll()
+        self.durable_pages += sum(len(pages.places) for pages in events.durable)
+        self.undurable_pages += events.dropped_rows
+        for lost in events.lost:
+            logger.error(
+                "disk %s is out of use, what it held is computed again: %s", lost.folder, lost.reason
+            )
+            self._flow.index.lose(lost.disk)
+        if events.lost and not any(self._tier.alive):
+            self._go_down("no disk is left")
+
+    def _go_down(self, reason: str) -> None:
+        if not self._flow.down:
+            logger.error("the disk tier is off: %s", reason)
+        self._flow.go_down(reason)
+
+    def close(self, deadline_s: float) -> bool:
+        """Writes what waits, ends the lane, and makes all of it durable.
+
+        False: after `deadline_s` seconds something still moved or was not durable. What was not written is lost, and
+        nothing else.
+        """
+        if self._closed:
+            return True
+        ends_s = time.monotonic() + deadline_s
+        self._flow.writes.flush()
+        self.pump()
+        while self._flow.busy and time.monotonic() < ends_s:
+            time.sleep(CLOSE_LOOK_S)
+            self._flow.writes.flush()
+            self.pump()
+        ended = self._plane.close(max(0.0, ends_s - time.monotonic()))
+        while results := self._plane.poll():
+            for result in results:
+                self._flow.complete(result)
+        self._closed = True
+        durable = self._tier.close(max(0.0, ends_s - time.monotonic()))
+        if not (ended and durable):
+            logger.warning(
+                "the disk tier did not end within %.1f s: what was not durable is computed again",
+                deadline_s,
+            )
+        return ended and durable

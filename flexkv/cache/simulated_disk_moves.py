@@ -1,0 +1,123 @@
+"""Disks of a simulation: they move pages, fail some, drop ops, report late and in any order, and break for good."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.cache.base import OpRole
+from flexkv.cache.simulated_disk import identities
+from flexkv.cache.simulated_model import Key, ModelOp, require
+from flexkv.cache.simulated_world import World
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferOp
+
+
+class DiskMoves:
+    """Runs the disk lane of a world and hands its results to the manager."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._started: set[int] = set()
+        self._outbox: list[OpResult] = []
+
+    def pump(self) -> None:
+        """The driver's part: writes are planned and handed to the lane."""
+        world = self.world
+        world.manager.disk.pump()
+        world.model.evict(world.recorder.take_evicted())
+        self.take_orders()
+
+    def take_orders(self) -> None:
+        """Hands what was planned to the lane. To be called right after whatever may plan."""
+        world = self.world
+        for graph in world.manager.disk.take_orders():
+            for op in graph.ops:
+                keys: list[Key] = [(op.group, identity[0]) for identity in identities(op)]
+                role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
+                model_op = ModelOp("", role, keys, op.slots.tolist(), [], world.model.epoch, set())
+                world.model.add_disk_op(op.op_id, model_op)
+                world.disk_lane.submit(op)
+
+    def move(self) -> None:
+        """The disks move some pages of any of their ops."""
+        world = self.world
+        self.pump()
+        for _ in range(3):
+            if not world.disk_lane.ops:
+                return
+            op_id = world.random.choice(list(world.disk_lane.ops))
+            self._started.add(op_id)
+            for _ in range(world.random.randint(1, 4)):
+                if world.disk_lane.move_page(op_id, world.random.random() < world.config.failure_rate):
+                    op, failed = world.disk_lane.end(op_id)
+                    status = OpStatus.FAILED if failed else OpStatus.OK
+                    reason = "page failed" if failed else ""
+                    self._outbox.append(OpResult(OpId(op_id), status, np.array(failed, np.int32), reason))
+                    world.disk_ended[op_id] = op
+                    break
+
+    def cancel(self) -> None:
+        """Drops an op that the disks have not begun."""
+        world = self.world
+        waiting = [op_id for op_id in world.disk_lane.ops if op_id not in self._started]
+        if waiting:
+            op_id = world.random.choice(waiting)
+            op, _ = world.disk_lane.end(op_id)
+            pages = np.arange(op.pages, dtype=np.int32)
+            self._outbox.append(OpResult(OpId(op_id), OpStatus.CANCELLED, pages, "cancelled"))
+            world.disk_ended[op_id] = op
+
+    def deliver(self) -> None:
+        """The manager hears of an op that has ended, not always of the first."""
+        world = self.world
+        if not self._outbox:
+            return
+        result = self._outbox.pop(world.random.randrange(len(self._outbox)))
+        op = world.disk_ended.pop(result.op_id)
+        self._started.discard(result.op_id)
+        world.manager.disk.complete(result)
+        world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
+        if op.kind is OpKind.DISK_READ:
+            self._check_forgotten(op, result)
+
+    def _check_forgotten(self, op: TransferOp, result: OpResult) -> None:
+        if result.status is not OpStatus.FAILED:
+            return
+        for page in result.failed.tolist():
+            place = int(op.places[page])
+            row = self.world.disk.journal[op.group].get(place)
+            require(
+                row is None or row[1] != identities(op)[page][1],
+                "a page that could not be read is still in the index on disk",
+            )
+
+    def lose(self) -> None:
+        """A disk breaks for good; the manager hears of it. One is left whole, so that the run stays worth its while."""
+        world = self.world
+        alive = [disk for disk, is_alive in enumerate(world.disk.alive) if is_alive]
+        if len(alive) < 2:
+            return
+        world.disk.lose(world.random.choice(alive))
+        for lost in world.disk.poll().lost:
+            world.manager.disk.index.lose(lost.disk)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something moves, or ended and was not heard of."""
+        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.disk.busy)
+
+    def check(self) -> None:
+        """What would be found after a crash now is what its key promises, on every rank."""
+        world = self.world
+        for group, rows in enumerate(world.disk.journal):
+            for place, (key, generation, tokens, _) in rows.items():
+                content = world.disk.content[group].get(place)
+                identity = (key, generation, world.disk.epoch, tokens)
+                require(
+                    content is not None and content[0] == identity,
+                    "the index on disk names a page that is not there",
+                )
+                assert content is not None
+                require(
+                    all(symbol == (world.engine.weights, key) for symbol in content[1]),
+                    "a page on disk holds another block's bytes",
+                )

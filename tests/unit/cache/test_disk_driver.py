@@ -1,0 +1,170 @@
+"""What carries disk ops to the data plane. The data plane is a fake that moves symbols."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.disk_base import DiskMode
+from flexkv.cache.disk_driver import DiskDriver
+from flexkv.cache.simulated_disk import SimDiskTier
+from flexkv.errors import ClosedError
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+from tests.unit.cache.disk_world import DiskWorld, chain
+
+
+class FakePlane:
+    """Ends ops when `steps` polls have passed; `room` graphs fit."""
+
+    def __init__(self, world: DiskWorld, steps: int = 1, room: int = 100) -> None:
+        self.world = world
+        self.steps = steps
+        self.room = room
+        self.error: Exception | None = None
+        self.queue: list[TransferGraph] = []
+        self.submitted = 0
+        self.closed = False
+        self._polls = 0
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        if self.error is not None:
+            raise self.error
+        if len(self.queue) >= self.room:
+            return None
+        for op in graph.ops:
+            self.world.lane.submit(op)
+        self.queue.append(graph)
+        self.submitted += 1
+        return self.submitted
+
+    def poll(self) -> list[OpResult]:
+        self._polls += 1
+        if self._polls % (self.steps + 1) or not self.queue:
+            return []
+        (op,) = self.queue.pop(0).ops
+        while not self.world.lane.move_page(op.op_id, False):
+            continue
+        _, failed = self.world.lane.end(op.op_id)
+        status = OpStatus.FAILED if failed else OpStatus.OK
+        return [OpResult(OpId(op.op_id), status, np.array(failed, np.int32))]
+
+    def close(self, deadline_s: float) -> bool:
+        self.closed = True
+        return not self.queue
+
+
+def make(world: DiskWorld, **plane: int) -> tuple[DiskDriver, FakePlane]:
+    fake = FakePlane(world, **plane)
+    return DiskDriver(world.manager.disk, fake, world.disk, clock=lambda: world.now_s), fake
+
+
+def settle(driver: DiskDriver) -> None:
+    for _ in range(200):
+        driver.pump()
+        if not driver.busy:
+            return
+    raise AssertionError("the driver never came to rest")
+
+
+def test_pages_go_down_and_come_up() -> None:
+    world, keys = DiskWorld(), chain(5)
+    driver, plane = make(world)
+    assert not driver.busy
+    world.store(keys)
+    assert driver.busy
+    settle(driver)
+    assert world.manager.disk.counts.written == 5
+    world.now_s += 1
+    driver.pump()
+    assert driver.durable_pages == 5
+    world.drop_host()
+    assert world.match(keys).reads == 1
+    settle(driver)
+    assert world.match(keys).blocks == 5
+    assert plane.submitted == 2
+
+
+def test_a_pump_with_nothing_to_do_does_not_poll() -> None:
+    world = DiskWorld()
+    driver, plane = make(world)
+    for _ in range(10):
+        driver.pump()
+    assert plane._polls == 0
+
+
+def test_a_full_lane_drops_a_write_and_misses_a_read() -> None:
+    world, keys = DiskWorld(), chain(4)
+    driver, plane = make(world, room=0)
+    world.store(keys)
+    settle(driver)
+    assert world.manager.disk.counts.failed_writes == 4
+    plane.room = 10
+    world.drop_host()
+    world.store(keys)
+    settle(driver)
+    world.drop_host()
+    plane.room = 0
+    assert world.match(keys).reads == 1
+    settle(driver)
+    assert not world.manager.waits("r")
+    assert world.manager.disk.counts.unread == 4
+    world.manager.check_integrity()
+    plane.room = 10
+    world.match(keys)
+    settle(driver)
+    assert world.match(keys).blocks == 4
+
+
+def test_a_data_plane_that_refuses_turns_the_disks_off(caplog: pytest.LogCaptureFixture) -> None:
+    world, keys = DiskWorld(), chain(4)
+    driver, plane = make(world)
+    world.store(keys)
+    plane.error = ClosedError("the engine was closed")
+    settle(driver)
+    assert "ClosedError" in world.manager.disk.down
+    assert caplog.text.count("the disk tier is off") == 1
+    assert world.match(keys).blocks == 4
+    world.store(chain(2, seed=2))
+    settle(driver)
+    world.manager.check_integrity()
+
+
+def test_lost_disks_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    world, keys = DiskWorld(), chain(6)
+    driver, _ = make(world)
+    world.store(keys)
+    settle(driver)
+    world.disk.lose(1)
+    for _ in range(3):
+        world.now_s += 1
+        driver.pump()
+    assert caplog.text.count("is out of use") == 1
+    assert world.manager.disk.counts.gone == 3
+    assert world.manager.disk.down == ""
+    world.disk.lose(0)
+    world.now_s += 1
+    driver.pump()
+    assert str(world.manager.disk.down) == "no disk is left"
+
+
+@pytest.mark.parametrize("mode", [DiskMode.THROUGH, DiskMode.BACK])
+def test_a_close_writes_what_waits(mode: DiskMode) -> None:
+    world, keys = DiskWorld(mode=mode), chain(6)
+    driver, plane = make(world, steps=3)
+    world.store(keys)
+    assert driver.close(30.0)
+    assert plane.closed
+    assert world.disk.closed
+    assert len(world.disk.journal[0]) == 6
+    driver.pump()
+    assert driver.close(0.0)
+    again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
+    assert again.hits(keys) == 6
+
+
+def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    world = DiskWorld()
+    driver, _ = make(world, steps=10**9)
+    world.store(chain(2))
+    assert not driver.close(0.05)
+    assert "did not end" in caplog.text

@@ -1,0 +1,104 @@
+"""The real manager with a disk tier against the model, step by random step; and managers that must be caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.disk_base import DiskMode
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulation import Simulation, SimulationConfig
+from flexkv.errors import ContractError
+from tests.unit.cache.broken_disk_managers import BROKEN
+
+GROUPS = {
+    "one group": (GroupSpec(4, 12),),
+    "two groups": (GroupSpec(4, 12), GroupSpec(4, 16)),
+    "hybrid": (GroupSpec(4, 12), GroupSpec(4, 12, GroupPolicy.TRAILING_WINDOW, 7)),
+}
+STEPS = 6_000
+
+
+def config(seed: int, groups: str, mode: DiskMode, steps: int = STEPS) -> SimulationConfig:
+    return SimulationConfig(
+        seed=seed,
+        steps=steps,
+        groups=GROUPS[groups],
+        ranks=1 + seed % 2,
+        ordered_reports=seed % 3 != 2,
+        disk_places=(40, 64)[seed % 2],
+        disk_mode=mode,
+        disks=1 + seed % 3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", DiskMode)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_no_rule_is_broken(groups: str, mode: DiskMode, seed: int) -> None:
+    report = Simulation(config(seed, groups, mode)).run()
+    assert report.steps == STEPS
+    assert report.verified_pages > 50
+    assert report.disk.written > 10
+    assert report.disk.read > (0 if mode is DiskMode.EVICT else 5)
+
+
+def test_every_action_and_outcome_occurs() -> None:
+    reports = [Simulation(config(seed, "one group", DiskMode.THROUGH)).run() for seed in range(6)]
+    actions = {name for report in reports for name in report.actions}
+    assert {"disk_move", "disk_deliver", "disk_cancel", "disk_lose"} <= actions
+    outcomes = (
+        "written",
+        "failed_writes",
+        "dropped_writes",
+        "read",
+        "failed_reads",
+        "unread",
+        "evicted",
+        "gone",
+    )
+    for name in (*outcomes, "waits", "lost"):
+        assert sum(getattr(report.disk, name) for report in reports) > 0, name
+
+
+def test_a_seed_repeats_its_steps() -> None:
+    first, second = (Simulation(config(5, "two groups", DiskMode.BACK, 1_500)).run() for _ in range(2))
+    assert first == second
+
+
+def narrow_configs() -> Iterator[SimulationConfig]:
+    """Few slots and places, so that evictions and reuse are common; no `check_integrity` to lean on."""
+    for seed in range(8):
+        yield SimulationConfig(
+            seed=seed,
+            steps=4_000,
+            groups=(GroupSpec(4, 14),),
+            ranks=1,
+            failure_rate=0.05,
+            integrity_every=0,
+            disk_places=(20, 48)[seed % 2],
+            disk_mode=DiskMode.THROUGH if seed % 4 < 2 else DiskMode.EVICT,
+            disks=1 + seed % 3,
+        )
+
+
+def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0) -> str:
+    for narrow in narrow_configs():
+        narrow = dataclasses.replace(narrow, integrity_every=integrity_every)
+        try:
+            Simulation(narrow, manager_class).run()
+        except ContractError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("manager_class", BROKEN, ids=lambda c: c.__name__)
+def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by(manager_class, 5)
+
+
+def test_the_real_manager_passes_where_the_broken_ones_fail() -> None:
+    assert caught_by(LocalCacheManager, 5) == ""
