@@ -1,7 +1,10 @@
 """What flexkv costs vLLM when nothing can hit: CPU time a request, stores included, and CPU when nothing runs.
 
 Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
-and system time of all of an engine's processes and threads.
+and system time of all of an engine's processes and threads. Both engines compute on one and the same CPU: left to
+itself, vLLM keeps one CPU more free of its compute threads as soon as any KV connector is configured, and where that
+leaves none, takes all: the engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures
+flexkv's own part alone.
 
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
@@ -26,6 +29,8 @@ from demo.engine_process import FLEXKV, SEPARATE_CORE, EngineProcess
 from demo.model import PRESETS, prompt_tokens, write_model
 
 ALONE, WITH = "vLLM alone", "with flexkv"
+ENVIRONMENT = SEPARATE_CORE | {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+"""One compute thread, on CPU 0."""
 EXTRA_CPU_MAX = 0.03
 IDLE_CPU_SHARE_MAX = 0.01
 IDLE_AFTER_S = 5.0
@@ -43,6 +48,28 @@ def batch_seconds(engine: EngineProcess, requests: list[dict[str, Any]]) -> floa
     return float(engine.call("processor_seconds")["seconds"] - before) / len(requests)
 
 
+def fresh_requests(arguments: argparse.Namespace, number: int) -> list[dict[str, Any]]:
+    """The requests of run `number`, of which nothing is cached."""
+    return [
+        {
+            "ids": prompt_tokens(arguments.prompt_tokens, 1000 * number + request, PRESETS[MODEL]),
+            "max_tokens": arguments.answer_tokens,
+        }
+        for request in range(arguments.batch)
+    ]
+
+
+def setting_of(arguments: argparse.Namespace) -> str:
+    """Model, requests and machine in words."""
+    shape = PRESETS[MODEL]
+    return (
+        f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
+        f"tokens, {arguments.batch} fresh prompts of {arguments.prompt_tokens} at once, {arguments.answer_tokens} "
+        f"tokens each, {arguments.runs} runs, VLLM_CPU_OMP_THREADS_BIND={ENVIRONMENT['VLLM_CPU_OMP_THREADS_BIND']}, "
+        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f} at the end"
+    )
+
+
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """CPU seconds a request by engine, idle shares, and bytes stored."""
     shape = PRESETS[MODEL]
@@ -55,17 +82,11 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         task = progress.add_task("starting engines", total=2 * (arguments.runs + 3))
         engines = {}
         for name, connector in ((ALONE, None), (WITH, None if arguments.control else flexkv)):
-            engine = EngineProcess(engine_arguments(model, connector), log, environment=SEPARATE_CORE)
+            engine = EngineProcess(engine_arguments(model, connector), log, environment=ENVIRONMENT)
             engines[name] = stack.enter_context(engine)
             progress.advance(task)
         for number in range(arguments.runs + 1):
-            requests = [
-                {
-                    "ids": prompt_tokens(arguments.prompt_tokens, 1000 * number + request, shape),
-                    "max_tokens": arguments.answer_tokens,
-                }
-                for request in range(arguments.batch)
-            ]
+            requests = fresh_requests(arguments, number)
             # Which engine goes first alternates: clocks and caches drift.
             for name in sorted(engines, reverse=bool(number % 2)):
                 progress.update(task, description=f"run {number}: {name}", advance=1)
@@ -102,14 +123,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     facts = run(arguments, console)
-    shape = PRESETS[MODEL]
-    setting = (
-        f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
-        f"tokens, {arguments.batch} fresh prompts of {arguments.prompt_tokens} at once, {arguments.answer_tokens} "
-        f"tokens each, {arguments.runs} interleaved runs, "
-        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}, "
-        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f} at the end"
-    )
+    setting = setting_of(arguments)
     seconds = facts["cpu_seconds_per_request"]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     # Paired by run, so that a slow phase of the machine counts on both sides.
@@ -131,7 +145,8 @@ def main() -> int:
     low, _, high = (quartile - 1 for quartile in statistics.quantiles(pairs, n=4))
     # flexkv cannot save CPU here, so a gain is noise; quartiles on both sides of the limit decide nothing.
     resolved = low > EXTRA_CPU_MAX or (high <= EXTRA_CPU_MAX and low >= -EXTRA_CPU_MAX)
-    idle_share = facts["idle_cpu_share"][WITH]
+    idle_alone = facts["idle_cpu_share"][ALONE]
+    idle_extra = facts["idle_cpu_share"][WITH] - idle_alone
     limits = {
         "extra CPU time a request": {
             "value": extra,
@@ -140,12 +155,11 @@ def main() -> int:
             "resolved": resolved,
             "met": resolved and extra <= EXTRA_CPU_MAX,
         },
-        "idle CPU, all of the engine": {
-            "value": idle_share,
-            "alone": facts["idle_cpu_share"][ALONE],
+        f"idle CPU beyond that of vLLM alone ({idle_alone:.2%})": {
+            "value": idle_extra,
             "limit": IDLE_CPU_SHARE_MAX,
             "resolved": True,
-            "met": idle_share <= IDLE_CPU_SHARE_MAX,
+            "met": idle_extra <= IDLE_CPU_SHARE_MAX,
         },
     }
     for label, verdict in limits.items():
