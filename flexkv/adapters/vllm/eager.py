@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -51,6 +52,9 @@ class EagerStores(StoreMode):
         tracker.retry_step = 0
         graphs = (self._planner.plan(tracker, certain, step), self._planner.plan_tail(tracker, certain))
         return [graph for graph in graphs if graph is not None]
+
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """Blocks are offered for a request, and barred with it."""
 
     def unpublished(self, blocks: BlockIds) -> None:
         """A request offers its blocks once; the next request with the same tokens offers them again."""

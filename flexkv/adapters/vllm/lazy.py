@@ -88,6 +88,11 @@ class LazyStores(StoreMode):
         self._settle(tracker, self._planner.certain_at_end(tracker))
         return []
 
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        # They may have been free when the last steps were planned. What is barred in vain is offered again.
+        self._manager.discard_from(LAZY_REQUEST, 0)
+        self._suspect(blocks)
+
     def unpublished(self, blocks: BlockIds) -> None:
         """They are offered again."""
         for block in blocks.tolist():

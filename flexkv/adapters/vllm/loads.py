@@ -60,11 +60,6 @@ class Loads:
         if tracker is not None and tracker.loading == op_id:
             tracker.loading = None
 
-    def step_targets(self, besides: str) -> set[int]:
-        """Engine blocks that loads within a step are filling for other requests than `besides`."""
-        jobs = (job for job in self._jobs.values() if job.sync and job.request_id != besides)
-        return {block for job in jobs for op in job.ops for block in op.blocks.tolist()}
-
     def __contains__(self, op_id: OpId) -> bool:
         return op_id in self._jobs
 

@@ -81,6 +81,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     """One step's orders to every worker of the unit.
 
     Attributes:
+        step: number of the last step with a forward, this one included.
         grant: the host pool, until every rank has said that it has it.
         early: stores of blocks that were complete before this step; submitted before its forward.
         reused: blocks that were handed out again while a store still reads them (op -> positions in the op): before
@@ -91,6 +92,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
     """
 
+    step: int = 0
     grant: PoolGrant | None = None
     early: list[TransferGraph] = field(default_factory=list)
     reused: dict[OpId, list[int]] = field(default_factory=dict)
@@ -106,6 +108,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers tell the scheduler after a step.
 
     Attributes:
+        step: of the orders that were carried out, where it had a forward. Who hears it has heard how that forward
+            ended, also of loads that were not ours.
         results: (rank, terminal result of an op on that rank), in the order in which they came.
         ready: host slots that a rank can use, sent when the number changed.
         errors: why a rank cannot use the pool at all.
@@ -113,6 +117,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             passes on those of one of its connectors only.
     """
 
+    step: int = 0
     results: list[tuple[int, OpResult]] = field(default_factory=list)
     ready: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -121,6 +126,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Joins another rank's report to this one."""
         assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
+        self.step = max(self.step, other.step)
         self.results.extend(other.results)
         self.ready.update(other.ready)
         self.errors.update(other.errors)
@@ -128,4 +134,4 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.results or self.ready or self.errors or self.handshakes)
+        return bool(self.step or self.results or self.ready or self.errors or self.handshakes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
@@ -19,8 +20,24 @@ from flexkv.observe import Counters
 from flexkv.transfer.graph import OpResult
 
 
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """A block table that its request has lost before the outcome of the last step that may have used it was heard.
+
+    Attributes:
+        step: that step.
+    """
+
+    step: int
+    request_id: str
+    block_ids: list[int]
+
+
 class Outcomes:
     """Hands the workers' reports to the manager, failures first.
+
+    What a step computed is published only after the step's outcome was heard: until then nobody knows whether a load
+    that it read has failed, ours or another connector's.
 
     Args:
         workers: all ranks' worker sides if they live in this process, else none.
@@ -49,11 +66,12 @@ class Outcomes:
         self._counters = counters
         self._events = events
         self.changed = False
+        self._retired: list[Retired] = []
 
     def collect_early(self) -> None:
         """Takes results from workers in this process without waiting for a step's report."""
         if self._workers and self._unit.manager.inflight_ops():
-            # Never ahead of a failed load: see WorkerSide.take_results_early.
+            # Only of steps that have been heard of: see WorkerSide.take_results_early.
             for worker in self._workers:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
@@ -65,26 +83,33 @@ class Outcomes:
         self._unit.heard(report.ready)
         for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
             self._complete(rank, result)
-        for worker in self._workers:
-            worker.heard(result.op_id for _, result in report.results)
+        if report.step:
+            for worker in self._workers:
+                worker.heard(report.step)
+            self._retired = [table for table in self._retired if table.step > report.step]
 
     def take_failed_blocks(self, failed: set[int]) -> None:
         """Nothing that was computed from these blocks is published; the engine computes them again."""
         for tracker in self._requests:
-            first = first_failed(tracker, failed)
+            first = first_failed(tracker.block_ids, failed)
             if first is None:
                 continue
             self._unit.manager.discard_from(tracker.request_id, first)
             tracker.cursor = min(tracker.cursor, first)
             tracker.retry_step = 0
             tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
+        bad = set(failed)
+        for table in self._retired:
+            first = first_failed(table.block_ids, failed)
+            if first is not None:
+                self._unit.manager.discard_from(table.request_id, first)
+                bad.update(table.block_ids[first:])
+        self._stores.load_failed(bad)
 
-    def bar_doubtful(self, tracker: RequestTracker) -> None:
-        """A request that ends may share targets of another's load within a step, whose end nobody knows yet. Once the
-        request is gone, nobody could tell any more which of its stores were computed from a target that failed."""
-        targets = self._loads.step_targets(tracker.request_id)
-        if targets and (first := first_failed(tracker, targets)) is not None:
-            self._unit.manager.discard_from(tracker.request_id, first)
+    def retire(self, tracker: RequestTracker, step: int) -> None:
+        """The request loses its blocks. Its stores may still be under way, and `step` not heard of."""
+        if tracker.block_ids:
+            self._retired.append(Retired(step, tracker.request_id, tracker.block_ids))
 
     def _complete(self, rank: int, result: OpResult) -> None:
         completion = self._unit.manager.complete(rank, result)

@@ -29,6 +29,7 @@ class RankOp:
     """An op submitted here and not yet reported.
 
     Attributes:
+        step: the last forward that was ordered when it was submitted.
         torn: positions whose block was written while the copy read it.
         given_up: why its bytes are not to be used however it ends; empty while they are.
     """
@@ -37,10 +38,25 @@ class RankOp:
     kind: OpKind
     pages: int
     started_s: float
+    step: int
     load: LoadJob | None = None
     deadline_s: float = float("inf")
     torn: set[int] | None = None
     given_up: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An op's terminal result and what decides when it may be heard.
+
+    Attributes:
+        step: see `RankOp`.
+        failed_load: blocks of a load hold no valid KV.
+    """
+
+    result: OpResult
+    step: int
+    failed_load: bool = False
 
 
 class RankOps:
@@ -50,7 +66,7 @@ class RankOps:
         engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
         refusal: why there is none and never will be.
         stripe_bytes: what one page moves on this rank.
-        unheard: loads with failed blocks of which the scheduler's side has not heard.
+        step: the last forward that was ordered.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
@@ -63,10 +79,10 @@ class RankOps:
         self.stripe_bytes = 0
         self._ops: dict[OpId, RankOp] = {}
         self._waiting: list[LoadJob] = []
-        self._results: list[OpResult] = []
+        self.step = 0
+        self._ended: list[Ended] = []
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self.unheard: set[OpId] = set()
 
     # --- submit ---
 
@@ -89,7 +105,7 @@ class RankOps:
             return
         for op in job.ops:
             deadline_s = started_s + self._load_deadline_s
-            self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, job, deadline_s)
+            self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step, job, deadline_s)
 
     def submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
         """Starts a store; one that finds no place is dropped and reported so."""
@@ -102,9 +118,9 @@ class RankOps:
             if ticket is None:
                 self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="busy")
                 reason = self.refusal or "the store lane's queue is full"
-                self._results.append(_refused(op.op_id, op.pages, reason))
+                self._ended.append(Ended(_refused(op.op_id, op.pages, reason), self.step))
             else:
-                self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s)
+                self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step)
 
     def give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
@@ -190,9 +206,24 @@ class RankOps:
     # --- report ---
 
     def take_results(self) -> list[OpResult]:
-        """Terminal results since the last call, in the order in which they came."""
-        results, self._results = self._results, []
-        return results
+        """Terminal results not taken yet, in the order in which they came."""
+        ended, self._ended = self._ended, []
+        return [entry.result for entry in ended]
+
+    def take_settled(self, heard_step: int) -> list[OpResult]:
+        """Of those results the ones that nothing unheard makes wrong: of ops ordered up to `heard_step`.
+
+        A load that lost blocks is left for the step's report, which names these blocks first.
+        """
+        settled: list[OpResult] = []
+        held: list[Ended] = []
+        for entry in self._ended:
+            if entry.failed_load or entry.step > heard_step:
+                held.append(entry)
+            else:
+                settled.append(entry.result)
+        self._ended = held
+        return settled
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
@@ -207,13 +238,13 @@ class RankOps:
     @property
     def busy(self) -> bool:
         """Whether an op is under way or unreported."""
-        return bool(self._ops or self._results or self._waiting)
+        return bool(self._ops or self._ended or self._waiting)
 
     # --- internals ---
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
-            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, time.monotonic(), job)
+            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, time.monotonic(), self.step, job)
         for op in job.ops:
             self._end(_refused(op.op_id, op.pages, reason))
 
@@ -233,7 +264,7 @@ class RankOps:
             result = OpResult(
                 result.op_id, status, failed, result.reason or "the engine reused the block too soon"
             )
-        self._results.append(result)
+        self._ended.append(Ended(result, op.step, op.load is not None and bool(len(result.failed))))
         self._count(op, result)
         if op.load is not None:
             self._end_load(op.load, result)
@@ -242,7 +273,6 @@ class RankOps:
         if len(result.failed):
             blocks = next(op.blocks for op in job.ops if op.op_id == result.op_id)
             self._failed_blocks.update(blocks[result.failed].tolist())
-            self.unheard.add(result.op_id)
         if not job.sync and not any(op.op_id in self._ops for op in job.ops):
             self._finished.add(job.request_id)
 

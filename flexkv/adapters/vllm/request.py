@@ -90,7 +90,8 @@ class RequestTracker:
 
     def restart(self) -> None:
         """The engine took all blocks away; the request starts again with others."""
-        self.block_ids.clear()
+        # A new list: the old one may still be looked at.
+        self.block_ids = []
         self.cursor = 0
         self.retry_step = 0
         self.stale = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.request import RequestTracker, wants_no_store
@@ -44,12 +44,18 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._trackers)
 
-    def follow(self, output: SchedulerOutput, stores: StoreMode | None) -> None:
-        """Keeps the block tables: O(new blocks). `stores` hears of requests that lose their blocks or get new ones."""
+    def follow(
+        self, output: SchedulerOutput, stores: StoreMode | None, preempted: Callable[[RequestTracker], None]
+    ) -> None:
+        """Keeps the block tables: O(new blocks).
+
+        Args:
+            stores: hears of requests that get new blocks.
+            preempted: hears of requests that lose their blocks, while the tracker still knows them.
+        """
         for request_id in output.preempted_req_ids or ():
             if tracker := self.get(request_id):
-                if stores is not None:
-                    stores.preempted(tracker)
+                preempted(tracker)
                 tracker.restart()
         for new in output.scheduled_new_reqs:
             if tracker := self.get(new.req_id):

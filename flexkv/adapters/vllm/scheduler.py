@@ -17,6 +17,7 @@ from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.outcomes import Outcomes
 from flexkv.adapters.vllm.references import BlockWatch, StoreWatch
+from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
@@ -100,6 +101,7 @@ class SchedulerSide:
         self.parts: Parts | None = None
         self._watch: StoreWatch | None = None
         self._step = 0
+        self._forward_step = 0
         self._expire_at_s = 0.0
         self.counters = Counters()
         self.events = EventLog(with_events, geometry)
@@ -207,7 +209,10 @@ class SchedulerSide:
         """The step's orders. Costs O(requests + new blocks)."""
         self._step += 1
         parts = self.parts
-        self.requests.follow(output, parts.stores if parts is not None else None)
+        self.requests.follow(output, parts.stores if parts is not None else None, self._preempted)
+        if output.total_num_scheduled_tokens:
+            self._forward_step = self._step
+        self.orders.step = self._forward_step
         if parts is not None and parts.unit.usable:
             parts.unit.grow()
             parts.stores.plan_step(output, self._step, self.orders)
@@ -242,7 +247,7 @@ class SchedulerSide:
             self.orders.cancel.append(tracker.loading)
         elif parts.unit.usable:
             parts.outcomes.collect_early()
-            parts.outcomes.bar_doubtful(tracker)
+            parts.outcomes.retire(tracker, self._forward_step)
             self.orders.early += parts.stores.ended(tracker, self._step)
             self._submit_early(parts)
         # Last, because it marks the request's blocks as used together.
@@ -253,7 +258,12 @@ class SchedulerSide:
             # The forward that wrote the blocks has returned, and no further step may ever come.
             early, self.orders.early = self.orders.early, []
             for worker in parts.workers:
-                worker.before_forward(ConnectorMetadata(early=early))
+                worker.before_forward(ConnectorMetadata(step=self._forward_step, early=early))
+
+    def _preempted(self, tracker: RequestTracker) -> None:
+        if self.parts is not None:
+            self.parts.stores.preempted(tracker)
+            self.parts.outcomes.retire(tracker, self._forward_step)
 
     def _take_report(self, report: WorkerMetadata) -> None:
         if report.handshakes:

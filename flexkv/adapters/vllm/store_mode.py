@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -33,6 +34,11 @@ class StoreMode(ABC):
         """The request has ended and its blocks are about to be freed: the last stores of what it computed."""
 
     @abstractmethod
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """These blocks hold no valid KV: targets of a failed load, and what requests that have let go of them computed
+        from those. Live requests are dealt with by their `cursor` and `suspect_from`."""
+
+    @abstractmethod
     def unpublished(self, blocks: BlockIds) -> None:
         """A store of these engine blocks ended without being published."""
 
@@ -55,6 +61,9 @@ class NoStores(StoreMode):
 
     def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
         return []
+
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """Nothing is stored."""
 
     def unpublished(self, blocks: BlockIds) -> None:
         """Nothing is stored."""

@@ -152,9 +152,9 @@ class StorePlanner:
                     self.stale_hashes[block] = block_hash
 
 
-def first_failed(tracker: RequestTracker, failed_blocks: set[int]) -> int | None:
-    """Number of the request's first block among the failed ones; None if it holds none of them."""
-    if failed_blocks.isdisjoint(tracker.block_ids):
+def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
+    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
+    if failed_blocks.isdisjoint(block_ids):
         return None
-    held = np.array(tracker.block_ids, dtype=np.int64)
+    held = np.array(block_ids, dtype=np.int64)
     return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -21,7 +21,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import TransferEngine
-from flexkv.transfer.graph import OpId, OpResult
+from flexkv.transfer.graph import OpResult
 from flexkv.transfer.host_pool import HostPool
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class WorkerSide:
         self._pool: Any = None
         self.counters = Counters()
         self._ops = RankOps(config, rank, self.counters)
+        self._heard_step = 0
+        self._step_said = 0
         self._ready_said = -1
         self._handshake_said = False
         self._error_said = False
@@ -110,6 +112,7 @@ class WorkerSide:
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         """Takes the pool, submits early stores, and ends copies out of blocks that this step may write."""
+        self._ops.step = max(self._ops.step, orders.step)
         if orders.grant is not None:
             self._take_grant(orders.grant)
         for graph in orders.early:
@@ -125,6 +128,8 @@ class WorkerSide:
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads."""
+        # Not every connector class forwards the hook that comes before.
+        self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job)
         for job in orders.loads:
@@ -158,6 +163,8 @@ class WorkerSide:
     def take_metadata(self) -> WorkerMetadata | None:
         """The step's report to the scheduler's side; None when there is nothing to say."""
         report = WorkerMetadata()
+        if self._ops.step != self._step_said:
+            report.step = self._step_said = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.take_results()]
         if self._pool is not None and (ready := self._pool.ready_slots) != self._ready_said:
             report.ready[self.rank] = self._ready_said = ready
@@ -176,16 +183,16 @@ class WorkerSide:
     def take_results_early(self) -> list[OpResult]:
         """Results for a scheduler in this process, ahead of the step's report.
 
-        None while the scheduler has not heard of a failed load: what any request computed from it may be among the
-        stores, and they must not be published before the engine has gone back. With two batches in flight a report
-        is heard a step after it was made.
+        Only of steps whose outcome the scheduler has heard: a load may have failed in a step, ours or that of another
+        connector beside us, and what was computed from it must not be published before the engine has gone back. With
+        two batches in flight a step is heard of when the next one has run.
         """
         self.poll()
-        return [] if self._ops.unheard else self._ops.take_results()
+        return self._ops.take_settled(self._heard_step)
 
-    def heard(self, op_ids: Iterable[OpId]) -> None:
-        """A scheduler in this process has taken these results, after it learned of the failed blocks."""
-        self._ops.unheard.difference_update(op_ids)
+    def heard(self, step: int) -> None:
+        """A scheduler in this process has heard how this step ended, and which blocks failed in it."""
+        self._heard_step = max(self._heard_step, step)
 
     @property
     def busy(self) -> bool:

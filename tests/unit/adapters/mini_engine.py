@@ -69,7 +69,11 @@ class Live:
 
 
 class MiniEngine:
-    """`ranks` workers; `remote` keeps the sides apart as different processes would be."""
+    """`ranks` workers; `remote` keeps the sides apart as different processes would be.
+
+    Attributes:
+        sibling_failed: blocks that another connector beside ours failed to load, named in the next report.
+    """
 
     def __init__(
         self,
@@ -109,8 +113,10 @@ class MiniEngine:
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
+        self.sibling_failed: set[int] = set()
         self.counters = Counters()
         self._pending: dict[str, int] = {}
+        self._held: list[Any] = []
 
     # --- what the scheduler does ---
 
@@ -160,6 +166,19 @@ class MiniEngine:
         for name, tokens in scheduled.items():
             self.live[name].request.num_in_flight_tokens -= tokens
         self._take(reports)
+
+    def hold_reports(self) -> Callable[[], None]:
+        """From now on the scheduler hears nothing of its steps, until the returned function tells it all of them."""
+        take, held = self._take, self._held
+
+        def tell() -> None:
+            self._take = take  # type: ignore[method-assign]
+            for reports in held:
+                take(reports)
+            held.clear()
+
+        self._take = held.append  # type: ignore[method-assign, assignment]
+        return tell
 
     def until(self, done: Callable[[], bool], steps: int = 2000) -> None:
         """Empty steps until something is so."""
@@ -290,7 +309,8 @@ class MiniEngine:
                 assert self._pending[name] <= len(self.workers), f"{name} reported twice by a rank"
             if report is not None:
                 metadata = report if metadata is None else metadata.aggregate(report)
-        invalid = set().union(*(failed for _, failed, _ in reports))
+        invalid = self.sibling_failed.union(*(failed for _, failed, _ in reports))
+        self.sibling_failed = set()
         self.invalid |= invalid
         for live in self.live.values():
             for number, block in enumerate(live.blocks):

@@ -1,0 +1,123 @@
+"""Loads of another connector beside ours (vLLM's MultiConnector): when they fail, only the step's outcome says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
+
+
+def stored(engine: MiniEngine) -> int:
+    return engine.side.unit.manager.stats().stored_pages
+
+
+def quiet(engine: MiniEngine) -> None:
+    """The worker's copies have ended, and whatever may be published without a report is published."""
+    while engine.workers[0]._ops._ops:
+        engine.workers[0].poll(idle=True)
+    assert engine.side.match(make_request(range(9), "probe"), 0) == (0, False)
+
+
+def run_with_sibling_failure(engine: MiniEngine, between: Callable[[], object]) -> None:
+    """Computes a request whose blocks 1 and up came, or were computed, from a load that failed beside ours."""
+    request = make_request(PROMPT, "one")
+    engine.add(request)
+    request.num_computed_tokens = 8  # the sibling's tokens
+    blocks = [block.block_id for block in engine.live["one"].blocks]
+    hear = engine.hold_reports()
+    engine.step()
+    quiet(engine)
+    assert stored(engine) == 0, "published before the step's outcome was heard"
+    between()
+    quiet(engine)
+    assert stored(engine) == 0, "published before the step's outcome was heard"
+    engine.sibling_failed = {blocks[1]}
+    hear()
+
+
+def served(engine: MiniEngine) -> int:
+    """Blocks of the prompt that a lookup would promise."""
+    keys = engine.keys_of(make_request(PROMPT, "probe"))
+    return int(engine.side.unit.manager.match("probe", [keys], 0).blocks)
+
+
+def test_nothing_computed_from_a_siblings_failed_load_is_published(make_engine: Make) -> None:
+    engine = make_engine()
+    run_with_sibling_failure(engine, lambda: None)
+    engine.drain()
+    assert (stored(engine), served(engine)) == (1, 1)
+    engine.live["one"].request.num_computed_tokens = 0
+    engine.step()
+    engine.check("one")
+    engine.finish("one")
+    engine.drain()
+    assert served(engine) == 5
+
+
+def test_what_went_well_is_published(make_engine: Make) -> None:
+    """The control: without the failure the same step's blocks are all served."""
+    engine = make_engine()
+    engine.add(make_request(PROMPT, "one"))
+    hear = engine.hold_reports()
+    engine.step()
+    quiet(engine)
+    hear()
+    quiet(engine)
+    assert served(engine) == 5
+
+
+def test_an_abort_before_the_outcome_is_heard_publishes_nothing_of_it(make_engine: Make) -> None:
+    engine = make_engine(**{"store.partial_blocks": True})
+    run_with_sibling_failure(engine, lambda: engine.finish("one"))
+    engine.drain()
+    assert served(engine) == 1
+
+
+def preempt(engine: MiniEngine) -> None:
+    live = engine.live.pop("one")
+    live.request.num_computed_tokens = 0
+    engine.pool.free_blocks(reversed(live.blocks))
+    output_of = engine._output
+
+    def output_with_preemption(scheduled: dict[str, int]) -> SchedulerOutput:
+        output = output_of(scheduled)
+        output.preempted_req_ids = {"one"}
+        return output
+
+    engine._output = output_with_preemption  # type: ignore[method-assign]
+    engine.step({})
+    engine._output = output_of  # type: ignore[method-assign]
+
+
+def test_a_preemption_before_the_outcome_is_heard_publishes_nothing_of_it(make_engine: Make) -> None:
+    engine = make_engine()
+    run_with_sibling_failure(engine, lambda: preempt(engine))
+    engine.drain()
+    assert served(engine) == 1
+
+
+@pytest.mark.parametrize("leave", [lambda engine: engine.finish("one"), preempt])
+def test_lazy_stores_hear_of_it_after_the_request_has_gone(
+    make_engine: Make, leave: Callable[[MiniEngine], object]
+) -> None:
+    engine = make_engine(blocks=13, **LAZY)
+
+    def leave_and_press() -> None:
+        leave(engine)
+        # Its blocks lie at the head of the free queue.
+        engine.pool.get_new_blocks(6)
+        engine.step({})
+
+    run_with_sibling_failure(engine, leave_and_press)
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    assert served(engine) <= 1
