@@ -86,7 +86,13 @@ class HostPool:
     """Native host pool; use `flexkv.transfer.host_pool.HostPool`."""
 
     def __init__(
-        self, slot_bytes: int, slots: int, shared: bool, extent_bytes: int, huge_pages: bool
+        self,
+        slot_bytes: int,
+        slots: int,
+        shared: bool,
+        extent_bytes: int,
+        huge_pages: bool,
+        numa_node: int = -1,
     ) -> None: ...
     @staticmethod
     def attach(
@@ -112,13 +118,19 @@ class HostPool:
     @property
     def stopped_reason(self) -> str: ...
     @property
+    def creator_gone(self) -> bool:
+        """Of an attached pool: its creator has ended or closed it."""
+    def pin(self, device: int) -> None: ...
+    @property
+    def pinned_slots(self) -> int: ...
+    @property
     def registration_error(self) -> str:
         """The first extent that the GPU did not take, and why; empty if there is none."""
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
         """pid, fd, token, file_bytes."""
-    def report(self) -> list[tuple[int, int, str, int, float, bool]]:
-        """index, bytes, pages_kind, huge_bytes, bring_up_s, registered of each extent."""
+    def report(self) -> list[tuple[int, int, str, int, float, bool, int]]:
+        """index, bytes, pages_kind, huge_bytes, bring_up_s, registered, numa_node of each extent."""
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
     def close(self) -> None: ...
 
@@ -202,7 +214,8 @@ class TransferEngine:
     def attach_view(
         self, group: int, view: KvView, pool: HostPool, stripe_offset: int, digest_offset: int
     ) -> None: ...
-    def detach_view(self, group: int) -> None: ...
+    def detach_view(self, group: int) -> int: ...
+    def released_views(self) -> list[int]: ...
     def submit(
         self,
         ops: Sequence[
@@ -231,8 +244,8 @@ class TransferEngine:
     ) -> tuple[bool, list[tuple[int, NDArray[np.int32]]]]:
         """in time, and (op_id, failed positions) of the ops that have any."""
     def cancel(self, ticket: int) -> int: ...
-    def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int]]]:
-        """kind, lane, up, reason, open ops, held places, stuck op ids."""
+    def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int], int]]:
+        """kind, lane, up, reason, open ops, held places, stuck op ids, times down."""
     def close(self, deadline_s: float) -> bool: ...
 
 # --- index: hashes and key chains -------------------------------------------------------------------------------------

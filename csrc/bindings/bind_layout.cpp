@@ -66,7 +66,9 @@ void bind_view(py::module_& m) {
   // shared_ptr: the transfer engine keeps a view for as long as an op may use it.
   py::class_<KvView, std::shared_ptr<KvView>>(m, "KvView")
       .def(py::init([](const RunArray& runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block) {
-             return std::make_shared<KvView>(to_segments(runs), num_blocks, stripe_bytes, first_block);
+             std::vector<Segment> segments = to_segments(runs);
+             const py::gil_scoped_release release;
+             return std::make_shared<KvView>(std::move(segments), num_blocks, stripe_bytes, first_block);
            }),
            py::arg("runs").noconvert(), py::arg("num_blocks"), py::arg("stripe_bytes"),
            py::arg("first_block") = 0)
@@ -80,7 +82,7 @@ void bind_view(py::module_& m) {
       .def_property_readonly("num_blocks", &KvView::num_blocks)
       .def_property_readonly("first_block", &KvView::first_block)
       .def_property_readonly("stripe_bytes", &KvView::stripe_bytes)
-      .def("check", &KvView::check)
+      .def("check", &KvView::check, py::call_guard<py::gil_scoped_release>())
       .def("__repr__", &describe);
 }
 

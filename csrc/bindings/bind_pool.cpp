@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "transfer/cuda_device.h"
+#include "bindings/interruptible.h"
+#include "cuda/device.h"
+#include "cuda/device_info.h"
 #include "transfer/host_pool.h"
 #include "transfer/memory_limit.h"
 
@@ -19,9 +22,13 @@ namespace flexkv {
 namespace {
 
 std::shared_ptr<HostPool> create(int64_t slot_bytes, int64_t slots, bool shared, int64_t extent_bytes,
-                                 bool huge_pages) {
+                                 bool huge_pages, int32_t numa_node) {
   const py::gil_scoped_release release;
-  return HostPool::create({slot_bytes, slots, extent_bytes}, shared, huge_pages);
+  PoolOptions options;
+  options.shared = shared;
+  options.huge_pages = huge_pages;
+  options.numa_node = numa_node;
+  return released_without_gil(HostPool::create({slot_bytes, slots, extent_bytes}, options));
 }
 
 std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int64_t file_bytes,
@@ -33,7 +40,22 @@ std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int6
   }
   std::copy(token.begin(), token.end(), address.token.begin());
   const py::gil_scoped_release release;
-  return HostPool::attach(address);
+  return released_without_gil(HostPool::attach(address));
+}
+
+// The wait ends early where a slice of it can say that no more will come.
+bool wait_ready(const HostPool& pool, int64_t slots, double deadline_s) {
+  bool ready = false;
+  wait_interruptibly(deadline_s, [&](double slice_s) {
+    ready = pool.wait_ready(slots, slice_s);
+    return ready || pool.settled() || pool.closed();
+  });
+  return ready || pool.ready_slots() >= slots;
+}
+
+void pin(HostPool& pool, int device) {
+  const py::gil_scoped_release release;
+  pool.pin(cuda::make_registrar(cuda::Device::open(device)));
 }
 
 py::tuple address(const HostPool& pool) {
@@ -43,9 +65,15 @@ py::tuple address(const HostPool& pool) {
 }
 
 py::list report(const HostPool& pool) {
+  std::vector<ExtentReport> reports;
+  {
+    const py::gil_scoped_release release;
+    reports = pool.report();
+  }
   py::list extents;
-  for (const ExtentReport& e : pool.report()) {
-    extents.append(py::make_tuple(e.index, e.bytes, e.pages_kind, e.huge_bytes, e.bring_up_s, e.registered));
+  for (const ExtentReport& e : reports) {
+    extents.append(py::make_tuple(e.index, e.bytes, e.pages_kind, e.huge_bytes, e.bring_up_s, e.registered,
+                                  e.numa_node));
   }
   return extents;
 }
@@ -62,7 +90,7 @@ py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
 void bind_pool(py::module_& m) {
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init(&create), py::arg("slot_bytes"), py::arg("slots"), py::arg("shared"),
-           py::arg("extent_bytes"), py::arg("huge_pages"))
+           py::arg("extent_bytes"), py::arg("huge_pages"), py::arg("numa_node") = kAnyNode)
       .def_static("attach", &attach, py::arg("pid"), py::arg("fd"), py::arg("token"), py::arg("file_bytes"),
                   py::arg("slot_bytes"), py::arg("slots"), py::arg("extent_bytes"))
       .def_property_readonly("slot_bytes", [](const HostPool& p) { return p.geometry().slot_bytes; })
@@ -73,10 +101,14 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("closed", &HostPool::closed)
       .def_property_readonly("settled", &HostPool::settled)
       .def_property_readonly("ready_slots", &HostPool::ready_slots)
-      .def_property_readonly("stopped_reason", &HostPool::stopped_reason)
-      .def_property_readonly("registration_error", &HostPool::registration_error)
-      .def("wait_ready", &HostPool::wait_ready, py::arg("slots"), py::arg("deadline_s"),
-           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("creator_gone", &HostPool::creator_gone)
+      .def_property_readonly("stopped_reason", py::cpp_function(&HostPool::stopped_reason,
+                                                                py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("registration_error", py::cpp_function(&HostPool::registration_error,
+                                                                    py::call_guard<py::gil_scoped_release>()))
+      .def("pin", &pin, py::arg("device"))
+      .def_property_readonly("pinned_slots", &HostPool::pinned_slots)
+      .def("wait_ready", &wait_ready, py::arg("slots"), py::arg("deadline_s"))
       .def("address", &address)
       .def("report", &report)
       .def("slot", &slot_array, py::arg("slot"))
@@ -84,12 +116,20 @@ void bind_pool(py::module_& m) {
   m.def(
       "available_memory",
       [](const std::string& proc_root, const std::string& cgroup_root) {
-        const MemoryLimit limit = available_memory(proc_root, cgroup_root);
+        MemoryLimit limit;
+        {
+          const py::gil_scoped_release release;
+          limit = available_memory(proc_root, cgroup_root);
+        }
         return py::make_tuple(limit.available_bytes, limit.source);
       },
       py::arg("proc_root") = "/proc", py::arg("cgroup_root") = "/sys/fs/cgroup");
   m.def("cuda_info", [] {
-    const CudaInfo info = cuda_info();
+    cuda::Info info;
+    {
+      const py::gil_scoped_release release;
+      info = cuda::device_info();
+    }
     py::dict answer;
     answer["built"] = info.built;
     answer["driver"] = info.driver_version;

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "transfer/counting_mover.h"
 #include "transfer/engine.h"
 #include "transfer/faulty_mover.h"
@@ -117,20 +118,25 @@ py::list poll(TransferEngine& engine, size_t max_results) {
 
 py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s) {
   LayerWait answer;
-  {
-    const py::gil_scoped_release release;
-    answer = engine.wait_layer(ticket, layer, deadline_s);
-  }
+  wait_interruptibly(deadline_s, [&](double slice_s) {
+    answer = engine.wait_layer(ticket, layer, slice_s);
+    return answer.in_time;
+  });
   py::list failed;
   for (const auto& [op_id, pages] : answer.failed) failed.append(py::make_tuple(op_id, to_array(pages)));
   return py::make_tuple(answer.in_time, failed);
 }
 
 py::list lanes(const TransferEngine& engine) {
+  std::vector<LaneState> states;
+  {
+    const py::gil_scoped_release release;
+    states = engine.lanes();
+  }
   py::list list;
-  for (const LaneState& s : engine.lanes()) {
+  for (const LaneState& s : states) {
     list.append(py::make_tuple(static_cast<int32_t>(s.kind), s.lane, s.up, to_text(s.reason), s.open_ops,
-                               s.held_places, py::cast(s.stuck)));
+                               s.held_places, py::cast(s.stuck), s.times_down));
   }
   return list;
 }
@@ -206,20 +212,33 @@ void bind_transfer(py::module_& m) {
           "attach_view",
           [](TransferEngine& engine, int32_t group, std::shared_ptr<KvView> view,
              std::shared_ptr<HostPool> pool, int64_t stripe_offset, int64_t digest_offset) {
+            const py::gil_scoped_release release;
             engine.attach_view(group, std::move(view), std::move(pool), stripe_offset, digest_offset);
           },
           py::arg("group"), py::arg("view").none(false), py::arg("pool").none(false),
           py::arg("stripe_offset"), py::arg("digest_offset"))
-      .def("detach_view", &TransferEngine::detach_view, py::arg("group"))
+      .def("detach_view", &TransferEngine::detach_view, py::arg("group"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("released_views", &TransferEngine::released_views, py::call_guard<py::gil_scoped_release>())
       .def("submit", &submit, py::arg("ops"), py::arg("edges"))
       .def("poll", &poll, py::arg("max_results"))
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
-      .def("wait", &TransferEngine::wait, py::arg("ticket"), py::arg("deadline_s"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait",
+          [](TransferEngine& engine, int64_t ticket, double deadline_s) {
+            return wait_interruptibly(deadline_s,
+                                      [&](double slice_s) { return engine.wait(ticket, slice_s); });
+          },
+          py::arg("ticket"), py::arg("deadline_s"))
       .def("wait_layer", &wait_layer, py::arg("ticket"), py::arg("layer"), py::arg("deadline_s"))
       .def("cancel", &TransferEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("lanes", &lanes)
-      .def("close", &TransferEngine::close, py::arg("deadline_s"), py::call_guard<py::gil_scoped_release>());
+      .def(
+          "close",
+          [](TransferEngine& engine, double deadline_s) {
+            return wait_interruptibly(deadline_s, [&](double slice_s) { return engine.close(slice_s); });
+          },
+          py::arg("deadline_s"));
 }
 
 }  // namespace flexkv

@@ -1,13 +1,16 @@
 #include "gds/io_choice.h"
 
+#include "cuda/device_info.h"
 #include "gds/bounced_file_io.h"
 #include "gds/posix_file_io.h"
-#include "transfer/cuda_device.h"
 
 namespace flexkv {
 
 std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream) {
-  if (!number) number = cuda_info().device_count > 0 ? current_cuda_device() : kHostDevice;
+  if (!number) {
+    const cuda::Info info = cuda::device_info();  // its kernels need the toolkit's build
+    number = info.built && info.device_count > 0 ? cuda::current_device() : kHostDevice;
+  }
   if (*number == kHostDevice) return host_transform_device();
   return cuda_transform_device(*number, engine_stream);
 }

@@ -1,65 +1,175 @@
 #include "layout/overlap.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
-#include "layout/kv_view.h"
 
 namespace flexkv {
 namespace {
 
+// A segment with its blocks [0, blocks), and whose view it is.
+struct Area {
+  const Segment* segment;
+  int64_t blocks;
+  int view;
+
+  int64_t base() const { return static_cast<int64_t>(segment->base); }
+  int64_t end() const { return base() + (blocks - 1) * segment->block_stride + segment->run_bytes; }
+};
+
+struct Hit {
+  int64_t a_block, b_block;
+};
+
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Blocks (of a, of b) whose runs share a byte, if any. Both strides are positive.
-std::optional<std::pair<int64_t, int64_t>> shared_blocks(const Segment& a, const Segment& b,
-                                                         int64_t num_blocks, bool same_segment) {
-  const auto a_base = static_cast<int64_t>(a.base), b_base = static_cast<int64_t>(b.base);
+[[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
+  throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
+                      " and block " + std::to_string(hit.b_block) + " of " + to_string(*b.segment) +
+                      " share bytes of the pool");
+}
+
+// Blocks of two areas of any strides that share a byte, if any; equal blocks of different views do not count.
+std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   // Runs of blocks i and j share a byte iff a + i*S - b_run < b + j*T < a + i*S + a_run: for each i, one
   // range of j.
-  const auto j_range = [&](int64_t i) {
-    const int64_t at = a_base + i * a.block_stride - b_base;
-    const int64_t lo = floor_div(at - b.run_bytes, b.block_stride) + 1;
-    const int64_t hi = floor_div(at + a.run_bytes - 1, b.block_stride);
-    return std::pair{std::max<int64_t>(lo, 0), std::min(hi, num_blocks - 1)};
-  };
-  if (a.block_stride == b.block_stride) {
-    // Only j - i matters: the difference d shares a byte iff it lies in one range, and |d| < num_blocks.
-    const int64_t at = a_base - b_base;
-    int64_t lo = std::max(floor_div(at - b.run_bytes, a.block_stride) + 1, 1 - num_blocks);
-    const int64_t hi = std::min(floor_div(at + a.run_bytes - 1, a.block_stride), num_blocks - 1);
-    if (same_segment) lo = std::max<int64_t>(lo, 1);  // a run always shares bytes with itself
-    if (lo > hi) return std::nullopt;
-    return lo >= 0 ? std::pair<int64_t, int64_t>{0, lo} : std::pair<int64_t, int64_t>{-lo, 0};
-  }
-  for (int64_t i = 0; i < num_blocks; ++i) {
-    const auto [lo, hi] = j_range(i);
-    if (lo <= hi) return std::pair{i, lo};
+  for (int64_t i = 0; i < a.blocks; ++i) {
+    const int64_t at = a.base() + i * a.segment->block_stride - b.base();
+    int64_t lo = std::max<int64_t>(floor_div(at - b.segment->run_bytes, b.segment->block_stride) + 1, 0);
+    const int64_t hi =
+        std::min(floor_div(at + a.segment->run_bytes - 1, b.segment->block_stride), b.blocks - 1);
+    if (a.view != b.view && lo == i) ++lo;
+    if (lo <= hi) return Hit{i, lo};
   }
   return std::nullopt;
 }
 
-uintptr_t end_of(const Segment& s, int64_t num_blocks) {
-  return run_address(s, num_blocks - 1) + static_cast<uintptr_t>(s.run_bytes);
+// Areas of one stride S. Byte x of a run lies at residue x mod S and row x / S; block i is i rows further. So
+// two areas share a byte exactly where their residues meet and their rows are nearer than their blocks reach.
+// Swept by residue, with the areas under the line kept by row: those of one view are apart there, so only
+// neighbours are looked at.
+class SameStride {
+ public:
+  SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
+
+  void check() {
+    for (size_t i = 0; i < areas_.size(); ++i) {
+      const Area& area = areas_[i];
+      if (area.segment->run_bytes > stride_ && area.blocks > 1) refuse(area, area, {0, 1});
+      add(i);
+    }
+    std::sort(edges_.begin(), edges_.end());
+    for (const Edge& edge : edges_) edge.starts ? enter(edge) : leave(edge);
+  }
+
+ private:
+  struct Edge {
+    int64_t residue;
+    bool starts;  // false sorts first: what ends at a residue does not meet what starts there
+    int64_t row;
+    size_t area;
+    bool operator<(const Edge& other) const {
+      return std::pair(residue, starts) < std::pair(other.residue, other.starts);
+    }
+  };
+
+  // A run that passes the end of its row goes on at the start of the next.
+  void add(size_t i) {
+    const Area& area = areas_[i];
+    const int64_t row = floor_div(area.base(), stride_);
+    const int64_t from = area.base() - row * stride_;
+    const int64_t to = from + area.segment->run_bytes;
+    edges_.push_back({from, true, row, i});
+    edges_.push_back({std::min(to, stride_), false, row, i});
+    if (to > stride_) {
+      edges_.push_back({0, true, row + 1, i});
+      edges_.push_back({to - stride_, false, row + 1, i});
+    }
+  }
+
+  void enter(const Edge& edge) {
+    const Area& mine = areas_[edge.area];
+    for (int view = 0; view < 2; ++view) {
+      // Rows nearer than `blocks` of the lower one: those of its own blocks that the upper one starts at.
+      const auto& under = under_[view];
+      for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
+           at != under.end() && at->first < edge.row + mine.blocks; ++at) {
+        const Area& other = areas_[at->second];
+        const int64_t apart = at->first - edge.row;  // block i of mine lies on block i - apart of the other
+        if (apart <= -other.blocks || apart >= mine.blocks) continue;
+        if (view != mine.view && apart == 0) continue;
+        refuse(mine, other, apart >= 0 ? Hit{apart, 0} : Hit{0, -apart});
+      }
+    }
+    under_[mine.view].emplace(edge.row, edge.area);
+    most_blocks_[mine.view] = std::max(most_blocks_[mine.view], mine.blocks);
+  }
+
+  void leave(const Edge& edge) {
+    auto& under = under_[areas_[edge.area].view];
+    for (auto [at, end] = under.equal_range(edge.row); at != end; ++at) {
+      if (at->second != edge.area) continue;
+      under.erase(at);
+      return;
+    }
+  }
+
+  const int64_t stride_;
+  const std::vector<Area> areas_;
+  std::vector<Edge> edges_;
+  std::multimap<int64_t, size_t> under_[2];  // row -> area
+  int64_t most_blocks_[2] = {1, 1};
+};
+
+void check(const std::vector<Area>& all, bool within_views) {
+  std::map<int64_t, std::vector<Area>> by_stride;
+  for (const Area& area : all) {
+    // One block has no stride: any that holds its run serves.
+    const int64_t stride = area.blocks == 1 ? std::max(area.segment->block_stride, area.segment->run_bytes)
+                                            : area.segment->block_stride;
+    by_stride[stride].push_back(area);
+  }
+  for (auto& [stride, areas] : by_stride) SameStride(stride, areas).check();
+  if (by_stride.size() == 1) return;
+
+  // Different strides: by start; under the line are those of each other stride that have not ended.
+  std::vector<std::pair<int64_t, Area>> sorted;
+  for (const auto& [stride, areas] : by_stride) {
+    for (const Area& area : areas) sorted.emplace_back(stride, area);
+  }
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.second.base() < b.second.base(); });
+  std::map<int64_t, std::multimap<int64_t, Area>> under;  // stride -> end -> area
+  for (const auto& [stride, area] : sorted) {
+    for (auto& [other_stride, others] : under) {
+      others.erase(others.begin(), others.upper_bound(area.base()));
+      if (other_stride == stride) continue;
+      for (const auto& [end, other] : others) {
+        if (!within_views && other.view == area.view) continue;
+        if (const auto hit = shared_blocks(area, other)) refuse(area, other, *hit);
+      }
+    }
+    under[stride].emplace(area.end(), area);
+  }
 }
 
 }  // namespace
 
 void check_no_overlap(const std::vector<Segment>& segments, int64_t num_blocks) {
-  std::vector<Segment> sorted = segments;
-  std::sort(sorted.begin(), sorted.end(), [](const Segment& a, const Segment& b) { return a.base < b.base; });
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    const uintptr_t end = end_of(sorted[i], num_blocks);
-    for (size_t j = i; j < sorted.size() && sorted[j].base < end; ++j) {
-      if (const auto hit = shared_blocks(sorted[i], sorted[j], num_blocks, i == j)) {
-        throw GeometryError("block " + std::to_string(hit->first) + " of " + to_string(sorted[i]) +
-                            " and block " + std::to_string(hit->second) + " of " + to_string(sorted[j]) +
-                            " share bytes of the pool");
-      }
-    }
-  }
+  std::vector<Area> areas;
+  for (const Segment& segment : segments) areas.push_back({&segment, num_blocks, 0});
+  check(areas, true);
+}
+
+void check_same_blocks_only(const KvView& a, const KvView& b) {
+  std::vector<Area> areas;
+  for (const Segment& segment : a.segments()) areas.push_back({&segment, a.num_blocks(), 0});
+  for (const Segment& segment : b.segments()) areas.push_back({&segment, b.num_blocks(), 1});
+  check(areas, false);
 }
 
 }  // namespace flexkv

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "base/error.h"
+#include "layout/overlap.h"
 #include "transfer/host_lane.h"
 
 namespace flexkv {
@@ -105,20 +106,75 @@ TransferEngine::~TransferEngine() {
 void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view,
                                  std::shared_ptr<HostPool> pool, int64_t stripe_offset,
                                  int64_t digest_offset) {
+  require_home("attach_view");
   if (pool->closed())
     throw ClosedError("attach_view: the host pool of group " + std::to_string(group) + " was closed");
   auto attached = std::make_shared<const AttachedView>(group, std::move(view), std::move(pool), stripe_offset,
                                                        digest_offset);
   const std::lock_guard lock(views_mutex_);
   if (scheduler_->closing()) throw ClosedError("attach_view: the transfer engine was closed");
-  if (!views_.emplace(group, std::move(attached)).second) {
+  if (views_.count(group) != 0) {
     throw ContractError("group " + std::to_string(group) + " has a view already: detach it first");
   }
+  for (const auto& [number, other] : views_) {
+    try {
+      check_same_blocks_only(attached->view(), other->view());
+    } catch (const GeometryError& error) {
+      throw GeometryError("groups " + std::to_string(group) + " and " + std::to_string(number) + ": " +
+                          error.what());
+    }
+  }
+  views_.emplace(group, std::move(attached));
 }
 
-void TransferEngine::detach_view(int32_t group) {
+int64_t TransferEngine::detach_view(int32_t group) {
+  require_home("detach_view");
   const std::lock_guard lock(views_mutex_);
-  if (views_.erase(group) == 0) throw ContractError("group " + std::to_string(group) + " has no view");
+  const auto found = views_.find(group);
+  if (found == views_.end()) throw ContractError("group " + std::to_string(group) + " has no view");
+  detached_.emplace(next_detached_, found->second);
+  views_.erase(found);
+  return next_detached_++;
+}
+
+std::vector<int64_t> TransferEngine::released_views() {
+  std::vector<int64_t> released;
+  if (forked()) return released;
+  const std::lock_guard lock(views_mutex_);
+  for (auto at = detached_.begin(); at != detached_.end();) {
+    if (!at->second.expired()) {
+      ++at;
+      continue;
+    }
+    released.push_back(at->first);
+    at = detached_.erase(at);
+  }
+  return released;
+}
+
+std::vector<OpResult> TransferEngine::poll(size_t max_results) {
+  require_home("poll");
+  return scheduler_->poll(max_results);
+}
+
+bool TransferEngine::wait(int64_t ticket, double deadline_s) {
+  require_home("wait");
+  return scheduler_->wait(ticket, deadline_s);
+}
+
+LayerWait TransferEngine::wait_layer(int64_t ticket, int32_t layer, double deadline_s) {
+  require_home("wait_layer");
+  return scheduler_->wait_layer(ticket, layer, deadline_s);
+}
+
+int64_t TransferEngine::cancel(int64_t ticket) {
+  require_home("cancel");
+  return scheduler_->cancel(ticket);
+}
+
+std::vector<LaneState> TransferEngine::lanes() const {
+  require_home("lanes");
+  return scheduler_->lanes();
 }
 
 void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
@@ -204,8 +260,14 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
 
 bool TransferEngine::forked() const { return getpid() != home_; }
 
+// In a child the locks may be held for ever by threads that it does not have.
+void TransferEngine::require_home(const char* what) const {
+  if (forked())
+    throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
+}
+
 std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
-  if (forked()) throw ClosedError("submit: the engine stayed in process " + std::to_string(home_));
+  require_home("submit");
   std::vector<std::shared_ptr<const AttachedView>> views;
   views.reserve(graph.ops.size());
   {

@@ -27,7 +27,7 @@ struct EngineOptions {
 };
 
 // All methods may be called from any thread, in the process that made the engine: its threads do not follow a
-// fork. In a child submit throws ClosedError, and closing or destroying it does nothing.
+// fork. In a child they throw ClosedError, except closing and destroying, which do nothing there.
 class TransferEngine {
  public:
   // Throws ConfigError for options out of range.
@@ -39,24 +39,26 @@ class TransferEngine {
 
   // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`, its run digests
   // are kept at `digest_offset`. Throws GeometryError when
-  // it does not fit, ContractError when the group has a view.
+  // it does not fit, or shares bytes with another group's view otherwise than block by block (block i of one
+  // with block i of the other, as hybrid models alias them), ContractError when the group has a view.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
   // Ops in flight keep using the view. Throws ContractError for an unknown group.
-  void detach_view(int32_t group);
+  // Returns the view's number among those detached, for released_views().
+  int64_t detach_view(int32_t group);
+  // Numbers of detached views that no op uses any more: their memory may go. Each is told once.
+  std::vector<int64_t> released_views();
 
   // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws
   // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths, a
   // target that is named twice in one op), ClosedError.
   std::optional<int64_t> submit(GraphSpec graph);
-  std::vector<OpResult> poll(size_t max_results) { return scheduler_->poll(max_results); }
+  std::vector<OpResult> poll(size_t max_results);
   int event_fd() const { return scheduler_->event_fd(); }
-  bool wait(int64_t ticket, double deadline_s) { return scheduler_->wait(ticket, deadline_s); }
-  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s) {
-    return scheduler_->wait_layer(ticket, layer, deadline_s);
-  }
-  int64_t cancel(int64_t ticket) { return scheduler_->cancel(ticket); }
-  std::vector<LaneState> lanes() const { return scheduler_->lanes(); }
+  bool wait(int64_t ticket, double deadline_s);
+  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
+  int64_t cancel(int64_t ticket);
+  std::vector<LaneState> lanes() const;
 
   // Cancels what is queued and waits for what moves. True: nothing moves, the threads have ended. False:
   // something still does, and its memory must stay; call again. Results can be polled after it.
@@ -67,6 +69,7 @@ class TransferEngine {
   void check_edges(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
   bool forked() const;
+  void require_home(const char* what) const;
 
   std::shared_ptr<Scheduler> scheduler_;  // shared with threads that may outlive this
   std::vector<std::shared_ptr<Lane>> lanes_;
@@ -79,6 +82,8 @@ class TransferEngine {
   bool ended_ = false;
   mutable std::mutex views_mutex_;
   std::map<int32_t, std::shared_ptr<const AttachedView>> views_;
+  std::map<int64_t, std::weak_ptr<const AttachedView>> detached_;
+  int64_t next_detached_ = 0;
 };
 
 }  // namespace flexkv

@@ -2,8 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/random.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,61 +10,22 @@
 #include <map>
 #include <new>
 
-#include "base/align.h"
 #include "base/error.h"
 #include "transfer/deadline.h"
-#include "transfer/memory_limit.h"
 
 namespace flexkv {
 namespace {
 
-// Unit: nice levels. Touching memory competes with the engine's own start; it may take its time.
-constexpr int kBringUpNice = 10;
-// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs: small
-// steps.
-constexpr int64_t kPopulateStepBytes = kHugePageBytes;
-// Unit: seconds. How often an attached pool's follower looks for its own close besides being woken.
-constexpr double kFollowerWaitS = 1.0;
+// Unit: seconds. How often a wait on an attached pool looks whether the creator still lives.
+constexpr double kCreatorLookS = 0.25;
 
-int64_t alignment(const PoolGeometry& g) {
-  return std::min(g.extent_bytes, g.slots * g.slot_bytes) >= kHugePageBytes ? kHugePageBytes : kIoAlignBytes;
-}
-
-void check(const PoolGeometry& g) {
-  if (g.slot_bytes <= 0 || g.slot_bytes % kIoAlignBytes != 0) {
-    throw GeometryError("slot_bytes=" + std::to_string(g.slot_bytes) + ": must be a positive multiple of " +
-                        std::to_string(kIoAlignBytes));
-  }
-  if (g.extent_bytes < g.slot_bytes || g.extent_bytes > kMaxExtentBytes) {
-    throw GeometryError("extent_bytes=" + std::to_string(g.extent_bytes) + ": must be in [slot_bytes=" +
-                        std::to_string(g.slot_bytes) + ", " + std::to_string(kMaxExtentBytes) + "]");
-  }
-  const int64_t most =
-      (int64_t{1} << 46) / g.slot_bytes;  // half of the user address space, so that sums cannot wrap
-  if (g.slots < 1 || g.slots > std::min<int64_t>(most, INT32_MAX)) {
-    throw GeometryError("slots=" + std::to_string(g.slots) + ": must be in [1, " +
-                        std::to_string(std::min<int64_t>(most, INT32_MAX)) + "]");
-  }
-}
-
-struct Span {
-  int64_t slots_per_extent, stride, bytes;
-};
-
-Span span_of(const PoolGeometry& g) {
-  const int64_t unit = alignment(g);
-  const int64_t per_extent = g.extent_bytes / g.slot_bytes;
-  const int64_t stride = round_up(per_extent * g.slot_bytes, unit);
-  const int64_t whole = g.slots / per_extent;
-  return {per_extent, stride, whole * stride + round_up(g.slots % per_extent * g.slot_bytes, unit)};
-}
-
-void require_memory(int64_t bytes, const std::string& what) {
-  const MemoryLimit limit = available_memory();
-  if (bytes > limit.available_bytes) {
-    throw CapacityError(what + ": " + std::to_string(bytes) + " bytes asked, " +
-                        std::to_string(limit.available_bytes) + " allowed by " + limit.source);
-  }
+void require_memory(const PoolOptions& options, int64_t bytes, const std::string& what) {
+  const MemoryLimit limit = options.memory();
+  if (bytes <= limit.available_bytes - kHeadroomBytes) return;
+  throw CapacityError(what + ": " + std::to_string(bytes) + " bytes asked, " +
+                      std::to_string(std::max<int64_t>(0, limit.available_bytes - kHeadroomBytes)) +
+                      " allowed by " + limit.source + " less " + std::to_string(kHeadroomBytes) +
+                      " that are kept free");
 }
 
 PoolToken random_token() {
@@ -87,32 +46,35 @@ std::map<PoolToken, std::weak_ptr<HostPool>>& registry() {
 
 }  // namespace
 
-std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, bool shared, bool huge_pages,
-                                           std::shared_ptr<Registrar> registrar) {
-  check(geometry);
-  const Span span = span_of(geometry);
-  const int64_t header_bytes = shared ? alignment(geometry) : 0;
-  const bool reserved = shared && huge_pages && free_hugetlb_bytes() >= span.bytes + header_bytes;
-  if (!reserved) {  // reserved huge pages are not in MemAvailable
-    require_memory(span.bytes + header_bytes, "host pool of " + std::to_string(geometry.slots) +
-                                                  " slots of " + std::to_string(geometry.slot_bytes) +
-                                                  " bytes");
+std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const PoolOptions& options) {
+  geometry.check();
+  if (options.numa_node < kAnyNode || options.numa_node >= kMostNodes) {
+    throw ConfigError("numa_node=" + std::to_string(options.numa_node) + ": must be in [0, " +
+                      std::to_string(kMostNodes) + "), or -1 for any");
   }
-  PoolMapping mapping = shared ? PoolMapping::memfd(span.bytes + header_bytes, huge_pages)
-                               : PoolMapping::anonymous(span.bytes, huge_pages);
-  if (shared) mapping.populate(0, kIoAlignBytes);
-  std::shared_ptr<HostPool> pool(
-      new HostPool(geometry, std::move(mapping), false, huge_pages, std::move(registrar)));
+  const ExtentTable table(geometry);
+  const int64_t header_bytes = options.shared ? geometry.alignment() : 0;
+  const int64_t bytes = table.total_bytes + header_bytes;
+  const bool reserved = options.shared && options.huge_pages && free_hugetlb_bytes() >= bytes;
+  if (!reserved) {  // reserved huge pages are not in MemAvailable
+    require_memory(options, bytes,
+                   "host pool of " + std::to_string(geometry.slots) + " slots of " +
+                       std::to_string(geometry.slot_bytes) + " bytes");
+  }
+  PoolMapping mapping = options.shared ? PoolMapping::memfd(bytes, options.huge_pages)
+                                       : PoolMapping::anonymous(bytes, options.huge_pages);
+  if (options.shared) mapping.populate(0, kIoAlignBytes);
+  std::shared_ptr<HostPool> pool(new HostPool(geometry, std::move(mapping), false, options));
   {
     const std::lock_guard lock(registry_mutex);
     registry()[pool->header_->token] = pool;
   }
-  pool->thread_ = std::thread(&HostPool::bring_up, pool.get());
+  pool->bring_up_thread_ = std::thread(&HostPool::bring_up, pool.get());
   return pool;
 }
 
-std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shared_ptr<Registrar> registrar) {
-  check(address.geometry);
+std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
+  address.geometry.check();
   {
     const std::lock_guard lock(registry_mutex);
     const auto found = registry().find(address.token);
@@ -120,6 +82,8 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shar
       if (auto pool = found->second.lock(); pool && !pool->closed()) return pool;
     }
   }
+  // Before the token is compared, so that it is the pool's creator and no later process of that number.
+  ProcessWatch creator(address.pid);
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   const std::string what = "shared pool at " + path;
   // Look before opening: opening a recycled number could block on a FIFO or wake a device.
@@ -137,9 +101,9 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shar
   if (address.file_bytes < kIoAlignBytes || header->magic != kPoolMagic || header->token != address.token) {
     throw ClosedError(what + " was closed, or is not the pool any more: its token differs");
   }
-  const Span span = span_of(address.geometry);
   const PoolGeometry found{header->slot_bytes, header->slots, header->extent_bytes};
-  if (found != address.geometry || header->slots_offset + span.bytes > address.file_bytes) {
+  if (found != address.geometry ||
+      header->slots_offset + ExtentTable(found).total_bytes > address.file_bytes) {
     throw GeometryError(
         what + ": it has " + std::to_string(found.slots) + " slots of " + std::to_string(found.slot_bytes) +
         " bytes in extents of " + std::to_string(found.extent_bytes) + ", expected " +
@@ -147,22 +111,21 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address, std::shar
         " in " + std::to_string(address.geometry.extent_bytes));
   }
   std::shared_ptr<HostPool> pool(
-      new HostPool(address.geometry, std::move(mapping), true, false, std::move(registrar)));
-  if (pool->registrar_->active()) pool->thread_ = std::thread(&HostPool::follow_creator, pool.get());
+      new HostPool(address.geometry, std::move(mapping), true, {.shared = true, .huge_pages = false}));
+  pool->creator_ = std::move(creator);
   return pool;
 }
 
-HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached, bool huge_pages,
-                   std::shared_ptr<Registrar> registrar)
-    : geometry_(geometry),
+HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached,
+                   const PoolOptions& options)
+    : table_(geometry),
       mapping_(std::move(mapping)),
       attached_(attached),
       home_(getpid()),
-      huge_pages_(huge_pages),
-      registrar_(std::move(registrar)) {
-  const Span span = span_of(geometry_);
-  slots_per_extent_ = span.slots_per_extent;
-  extent_stride_ = span.stride;
+      huge_pages_(options.huge_pages),
+      numa_node_(options.numa_node),
+      memory_(options.memory),
+      registered_(new std::atomic<bool>[static_cast<size_t>(table_.count)]()) {
   if (!shared()) {
     own_header_ = std::make_unique<PoolHeader>();
     header_ = own_header_.get();
@@ -173,23 +136,25 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
   }
   if (!attached_) {
     header_->token = random_token();
-    header_->slot_bytes = geometry_.slot_bytes;
-    header_->slots = geometry_.slots;
-    header_->extent_bytes = geometry_.extent_bytes;
-    header_->slots_offset = shared() ? alignment(geometry_) : 0;
+    header_->slot_bytes = geometry.slot_bytes;
+    header_->slots = geometry.slots;
+    header_->extent_bytes = geometry.extent_bytes;
+    header_->slots_offset = shared() ? geometry.alignment() : 0;
     header_->magic = kPoolMagic;
   }
   slots_base_ = mapping_.base() + header_->slots_offset;
-  for (int64_t i = 0; i < extents(); ++i) {
+  for (int64_t i = 0; i < table_.count; ++i) {
     reports_.push_back(
-        {.index = i, .bytes = extent_bytes(i), .pages_kind = attached_ ? "attached" : "pending"});
+        {.index = i, .bytes = table_.bytes_of(i), .pages_kind = attached_ ? "attached" : "pending"});
   }
 }
 
 HostPool::~HostPool() {
   close();
   if (forked()) {
-    new std::thread(std::move(thread_));  // not here: it cannot be joined
+    // Not here: they cannot be joined.
+    new std::thread(std::move(bring_up_thread_));
+    new std::thread(std::move(pin_thread_));
     return;
   }
   for (const ExtentReport& extent : reports_) {
@@ -199,63 +164,65 @@ HostPool::~HostPool() {
 
 bool HostPool::forked() const { return getpid() != home_; }
 
-int64_t HostPool::extents() const { return (geometry_.slots + slots_per_extent_ - 1) / slots_per_extent_; }
-
-int64_t HostPool::extent_slots(int64_t index) const {
-  return std::min(slots_per_extent_, geometry_.slots - index * slots_per_extent_);
+void HostPool::require_home(const char* what) const {
+  if (!forked()) return;
+  throw ClosedError(std::string(what) + ": the host pool stayed in process " + std::to_string(home_));
 }
 
-int64_t HostPool::extent_bytes(int64_t index) const {
-  return round_up(extent_slots(index) * geometry_.slot_bytes, alignment(geometry_));
-}
+int64_t HostPool::ready_slots() const { return header_->ready_slots.load(std::memory_order_acquire); }
 
-int64_t HostPool::ready_slots() const {
-  if (attached_ && registrar_->active()) return registered_slots_.load(std::memory_order_acquire);
-  return header_->ready_slots.load(std::memory_order_acquire);
+bool HostPool::creator_gone() const {
+  return attached_ && (header_->magic != kPoolMagic || creator_.ended());
 }
 
 bool HostPool::settled() const {
-  return header_->finished.load(std::memory_order_acquire) != 0 ||
-         header_->ready_slots.load(std::memory_order_acquire) == geometry_.slots;
+  return header_->finished.load(std::memory_order_acquire) != 0 || ready_slots() == table_.geometry.slots ||
+         creator_gone();
 }
 
 bool HostPool::wait_ready(int64_t slots, double deadline_s) const {
-  if (slots > geometry_.slots) {
+  if (slots > table_.geometry.slots) {
     throw BlockRangeError("wait_ready(" + std::to_string(slots) + "): the pool has " +
-                          std::to_string(geometry_.slots) + " slots");
+                          std::to_string(table_.geometry.slots) + " slots");
   }
   const auto deadline = deadline_in(deadline_s);
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
+    const bool over = settled();
     if (ready_slots() >= slots) return true;
     const double left_s = seconds_until(deadline);
-    const bool short_of_it = settled() && header_->ready_slots.load(std::memory_order_acquire) < slots;
-    if (left_s <= 0 || short_of_it || closed()) return false;
-    await_change(*header_, seen, left_s);
+    if (left_s <= 0 || over || closed()) return false;
+    await_change(*header_, seen, attached_ ? std::min(left_s, kCreatorLookS) : left_s);
   }
 }
 
 std::string HostPool::stopped_reason() const {
+  require_home("stopped_reason");
+  if (ready_slots() == table_.geometry.slots) return {};
+  if (creator_gone()) return "the process that made the pool has ended or closed it";
   const std::lock_guard lock(mutex_);
   return stopped_reason_;
 }
 
 std::string HostPool::registration_error() const {
+  require_home("registration_error");
   const std::lock_guard lock(mutex_);
   return registration_error_;
 }
 
 std::byte* HostPool::slot(int64_t slot) const {
   if (closed()) throw ClosedError("slot " + std::to_string(slot) + ": the host pool was closed");
+  require_home("slot");
   const int64_t ready = ready_slots();
   if (slot < 0 || slot >= ready) {
     throw BlockRangeError("slot " + std::to_string(slot) + ": allowed are [0, " + std::to_string(ready) +
-                          ") (ready), of " + std::to_string(geometry_.slots));
+                          ") (ready), of " + std::to_string(table_.geometry.slots));
   }
   return slot_address(slot);
 }
 
 std::vector<ExtentReport> HostPool::report() const {
+  require_home("report");
   const std::lock_guard lock(mutex_);
   return reports_;
 }
@@ -263,101 +230,7 @@ std::vector<ExtentReport> HostPool::report() const {
 PoolAddress HostPool::address() const {
   if (!shared())
     throw ContractError("a private host pool cannot be mapped by another process: make it shared");
-  return {getpid(), mapping_.fd(), header_->token, mapping_.bytes(), geometry_};
-}
-
-void HostPool::publish(int64_t ready) {
-  header_->ready_slots.store(ready, std::memory_order_release);
-  announce(*header_);
-}
-
-void HostPool::stop_short(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
-  stopped_reason_ = reason;
-}
-
-void HostPool::register_extent(int64_t index) {
-  const std::string reason = registrar_->add(extent_base(index), extent_bytes(index));
-  const std::lock_guard lock(mutex_);
-  reports_[static_cast<size_t>(index)].registered = reason.empty();
-  if (!reason.empty() && registration_error_.empty()) {
-    registration_error_ = "extent " + std::to_string(index) + ": " + reason;
-  }
-}
-
-void HostPool::bring_up() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)),
-              kBringUpNice);  // best effort, of this thread
-  try {
-    int64_t huge_so_far = mapping_.huge_bytes();
-    for (int64_t i = 0; i < extents() && !stopping_; ++i) {
-      if (mapping_.source() != PageSource::kHugetlb) {
-        require_memory(extent_bytes(i), "extent " + std::to_string(i) + " of the host pool");
-      }
-      bring_up_extent(i, huge_so_far);
-    }
-  } catch (const CapacityError& error) {
-    stop_short(error.what());
-  } catch (const std::exception& error) {
-    stop_short(std::string("bring-up: ") + error.what());
-  }
-  header_->finished.store(1, std::memory_order_release);
-  announce(*header_);
-}
-
-void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
-  const auto start = Clock::now();
-  const int64_t bytes = extent_bytes(index);
-  const int64_t offset = extent_base(index) - mapping_.base();
-  const int64_t first_slot = index * slots_per_extent_;
-  for (int64_t done = 0; done < bytes && !stopping_;) {
-    const int64_t step = std::min(kPopulateStepBytes, bytes - done);
-    mapping_.populate(offset + done, step);
-    if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // A kernel that cannot do it (EINVAL) will not learn to; one out of whole huge pages may find some
-      // later.
-      if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
-    }
-    done += step;
-    // Without a device a slot can be used as soon as it has memory; with one, when its extent is registered.
-    if (!registrar_->active() && done < bytes) {
-      publish(first_slot + std::min(extent_slots(index), done / geometry_.slot_bytes));
-    }
-  }
-  if (stopping_) return;
-  const int64_t huge_now = mapping_.huge_bytes();
-  const int64_t huge = std::clamp<int64_t>(huge_now - huge_so_far, 0, bytes);
-  huge_so_far = huge_now;
-  {
-    const std::lock_guard lock(mutex_);
-    ExtentReport& report = reports_[static_cast<size_t>(index)];
-    report.huge_bytes = mapping_.source() == PageSource::kHugetlb ? bytes : huge;
-    report.bring_up_s = seconds_since(start);
-    report.pages_kind = mapping_.source() == PageSource::kHugetlb ? "hugetlb"
-                        : huge >= bytes                           ? "huge"
-                        : huge > 0                                ? "mixed"
-                                                                  : "4k";
-  }
-  if (registrar_->active()) register_extent(index);
-  publish(first_slot + extent_slots(index));
-}
-
-void HostPool::follow_creator() {
-  for (int64_t i = 0; i < extents() && !stopping_; ++i) {
-    const int64_t end = i * slots_per_extent_ + extent_slots(i);
-    for (;;) {
-      const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-      // Asked first: bring-up may end, with this extent, between the two questions.
-      const bool over = settled();
-      if (stopping_ || header_->ready_slots.load(std::memory_order_acquire) >= end) break;
-      if (over) return;
-      await_change(*header_, seen, kFollowerWaitS);
-    }
-    if (stopping_) return;
-    register_extent(i);
-    registered_slots_.store(end, std::memory_order_release);
-    announce(*header_);
-  }
+  return {home_, mapping_.fd(), header_->token, mapping_.bytes(), table_.geometry};
 }
 
 void HostPool::close() {
@@ -366,12 +239,15 @@ void HostPool::close() {
   if (!attached_) header_->magic = 0;
   stopping_ = true;
   announce(*header_);
-  std::thread thread;
+  std::thread threads[2];
   {
     const std::lock_guard lock(mutex_);
-    thread.swap(thread_);
+    threads[0].swap(bring_up_thread_);
+    threads[1].swap(pin_thread_);
   }
-  if (thread.joinable()) thread.join();
+  for (std::thread& thread : threads) {
+    if (thread.joinable()) thread.join();
+  }
   const std::lock_guard lock(registry_mutex);
   const auto found = registry().find(header_->token);
   if (!attached_ && found != registry().end()) registry().erase(found);

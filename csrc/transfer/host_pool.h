@@ -6,27 +6,33 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "transfer/memory_limit.h"
+#include "transfer/numa_node.h"
+#include "transfer/pool_geometry.h"
 #include "transfer/pool_header.h"
 #include "transfer/pool_mapping.h"
+#include "transfer/process_watch.h"
 #include "transfer/registrar.h"
 
 namespace flexkv {
 
-// Unit: bytes. io_uring refuses a registered buffer above 1 GiB (EFAULT), so no extent is larger.
-inline constexpr int64_t kMaxExtentBytes = int64_t{1} << 30;
+// Unit: bytes. What a pool leaves of the available memory, at creation and all through bring-up: the engine
+// that starts meanwhile (page tables, CUDA contexts, file cache) must not meet the OOM killer because of a
+// cache.
+inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 
-struct PoolGeometry {
-  int64_t slot_bytes = 0;  // a multiple of 4 KiB
-  int64_t slots = 0;
-  int64_t extent_bytes = kMaxExtentBytes;
-
-  bool operator==(const PoolGeometry&) const = default;
+struct PoolOptions {
+  bool shared = false;
+  bool huge_pages = true;
+  int32_t numa_node = kAnyNode;                                // preferred, not bound: see numa_node.h
+  std::function<MemoryLimit()> memory = machine_memory_limit;  // asked before memory is taken
 };
 
 struct ExtentReport {
@@ -37,6 +43,7 @@ struct ExtentReport {
   int64_t huge_bytes = 0;
   double bring_up_s = 0;
   bool registered = false;
+  int32_t numa_node = kAnyNode;  // of its first page
 };
 
 // Everything another process needs to map a shared pool.
@@ -50,42 +57,55 @@ struct PoolAddress {
 
 class HostPool {
  public:
-  // Throws GeometryError, or CapacityError when the pool would not fit the memory that is available now.
-  static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, bool shared, bool huge_pages,
-                                          std::shared_ptr<Registrar> registrar = cuda_registrar());
+  // Throws GeometryError, ConfigError for a node that cannot be, or CapacityError when the pool and
+  // kHeadroomBytes would not fit the memory that is available now.
+  static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
   // The pool itself in the process that made it; else a mapping of it. Throws ClosedError when it is gone or
   // the numbers now name something else, GeometryError when its header disagrees, CapacityError when it
   // cannot be mapped.
-  static std::shared_ptr<HostPool> attach(const PoolAddress& address,
-                                          std::shared_ptr<Registrar> registrar = cuda_registrar());
+  static std::shared_ptr<HostPool> attach(const PoolAddress& address);
   ~HostPool();
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
 
-  const PoolGeometry& geometry() const { return geometry_; }
+  const PoolGeometry& geometry() const { return table_.geometry; }
+  const ExtentTable& extents() const { return table_; }
   bool shared() const { return mapping_.fd() >= 0; }
   bool attached() const { return attached_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  int64_t extents() const;
 
-  // Slots [0, ready_slots()) are up, here and (where there is a device) registered.
+  // Slots [0, ready_slots()) have their memory.
   int64_t ready_slots() const;
   // Whether `slots` slots came up within the deadline; false at once when bring-up ended short of it.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why bring-up ended short of all slots; empty when it did not.
+  // Why no more slots will come up: bring-up ended short, or the process that did it is gone. Empty while
+  // they may, or when all have.
   std::string stopped_reason() const;
+  // Whether bring-up is over, for better or worse.
+  bool settled() const;
+  // Of an attached pool: whether the process that made it has ended or closed it. The memory stays.
+  bool creator_gone() const;
+
+  // From now on extents are registered through `registrar`, in the background, as they come up. Only
+  // processes whose devices copy need it. Once a pool; later calls change nothing.
+  void pin(std::shared_ptr<Registrar> registrar);
+  // Slots [0, pinned_slots()) lie in extents whose registration was tried; 0 without pin().
+  int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
+  // Whether the device knows this slot's memory. Only then may a kernel touch it.
+  bool registered(int64_t slot) const {
+    return registered_[static_cast<size_t>(table_.extent_of(slot))].load(std::memory_order_acquire);
+  }
   // The first extent that could not be registered with the device, and why: only the copy engine can use such
   // an extent (`registered` in the report is false). Empty while there is none.
   std::string registration_error() const;
-  // Whether bring-up is over, for better or worse.
-  bool settled() const;
 
-  // Throws BlockRangeError unless 0 <= slot < ready_slots().
+  // Throws BlockRangeError unless 0 <= slot < ready_slots(), ClosedError when closed or in a forked child.
   std::byte* slot(int64_t slot) const;
   // The same unchecked, for movers: the engine checked the number at submit.
   std::byte* slot_address(int64_t slot) const {
-    return slots_base_ + slot / slots_per_extent_ * extent_stride_ +
-           slot % slots_per_extent_ * geometry_.slot_bytes;
+    const int64_t extent = table_.extent_of(slot);
+    return slots_base_ + table_.offset_of(extent) +
+           (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
   std::vector<ExtentReport> report() const;
@@ -97,38 +117,43 @@ class HostPool {
   void close();
 
  private:
-  HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached, bool huge_pages,
-           std::shared_ptr<Registrar> registrar);
+  HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached, const PoolOptions& options);
+  // pool_bring_up.cpp
   void bring_up();
-  void follow_creator();
   void bring_up_extent(int64_t index, int64_t& huge_so_far);
+  void require_headroom(int64_t index) const;
+  void describe_extent(int64_t index, int64_t huge_bytes, double bring_up_s);
+  void register_extents();
   void register_extent(int64_t index);
   void publish(int64_t ready);
-  void stop_short(const std::string& reason);
-  bool forked() const;
-  int64_t extent_slots(int64_t index) const;
-  int64_t extent_bytes(int64_t index) const;
-  std::byte* extent_base(int64_t index) const { return slots_base_ + index * extent_stride_; }
 
-  const PoolGeometry geometry_;
+  bool forked() const;
+  // Throws ClosedError in a forked child: another thread may hold its locks for ever there.
+  void require_home(const char* what) const;
+  std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
+
+  const ExtentTable table_;
   PoolMapping mapping_;
   const bool attached_;
-  const pid_t home_;  // the process whose thread and registrations these are
+  const pid_t home_;  // the process whose threads and registrations these are
   bool huge_pages_;
-  const std::shared_ptr<Registrar> registrar_;
+  const int32_t numa_node_;
+  const std::function<MemoryLimit()> memory_;
+  ProcessWatch creator_;
   std::unique_ptr<PoolHeader> own_header_;  // of a private pool
   PoolHeader* header_ = nullptr;
   std::byte* slots_base_ = nullptr;
-  int64_t slots_per_extent_ = 0;
-  int64_t extent_stride_ = 0;
-  std::atomic<int64_t> registered_slots_{0};  // of an attached pool with a device: follows the creator
+  std::unique_ptr<std::atomic<bool>[]> registered_;  // an extent
+  std::atomic<int64_t> pinned_slots_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};
-  mutable std::mutex mutex_;  // guards reports_, stopped_reason_, registration_error_, thread_
+  mutable std::mutex mutex_;  // guards what follows
+  std::shared_ptr<Registrar> registrar_;
   std::vector<ExtentReport> reports_;
   std::string stopped_reason_;
   std::string registration_error_;
-  std::thread thread_;
+  std::thread bring_up_thread_;
+  std::thread pin_thread_;
 };
 
 }  // namespace flexkv

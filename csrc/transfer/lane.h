@@ -40,6 +40,7 @@ class Piece {
   int32_t lane_ = 0;
   int32_t layer_lo_ = 0;
   int32_t layer_hi_ = 0;
+  int32_t stage_ = 0;
   std::vector<int32_t> positions_;
   std::atomic<Clock::rep> last_moved_{0};
   // The watchdog's, guarded by the scheduler's lock.
@@ -53,8 +54,9 @@ class WorkSource {
   virtual ~WorkSource() = default;
   // Blocks until there is a piece for lane `lane`; null when the engine is closing: the thread must then end.
   virtual std::shared_ptr<Piece> take(int32_t lane) = 0;
-  // Null when there is none now.
-  virtual std::shared_ptr<Piece> try_take(int32_t lane) = 0;
+  // A piece of one of the kinds in `allowed`, or null. Null also while something more urgent of another kind
+  // waits: a store does not start past a load for which the lane has no room yet.
+  virtual std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) = 0;
   // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
   // finished.
   virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;

@@ -86,6 +86,8 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
   return limit;
 }
 
+MemoryLimit machine_memory_limit() { return available_memory(); }
+
 int64_t free_hugetlb_bytes(const std::string& proc_root) {
   const std::string meminfo = proc_root + "/meminfo";
   if (field(meminfo, "Hugepagesize").value_or(0) != 2048) return 0;

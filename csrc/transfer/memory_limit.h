@@ -17,6 +17,9 @@ struct MemoryLimit {
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 
+// The same of this machine.
+MemoryLimit machine_memory_limit();
+
 // Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2
 // MiB.
 int64_t free_hugetlb_bytes(const std::string& proc_root = "/proc");

@@ -92,6 +92,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     } else {
       start_if_free(*op);
     }
+    carry_on();
   }
   if (ops.empty()) remember(ticket);
   return ticket;
@@ -135,11 +136,36 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   update_runnable(op);
   progress_.notify_all();  // a layer may be over with it
   for (const auto& [after, kind] : op.successors) {
-    if (kind == EdgeKind::kStream && after->state(page) == PageState::kWaiting) {
-      end_page(*after, page, PageState::kSkipped,
-               "page " + std::to_string(page) + " of op " + std::to_string(op.spec().op_id) +
-                   ", which it waits for: " + reason);
-      settle(*after);
+    if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
+    // Along a chain the first cause stays the reason: it would grow with every link.
+    const std::string why = end == PageState::kSkipped
+                                ? reason
+                                : "page " + std::to_string(page) + " of op " +
+                                      std::to_string(op.spec().op_id) + ", which it waits for: " + reason;
+    consequences_.push_back({Consequence::Kind::kEndPage, after, page, why});
+  }
+}
+
+// What ended ops and pages mean for others, until nothing follows any more. Every change ends with this.
+void Scheduler::carry_on() {
+  while (!consequences_.empty()) {
+    const Consequence next = std::move(consequences_.front());
+    consequences_.pop_front();
+    OpState& op = *next.op;
+    switch (next.kind) {
+      case Consequence::Kind::kStart:
+        --op.waiting_barriers;
+        start_if_free(op);
+        break;
+      case Consequence::Kind::kEndOp:
+        end_all_pages(op, PageState::kSkipped, next.reason);
+        break;
+      case Consequence::Kind::kEndPage:
+        if (op.state(next.page) == PageState::kWaiting) {
+          end_page(op, next.page, PageState::kSkipped, next.reason);
+          settle(op);
+        }
+        break;
     }
   }
 }
@@ -171,7 +197,9 @@ void Scheduler::settle(OpState& op) {
   op.ended = true;
   OpResult result = op.result();
   const bool ok = result.status == Status::kOk;
-  const std::string why = "op " + std::to_string(op.spec().op_id) + ", which it waits for: " + result.reason;
+  const std::string why = result.status == Status::kSkipped ? result.reason
+                                                            : "op " + std::to_string(op.spec().op_id) +
+                                                                  ", which it waits for: " + result.reason;
   KindQueue& queue = queue_of(op);
   queue.open.erase(op.sequence());
   op.release_view();
@@ -185,12 +213,8 @@ void Scheduler::settle(OpState& op) {
   progress_.notify_all();
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kBarrier || after->ended) continue;
-    if (ok) {
-      --after->waiting_barriers;
-      start_if_free(*after);
-    } else {
-      end_all_pages(*after, PageState::kSkipped, why);
-    }
+    consequences_.push_back(
+        {ok ? Consequence::Kind::kStart : Consequence::Kind::kEndOp, after, -1, ok ? std::string() : why});
   }
 }
 
@@ -282,6 +306,7 @@ int64_t Scheduler::cancel(int64_t ticket) {
     const auto before = static_cast<int64_t>((*op)->failed_pages().size());
     end_all_pages(**op, PageState::kCancelled, "cancelled");
     dropped += static_cast<int64_t>((*op)->failed_pages().size()) - before;
+    carry_on();
   }
   return dropped;
 }
@@ -298,6 +323,7 @@ void Scheduler::begin_close() {
   for (auto op = open.rbegin(); op != open.rend(); ++op) {
     (*op)->cancelled = true;
     end_all_pages(**op, PageState::kCancelled, "the transfer engine was closed");
+    carry_on();
   }
   for (const auto& entry : lanes_) {
     entry->work.notify_all();

@@ -41,6 +41,7 @@ struct LaneState {
   int64_t open_ops = 0;        // not ended
   int64_t held_places = 0;     // not ended, or ended and not polled
   std::vector<int64_t> stuck;  // op ids whose bytes may still move though the lane is down
+  int64_t times_down = 0;      // since the engine was made; it comes up again when nothing of it is stuck
 };
 
 class Scheduler : public WorkSource {
@@ -80,7 +81,7 @@ class Scheduler : public WorkSource {
   void watch();
 
   std::shared_ptr<Piece> take(int32_t lane) override;
-  std::shared_ptr<Piece> try_take(int32_t lane) override;
+  std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) override;
   void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) override;
 
  private:
@@ -96,6 +97,15 @@ class Scheduler : public WorkSource {
     std::map<uint64_t, OpState*> open;  // not ended
     bool up = true;
     std::string down_reason;
+    int64_t times_down = 0;
+  };
+  // What the end of one op or page means for those that wait for it. Kept in a list and not on the stack: a
+  // chain of ops may be as long as the queues.
+  struct Consequence {
+    enum class Kind { kStart, kEndOp, kEndPage } kind;
+    OpState* op;
+    int32_t page = -1;
+    std::string reason = {};
   };
   struct LaneEntry {
     std::shared_ptr<Lane> lane;
@@ -116,9 +126,12 @@ class Scheduler : public WorkSource {
   void end_all_pages(OpState& op, PageState end, const std::string& reason);
   void page_arrived(OpState& op, int32_t page);
   void settle(OpState& op);
-  OpState* pick(LaneEntry& entry);
-  std::shared_ptr<Piece> take_locked(int32_t lane);
+  void carry_on();
+  OpState* pick(LaneEntry& entry, KindSet allowed);
+  std::shared_ptr<Piece> take_locked(int32_t lane, KindSet allowed);
   void take_down(OpKind kind, const std::string& reason);
+  void look_for_stuck();
+  void revive();
 
   const int32_t queue_ops_;
   const double op_stuck_s_;
@@ -133,6 +146,7 @@ class Scheduler : public WorkSource {
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
   std::set<std::shared_ptr<Piece>> moving_;
+  std::deque<Consequence> consequences_;  // empty whenever the lock is free
   int64_t next_ticket_ = 1;
   uint64_t next_sequence_ = 1;
   bool watchdog_idle_ = false;

@@ -54,44 +54,55 @@ KindSet Scheduler::kinds() const {
 }
 
 // The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
-// out.
-OpState* Scheduler::pick(LaneEntry& entry) {
+// out. Null also when its turn has come, but its kind is not `allowed`.
+OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest that is less urgent
+  bool urgent_found = false;
+  bool patient_found = false;
   for (int priority = 0; priority < kPriorities; ++priority) {
     OpState* oldest = nullptr;
+    bool found = false;
     for (int kind = 0; kind < kOpKinds; ++kind) {
-      if ((entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) == 0) continue;
+      const KindSet bit = kind_bit(static_cast<OpKind>(kind));
+      if ((entry.lane->kinds() & bit) == 0) continue;
       const auto& runnable = queues_[static_cast<size_t>(kind)].runnable[static_cast<size_t>(priority)];
       if (runnable.empty()) continue;
+      found = true;
+      if ((allowed & bit) == 0) continue;
       OpState* first = runnable.begin()->second;
       if (oldest == nullptr || first->sequence() < oldest->sequence()) oldest = first;
     }
-    if (oldest == nullptr) continue;
-    if (urgent == nullptr) {
+    if (!found) continue;
+    if (!urgent_found) {
+      urgent_found = true;
       urgent = oldest;
-    } else if (patient == nullptr || oldest->sequence() < patient->sequence()) {
-      patient = oldest;
+    } else {
+      patient_found = true;
+      const bool older =
+          oldest != nullptr && (patient == nullptr || oldest->sequence() < patient->sequence());
+      if (older) patient = oldest;
     }
   }
-  if (patient == nullptr) {
+  if (!patient_found) {
     entry.urgent_streak = 0;
     return urgent;
   }
-  if (entry.urgent_streak >= kPiecesBeforeAged) {
+  if (entry.urgent_streak >= kPiecesBeforeAged && patient != nullptr) {
     entry.urgent_streak = 0;
     return patient;
   }
-  ++entry.urgent_streak;
+  if (urgent != nullptr) ++entry.urgent_streak;
   return urgent;
 }
 
-std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane) {
-  OpState* op = pick(*lanes_[static_cast<size_t>(lane)]);
+std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane, KindSet allowed) {
+  OpState* op = pick(*lanes_[static_cast<size_t>(lane)], allowed);
   if (op == nullptr) return nullptr;
   auto piece = std::make_shared<Piece>();
   piece->op_ = op->shared_from_this();
   auto [stage, positions] = op->take(kSubBatchBytes);
+  piece->stage_ = stage;
   std::tie(piece->layer_lo_, piece->layer_hi_) = op->layers_of(stage);
   piece->view_ = op->view();
   piece->kind_ = op->spec().kind;
@@ -104,9 +115,9 @@ std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane) {
   return piece;
 }
 
-std::shared_ptr<Piece> Scheduler::try_take(int32_t lane) {
+std::shared_ptr<Piece> Scheduler::try_take(int32_t lane, KindSet allowed) {
   const std::lock_guard lock(mutex_);
-  return closing_ ? nullptr : take_locked(lane);
+  return closing_ ? nullptr : take_locked(lane, allowed);
 }
 
 std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
@@ -114,7 +125,7 @@ std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
   LaneEntry& entry = *lanes_[static_cast<size_t>(lane)];
   for (;;) {
     if (closing_) return nullptr;
-    if (auto piece = take_locked(lane)) return piece;
+    if (auto piece = take_locked(lane, entry.lane->kinds())) return piece;
     ++entry.idle;
     entry.work.wait(lock);
     --entry.idle;
@@ -128,6 +139,9 @@ void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<Mo
   if (results.size() != piece->positions_.size())
     throw ContractError("a lane must give one result for each page");
   OpState& op = *piece->op_;
+  // Before the result can be seen: whoever then detaches the view may free its memory.
+  piece->view_.reset();
+  if (piece->stuck_) revive();
   const KindQueue& queue = queue_of(op);
   bool layer_done = false;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -147,6 +161,7 @@ void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<Mo
   }
   update_runnable(op);
   settle(op);
+  carry_on();
   if (layer_done || moving_.empty()) progress_.notify_all();
 }
 
@@ -162,6 +177,7 @@ std::vector<LaneState> Scheduler::lanes() const {
     state.up = queue.up;
     state.reason = queue.down_reason;
     state.open_ops = static_cast<int64_t>(queue.open.size());
+    state.times_down = queue.times_down;
     for (const int32_t places : queue.places) state.held_places += places;
     for (const auto& piece : moving_) {
       if (piece->stuck_ && piece->kind_ == state.kind) state.stuck.push_back(piece->op_->spec().op_id);
@@ -175,9 +191,64 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   if (!queue.up) return;
   queue.up = false;
   queue.down_reason = reason;
+  ++queue.times_down;
   const std::map<uint64_t, OpState*> open = queue.open;  // a copy: ops end meanwhile
   for (const auto& [sequence, op] : open) {
-    if (queue.open.count(sequence) != 0) end_all_pages(*op, PageState::kLaneDown, reason);
+    if (queue.open.count(sequence) == 0) continue;
+    end_all_pages(*op, PageState::kLaneDown, reason);
+    carry_on();
+  }
+}
+
+// Takes down what stuck pieces stand for: their kind, and all kinds of a lane that has no room left beside
+// them.
+void Scheduler::look_for_stuck() {
+  std::map<int32_t, int32_t> stuck_of_lane;
+  bool moved_again = false;
+  for (const auto& piece : moving_) {
+    const Clock::rep moved = piece->last_moved_.load(std::memory_order_relaxed);
+    piece->quiet_looks_ = moved == piece->seen_moved_ ? piece->quiet_looks_ + 1 : 0;
+    piece->seen_moved_ = moved;
+    const bool was_stuck = piece->stuck_;
+    piece->stuck_ = piece->quiet_looks_ >= kLooksUntilStuck;
+    moved_again |= was_stuck && !piece->stuck_;
+    if (piece->stuck_) ++stuck_of_lane[piece->lane_];
+  }
+  // Ending pages below changes no piece under way, so `moving_` stays as it is.
+  for (const auto& piece : moving_) {
+    if (!piece->stuck_) continue;
+    const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
+    const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
+                               std::to_string(piece->op_->spec().op_id) + " has not moved for " +
+                               std::to_string(op_stuck_s_) + " s";
+    take_down(piece->kind_, reason);
+    if (stuck_of_lane[piece->lane_] < entry.lane->concurrency()) continue;
+    // Nothing that shares its threads can move either.
+    for (int kind = 0; kind < kOpKinds; ++kind) {
+      const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
+      if (shares) take_down(static_cast<OpKind>(kind), reason);
+    }
+  }
+  if (moved_again) revive();
+}
+
+// Takes kinds into service again that nothing stuck stands for any more. `moving_` no longer has what has
+// ended.
+void Scheduler::revive() {
+  for (int kind = 0; kind < kOpKinds; ++kind) {
+    KindQueue& queue = queues_[static_cast<size_t>(kind)];
+    if (queue.up || queue.lane < 0) continue;
+    int32_t stuck = 0;
+    bool of_this_kind = false;
+    for (const auto& piece : moving_) {
+      if (!piece->stuck_ || piece->lane_ != queue.lane) continue;
+      ++stuck;
+      of_this_kind |= piece->kind_ == static_cast<OpKind>(kind);
+    }
+    const Lane& lane = *lanes_[static_cast<size_t>(queue.lane)]->lane;
+    if (of_this_kind || stuck >= lane.concurrency()) continue;
+    queue.up = true;
+    queue.down_reason.clear();
   }
 }
 
@@ -191,29 +262,7 @@ void Scheduler::watch() {
       watchdog_idle_ = false;
       continue;
     }
-    std::map<int32_t, int32_t> stuck_of_lane;
-    for (const auto& piece : moving_) {
-      const Clock::rep moved = piece->last_moved_.load(std::memory_order_relaxed);
-      piece->quiet_looks_ = moved == piece->seen_moved_ ? piece->quiet_looks_ + 1 : 0;
-      piece->seen_moved_ = moved;
-      piece->stuck_ = piece->quiet_looks_ >= kLooksUntilStuck;
-      if (piece->stuck_) ++stuck_of_lane[piece->lane_];
-    }
-    // Ending pages below changes no piece under way, so `moving_` stays as it is.
-    for (const auto& piece : moving_) {
-      if (!piece->stuck_) continue;
-      const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
-      const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
-                                 std::to_string(piece->op_->spec().op_id) + " has not moved for " +
-                                 std::to_string(op_stuck_s_) + " s";
-      take_down(piece->kind_, reason);
-      if (stuck_of_lane[piece->lane_] < entry.lane->concurrency()) continue;
-      // Nothing that shares its threads can move either.
-      for (int kind = 0; kind < kOpKinds; ++kind) {
-        const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
-        if (shares) take_down(static_cast<OpKind>(kind), reason);
-      }
-    }
+    look_for_stuck();
     watchdog_.wait_for(lock, step, [this] { return closing_; });
   }
 }

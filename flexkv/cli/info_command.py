@@ -49,10 +49,14 @@ def build_facts() -> dict[str, str]:
 
 def machine_facts() -> dict[str, str]:
     """CPUs, memory and huge pages."""
-    memory = read_memory()
+    cpus = f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    try:
+        memory = read_memory()
+    except ImportError:
+        return {"cpus": cpus, "memory": "not known without the native core"}
     host_bytes = resolve_host_bytes(load_config(), 1, memory.usable)
     return {
-        "cpus": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "cpus": cpus,
         "memory": f"{format_size(memory.usable)} usable ({memory.limited_by}) of {format_size(memory.total)}",
         "host tier": f"{format_size(host_bytes)} with the current settings and one rank",
         "huge pages, private": _mode("/sys/kernel/mm/transparent_hugepage/enabled"),

@@ -7,10 +7,7 @@ from pathlib import Path
 
 from flexkv.config.model import FlexKVConfig
 from flexkv.config.sizes import format_size
-from flexkv.errors import CapacityError, ConfigError
-
-CGROUP_MAX_PLAUSIBLE = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2**63 rounded to a page."""
+from flexkv.errors import CapacityError, ConfigError, ContractError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +16,17 @@ class MemoryState:
 
     Attributes:
         total: of the machine.
-        available: what the kernel could hand out without swapping (MemAvailable).
-        cgroup_room: what the tightest control group of this process still allows; None without a limit.
+        usable: what this process may take: the least of MemAvailable and what each control group above it has left.
+        limited_by: what decides `usable`: `MemAvailable`, or the control group's file.
         huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if there are none.
-        huge_pages_free: reserved and unused pages of that size; they are not part of `available`.
+        huge_pages_free: reserved and unused pages of that size; they are not part of `usable`.
     """
 
     total: int
-    available: int
-    cgroup_room: int | None
+    usable: int
+    limited_by: str
     huge_page_bytes: int
     huge_pages_free: int
-
-    @property
-    def usable(self) -> int:
-        """What this process may take."""
-        return self.available if self.cgroup_room is None else max(0, min(self.available, self.cgroup_room))
-
-    @property
-    def limited_by(self) -> str:
-        """What decides `usable`, for a message."""
-        return "MemAvailable" if self.usable == self.available else "control group limit"
 
 
 def read_memory(root: Path = Path("/")) -> MemoryState:
@@ -47,72 +34,28 @@ def read_memory(root: Path = Path("/")) -> MemoryState:
 
     Raises:
         ConfigError: /proc/meminfo does not say how much is available.
+        ImportError: the native core was not built.
     """
-    fields: dict[str, int] = {}
+    from flexkv import c_ext  # settings are read, and errors told, where the native core was not built
+
     meminfo = root / "proc/meminfo"
+    try:
+        usable, limited_by = c_ext.available_memory(str(root / "proc"), str(root / "sys/fs/cgroup"))
+    except ContractError as error:
+        raise ConfigError(f"{error}: set host.bytes") from error
+    fields: dict[str, int] = {}
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if words and words[0].isdigit():
             fields[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
-    if "MemAvailable" not in fields:
-        raise ConfigError(f"{meminfo} has no MemAvailable line: set host.bytes")
     return MemoryState(
         total=fields.get("MemTotal", 0),
-        available=fields["MemAvailable"],
-        cgroup_room=_cgroup_room(root),
+        usable=usable,
+        limited_by=limited_by,
         huge_page_bytes=fields.get("Hugepagesize", 0),
         huge_pages_free=fields.get("HugePages_Free", 0),
     )
-
-
-def _cgroup_room(root: Path) -> int | None:
-    """The least of (limit - use + reclaimable file cache) over this process's control group and those above it."""
-    membership = root / "proc/self/cgroup"
-    if not membership.exists():
-        return None
-    rooms: list[int] = []
-    for line in membership.read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # In a container the path may be the host's, which is not mounted here: then only the root group applies.
-        folder = base / group.strip("/")
-        for candidate in (folder, *folder.parents):
-            room = _group_room(candidate, *names)
-            if room is not None:
-                rooms.append(room)
-            if candidate == base:
-                break
-    return min(rooms, default=None)
-
-
-def _group_room(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
-    limit = _read_number(folder / limit_name)
-    usage = _read_number(folder / usage_name)
-    if limit is None or usage is None or limit >= CGROUP_MAX_PLAUSIBLE:
-        return None
-    reclaimable = 0
-    statistics = folder / "memory.stat"
-    if statistics.exists():
-        for line in statistics.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == reclaimable_name:
-                reclaimable = int(value)
-    return limit - usage + reclaimable
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a control file; None where there is no file or it says "max"."""
-    if not path.exists():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 def resolve_host_bytes(

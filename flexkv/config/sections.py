@@ -47,6 +47,7 @@ def _auto_or_count(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1)]
+OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(_none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(_none_is_a_word)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
@@ -93,6 +94,11 @@ class HostConfig(Section):
         "auto",
         description="`auto` takes 2 MiB pages where the machine gives them and says what it got; `off` is for machines "
         "where compaction stalls are worse than slower copies.",
+    )
+    numa_node: OptionalNode = Field(
+        None,
+        description="NUMA node that the pool's memory is taken from while it has any; the one next to the GPU and the "
+        "disks copies fastest. Unset: the kernel decides, as a rule the node of the thread that touches it.",
     )
     verify: bool = Field(
         False,

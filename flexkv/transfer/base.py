@@ -40,12 +40,13 @@ class LaneReport:
 
     Attributes:
         lane: what executes it.
-        up: False once an op on it stopped moving; it stays down.
+        up: False while an op on it has stopped moving; True again once that op has ended.
         reason: why it is down.
         open_ops: ops that have not ended.
         held_places: queue places in use: ops that have not ended, or whose result has not been polled.
         stuck: ops whose bytes may still move although the lane is down. Their slots and blocks must not be reused
             before their `OpResult`.
+        times_down: how often it went down.
     """
 
     kind: OpKind
@@ -55,6 +56,7 @@ class LaneReport:
     open_ops: int
     held_places: int
     stuck: tuple[OpId, ...]
+    times_down: int
 
 
 class DataPlane(ABC):

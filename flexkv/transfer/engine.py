@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import time
 import weakref
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from flexkv.errors import ContractError
 from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
 from flexkv.transfer.host_pool import HostPool
+
+logger = logging.getLogger(__name__)
 
 NO_DIGESTS = -1
 """What the native engine takes for "this slot keeps no digests"."""
@@ -57,7 +60,8 @@ class TransferEngine(DataPlane):
         op_stuck_s: float = 30.0,
     ) -> None:
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s)
-        self._detached: list[Sequence[object]] = []
+        self._detached: dict[int, Sequence[object]] = {}
+        self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}
         _engines.add(self)
 
@@ -79,7 +83,8 @@ class TransferEngine(DataPlane):
             owners: whatever keeps the engine's pool alive (arrays, tensors); held until nothing can touch it.
 
         Raises:
-            GeometryError: the stripe does not fit the slot.
+            GeometryError: the stripe does not fit the slot, or the view shares bytes with another group's other than
+                block by block.
             ContractError: the group has a view already.
             ClosedError: the engine or the pool was closed.
         """
@@ -89,13 +94,18 @@ class TransferEngine(DataPlane):
         self._owners[group] = tuple(owners)
 
     def detach_view(self, group: int) -> None:
-        """Ops in flight keep the view and its owners until the engine is closed.
+        """Ops in flight keep the view and its owners; these go when the last such op's result was polled.
 
         Raises:
             ContractError: the group has no view.
         """
-        self._native.detach_view(group)
-        self._detached.append(self._owners.pop(group))
+        number = self._native.detach_view(group)
+        self._detached[number] = self._owners.pop(group)
+        self._drop_released()
+
+    def _drop_released(self) -> None:
+        for number in self._native.released_views():
+            self._detached.pop(number, None)
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
         ops = [
@@ -119,10 +129,25 @@ class TransferEngine(DataPlane):
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         if max_results < 1:
             raise ContractError(f"poll(max_results={max_results}): must be at least 1")
-        return [
+        results = [
             OpResult(OpId(op_id), OpStatus(status), failed, reason)
             for op_id, _, status, failed, reason in self._native.poll(max_results)
         ]
+        if results and self._detached:
+            self._drop_released()
+        if results and (self._down or any(result.status is OpStatus.LANE_DOWN for result in results)):
+            self._log_lanes()
+        return results
+
+    def _log_lanes(self) -> None:
+        """Says once when a lane went down, and once when it came up again."""
+        down = {lane.kind: lane.reason for lane in self.lanes() if not lane.up}
+        for kind, reason in down.items():
+            if kind not in self._down:
+                logger.warning("%s; its ops end as LANE_DOWN until the copy that hangs has ended", reason)
+        for kind in self._down.keys() - down.keys():
+            logger.warning("lane %s is up again", kind.name)
+        self._down = down
 
     @property
     def event_fd(self) -> int:
@@ -140,8 +165,8 @@ class TransferEngine(DataPlane):
 
     def lanes(self) -> list[LaneReport]:
         return [
-            LaneReport(OpKind(kind), lane, up, reason, open_ops, held, tuple(OpId(i) for i in stuck))
-            for kind, lane, up, reason, open_ops, held, stuck in self._native.lanes()
+            LaneReport(OpKind(kind), lane, up, reason, open_ops, held, tuple(OpId(i) for i in stuck), downs)
+            for kind, lane, up, reason, open_ops, held, stuck, downs in self._native.lanes()
         ]
 
     def close(self, deadline_s: float) -> bool:
@@ -154,7 +179,7 @@ class TransferEngine(DataPlane):
         return True
 
     def _keep_for_good(self) -> None:
-        _still_moving[id(self._native)] = (self._native, [*self._owners.values(), *self._detached])
+        _still_moving[id(self._native)] = (self._native, [*self._owners.values(), *self._detached.values()])
 
     def __del__(self) -> None:
         # Without a close, memory that a lane may still write is kept rather than freed under it.

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 MAX_EXTENT_BYTES = 1 << 30
 """Largest extent, bytes: io_uring refuses to register a longer buffer."""
 
+ANY_NODE = -1
+"""What the native pool takes for "any NUMA node"."""
+
 HugePages = Literal["auto", "off"]
 
 
@@ -30,6 +33,7 @@ class ExtentReport:
         huge_bytes: of `bytes`, how many the kernel maps by huge pages.
         bring_up_s: seconds from the first touch to ready.
         registered: known to the GPU; without it only the copy engine can be used.
+        numa_node: that holds the extent's first page; -1 where the kernel does not say.
     """
 
     index: int
@@ -38,6 +42,7 @@ class ExtentReport:
     huge_bytes: int
     bring_up_s: float
     registered: bool
+    numa_node: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,14 @@ class HostPool:
     Memory comes up in the background, in order: slots [0, `ready_slots`) can be used. What is found too much while it
     comes up ends bring-up (`stopped_reason`); the slots that are ready stay.
 
+    Args:
+        numa_node: where the memory is taken from as long as it has any; None leaves it to the kernel.
+
     Raises:
         GeometryError: a size is not allowed.
-        CapacityError: the pool would not fit the memory available now (MemAvailable and control groups).
-        ConfigError: `huge_pages` is another word.
+        CapacityError: the pool would not fit the memory available now (MemAvailable and control groups) and leave some
+            of it free.
+        ConfigError: `huge_pages` is another word, or there can be no such NUMA node.
     """
 
     def __init__(
@@ -72,13 +81,19 @@ class HostPool:
         shared: bool = False,
         extent_bytes: int = MAX_EXTENT_BYTES,
         huge_pages: HugePages = "auto",
+        numa_node: int | None = None,
     ) -> None:
         if huge_pages not in ("auto", "off"):
             raise ConfigError(f"huge_pages={huge_pages!r}: allowed are 'auto' and 'off'")
         self._native: c_ext.HostPool | None = c_ext.HostPool(
-            slot_bytes, slots, shared, extent_bytes, huge_pages == "auto"
+            slot_bytes,
+            slots,
+            shared,
+            extent_bytes,
+            huge_pages == "auto",
+            ANY_NODE if numa_node is None else numa_node,
         )
-        self._logged = self._warned = False
+        self._logged = self._warned = self._creator_missed = False
 
     @classmethod
     def attach(cls, descriptor: PoolDescriptor) -> HostPool:
@@ -94,7 +109,7 @@ class HostPool:
         pool._native = c_ext.HostPool.attach(
             d.pid, d.fd, d.token, d.file_bytes, d.slot_bytes, d.slots, d.extent_bytes
         )
-        pool._logged, pool._warned = True, False  # the creator logs what it got
+        pool._logged, pool._warned, pool._creator_missed = True, False, False  # the creator logs what it got
         return pool
 
     @property
@@ -123,10 +138,32 @@ class HostPool:
         self._log_once()
         return ready
 
+    def pin(self, device: int) -> None:
+        """Registers the memory with a GPU in the background, extent by extent as it comes up, for this process.
+
+        Only a process whose GPU copies needs it. Later calls change nothing: registered memory is known to all GPUs.
+
+        Raises:
+            ConfigError: there is no such CUDA device, or no driver.
+        """
+        self.native.pin(device)
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots [0, pinned_slots) lie in extents that the GPU took or refused; 0 without `pin`."""
+        pinned = self.native.pinned_slots
+        self._log_once()
+        return pinned
+
     @property
     def stopped_reason(self) -> str:
-        """Why bring-up ended short of all slots; empty if it did not."""
+        """Why no more slots will come up: bring-up ended short, or the pool's process did. Empty if all came up."""
         return self.native.stopped_reason
+
+    @property
+    def creator_gone(self) -> bool:
+        """Of an attached pool: the process that made it has ended or closed it. The memory here stays."""
+        return self.native.creator_gone
 
     def wait_ready(self, slots: int, deadline_s: float) -> bool:
         """Whether `slots` slots came up within `deadline_s` seconds; False at once when bring-up ended short of it.
@@ -180,6 +217,11 @@ class HostPool:
                 "host pool: the GPU did not take %s; such an extent is left to the copy engine, which is slower for "
                 "short runs (report() lists all)",
                 native.registration_error,
+            )
+        if not self._creator_missed and native.creator_gone:
+            self._creator_missed = True
+            logger.warning(
+                "host pool: the process that made it has ended or closed it; no slots will come up any more"
             )
         if self._logged or not native.settled:
             return

@@ -171,7 +171,7 @@ TEST_CASE("submitting, cancelling, polling, waiting and closing at once: one res
 
 TEST_CASE("pools come and go while others attach and wait") {
   for (int round = 0; round < 5 * soak_factor(); ++round) {
-    auto pool = HostPool::create({4096, 4096, int64_t{4} << 20}, true, true);
+    auto pool = HostPool::create({4096, 4096, int64_t{4} << 20}, {.shared = true});
     const PoolAddress address = pool->address();
     std::vector<std::thread> threads;
     for (int i = 0; i < 3; ++i) {

@@ -28,7 +28,7 @@ struct TransferWorld {
                       kRunBytes, layer * kRunBytes, layer});
     }
     view = std::make_shared<KvView>(runs, blocks, kPageBytes);
-    pool = HostPool::create({2 * kPageBytes, blocks, kMaxExtentBytes}, shared, true);
+    pool = HostPool::create({2 * kPageBytes, blocks, kMaxExtentBytes}, {.shared = shared});
     REQUIRE(pool->wait_ready(blocks, kGenerousS));
     mover = std::make_shared<FaultyMover>(std::make_shared<HostMover>(), std::move(rules));
     engine = std::make_unique<TransferEngine>(mover, options);

@@ -103,6 +103,7 @@ class HostUnit:
             shared=shared,
             extent_bytes=pool_extent,
             huge_pages=host.huge_pages,
+            numa_node=host.numa_node,
         )
         first_slots = min(slots, max(1, pool_extent // image.total_bytes))
         if not pool.wait_ready(first_slots, START_WAIT_S):

@@ -16,7 +16,7 @@ BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "observe": frozenset(),
-    "config": frozenset({"errors", "observe"}),
+    "config": frozenset({"errors", "observe", "c_ext"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
     "cache": BASE | {"transfer.graph", "storage.base", "storage.tags"},
     "transfer": BASE,

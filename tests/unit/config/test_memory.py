@@ -29,8 +29,8 @@ def test_this_machine_tells_its_memory() -> None:
 
 def test_without_control_groups(tmp_path: Path) -> None:
     state = read_memory(machine(tmp_path, {}))
-    assert (state.total, state.available, state.usable) == (65536 * 1024, 32768 * 1024, 32768 * 1024)
-    assert (state.cgroup_room, state.limited_by) == (None, "MemAvailable")
+    assert (state.total, state.usable) == (65536 * 1024, 32768 * 1024)
+    assert state.limited_by == "MemAvailable"
     assert (state.huge_page_bytes, state.huge_pages_free) == (2 << 20, 3)
 
 
@@ -47,7 +47,7 @@ def test_the_tightest_group_above_this_process_counts(tmp_path: Path) -> None:
         },
     )
     state = read_memory(root)
-    assert (state.cgroup_room, state.usable, state.limited_by) == (6500, 6500, "control group limit")
+    assert (state.usable, state.limited_by) == (6500, str(root / "sys/fs/cgroup/pod/memory.max"))
 
 
 def test_version_1_groups(tmp_path: Path) -> None:
@@ -57,9 +57,11 @@ def test_version_1_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "8000\n",
         "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
     }
-    assert read_memory(machine(tmp_path, files)).cgroup_room == 13000
-    files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
-    assert read_memory(machine(tmp_path, files)).cgroup_room is None
+    assert read_memory(machine(tmp_path, files)).usable == 13000
+    files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = (
+        "9223372036854771712\n"  # how version 1 writes "none"
+    )
+    assert read_memory(machine(tmp_path, files)).limited_by == "MemAvailable"
 
 
 def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +78,35 @@ def test_layout_imports_no_engine_and_no_torch() -> None:
                 for n in names
                 if n.startswith("flexkv")
             ), source
+
+
+def test_other_threads_run_while_a_view_is_proved() -> None:
+    rows = np.array([[4096 + 64 * i, 64 << 18, 64, 64 * i, 0] for i in range(0, 1 << 18)], dtype=np.int64)
+    rows[1::2, 0] += 64 << 17  # no two neighbours coalesce
+    rows = rows[: 1 << 17].copy()
+    ticks = 0
+    ends = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ends.is_set():
+            ticks += 1
+            time.sleep(0)  # lets go of the interpreter, so that it never holds up the other thread
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000.0)  # only a thread that lets go is passed by
+        for _ in range(20):  # a busy machine may give the other thread no core for a while
+            before = ticks
+            view = c_ext.KvView(rows, 4, 64 << 17)
+            during = ticks - before
+            if during > 1:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
+    assert len(view.segments) == 1 << 17
+    assert during > 1, "the interpreter stood still"

@@ -249,6 +249,63 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
     world.close = lambda: None  # type: ignore[method-assign]
 
 
+def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: Callable[..., World]) -> None:
+    class Memory:
+        """Stands for the engine's pool; can be watched."""
+
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)])
+    idle, used = Memory(), Memory()
+    seen_idle, seen_used = weakref.ref(idle), weakref.ref(used)
+    world.engine.attach_view(1, world.view, world.pool, owners=[idle])
+    del idle
+    world.engine.detach_view(1)
+    assert seen_idle() is None, "nothing used it"
+
+    world.engine.detach_view(0)
+    world.engine.attach_view(0, world.view, world.pool, owners=[used])
+    del used
+    world.submit(world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1]))
+    assert world.mover.wait_stalled(1, GENEROUS_S)
+    world.engine.detach_view(0)
+    gc.collect()
+    assert seen_used() is not None, "an op still moves its bytes"
+    world.mover.release()
+    world.results(2)
+    assert seen_used() is None, "held longer than any op needs it"
+
+
+@pytest.mark.parametrize("call", ["wait", "wait_layer", "close"])
+def test_an_interrupt_ends_a_wait_at_once(call: str) -> None:
+    script = (
+        "import os, signal, sys, threading, time\n"
+        "from flexkv import c_ext\n"
+        "from flexkv.transfer.graph import OpKind\n"
+        "from tests.unit.transfer.transfer_world import STALL, World\n"
+        "world = World(rules=[c_ext.FaultRule(STALL)])\n"
+        "ticket = world.submit(world.op(OpKind.H2D, [0]))\n"
+        "assert world.mover.wait_stalled(1, 30.0)\n"
+        "waits = {\n"
+        "    'wait': lambda: world.engine.wait(ticket, 1000.0),\n"
+        "    'wait_layer': lambda: world.engine.wait_layer(ticket, 0, 1000.0),\n"
+        "    'close': lambda: world.engine.close(1000.0),\n"
+        "}\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has it ignored\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "try:\n"
+        "    waits[sys.argv[1]]()\n"
+        "    print('ended')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+        "sys.stdout.flush()\n"
+        "world.mover.release()\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, call], capture_output=True, text=True, timeout=GENEROUS_S
+    )
+    assert done.stdout.strip() == "interrupted", done
+
+
 def test_the_exit_of_the_interpreter_frees_nothing_under_a_moving_copy() -> None:
     script = (
         "import numpy as np\n"
@@ -301,8 +358,22 @@ def test_a_forked_child_can_drop_what_is_its_parents(make_world: Callable[..., W
     descriptor = world.pool.descriptor() if shared else None
 
     def drop_everything() -> None:
-        with pytest.raises(ClosedError, match="stayed in process"):
-            world.submit(world.op(OpKind.D2H, [5]))
+        engine = world.engine
+        calls: list[Callable[[], object]] = [
+            lambda: world.submit(world.op(OpKind.D2H, [5])),
+            engine.poll,
+            lambda: engine.wait(Ticket(1), 1.0),
+            lambda: engine.wait_layer(Ticket(1), 0, 1.0),
+            lambda: engine.cancel(Ticket(1)),
+            engine.lanes,
+            lambda: engine.attach_view(7, world.view, world.pool),
+            lambda: engine.detach_view(0),
+            world.pool.report,
+            lambda: world.pool.slot(3),
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError, match="stayed in process"):
+                call()
         world.pool.close()
         world.pool = world.engine = None  # type: ignore[assignment]
         gc.collect()

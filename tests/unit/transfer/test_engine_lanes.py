@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -169,6 +170,29 @@ def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[...,
     world.mover.release()
     assert world.results(1)[hung.op_id].status is OpStatus.OK
     assert not any(lane.stuck for lane in world.engine.lanes())
+
+
+def test_a_lane_comes_up_again_when_what_hung_has_ended(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)], op_stuck_s=0.2)
+    before = world.scribble()
+    with caplog.at_level(logging.WARNING, logger="flexkv.transfer.engine"):
+        hung, meanwhile = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1])
+        world.submit(hung)
+        assert world.mover.wait_stalled(1, GENEROUS_S)
+        wait_until_down(world, OpKind.D2H)
+        assert world.run(meanwhile)[meanwhile.op_id].status is OpStatus.LANE_DOWN
+        world.mover.release()
+        assert world.results(1)[hung.op_id].status is OpStatus.OK
+    assert [(lane.up, lane.reason, lane.times_down) for lane in world.engine.lanes()] == [(True, "", 1)] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is down" in line for line in said) == 2
+    assert [line for line in said if "up again" in line] == ["lane H2D is up again", "lane D2H is up again"]
+    after = [world.op(OpKind.D2H, [2]), world.op(OpKind.H2D, [5], [2])]
+    results = world.run(*after, edges=[(0, 1, EdgeKind.STREAM)])
+    assert {result.status for result in results.values()} == {OpStatus.OK}
+    assert (world.memory[:, 5] == before[:, 2]).all()
 
 
 def test_a_process_that_was_stopped_has_no_hung_copies() -> None:

@@ -248,3 +248,20 @@ def test_an_op_keeps_view_and_pool_alive(make_world: Callable[..., World]) -> No
     assert world.engine.wait(ticket, GENEROUS_S)
     assert (kept == before[:, 3].reshape(-1)).all()
     assert world.results(1).popitem()[1].status is OpStatus.OK
+
+
+def test_views_of_two_groups_may_share_memory_only_block_by_block(world: World) -> None:
+    rows = world.view.runs
+    world.engine.attach_view(
+        1, world.view, world.pool, owners=[world.memory]
+    )  # hybrid groups: the same blocks
+    shifted = rows.copy()
+    shifted[:, 0] += world.run_bytes  # block i lies where group 0 has block i + 1
+    view = c_ext.KvView(shifted, world.blocks - 1, world.layers * world.run_bytes)
+    with pytest.raises(GeometryError, match=r"groups 2 and 0: block 0 .* and block 1 .* share bytes"):
+        world.engine.attach_view(2, view, world.pool)
+    wider = rows[:1].copy()
+    wider[0, 1] = 2 * world.run_bytes  # another stride: block 1 is block 2 of group 0
+    view = c_ext.KvView(wider, world.blocks // 2, world.run_bytes)
+    with pytest.raises(GeometryError, match="share bytes"):
+        world.engine.attach_view(2, view, world.pool)

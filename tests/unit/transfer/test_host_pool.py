@@ -81,11 +81,14 @@ def test_an_extent_that_the_gpu_refused_is_warned_of_once(caplog: pytest.LogCapt
     native = pool.native
     assert native.registration_error == ""
     pool._native = SimpleNamespace(  # type: ignore[assignment]
-        ready_slots=16, settled=False, registration_error="extent 3: cudaHostRegister: out of memory"
+        ready_slots=16,
+        settled=False,
+        creator_gone=False,
+        registration_error="extent 3: cuMemHostRegister: out of memory",
     )
     assert [pool.ready_slots for _ in range(3)] == [16, 16, 16]
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "extent 3: cudaHostRegister: out of memory" in line
+    assert "extent 3: cuMemHostRegister: out of memory" in line
     native.close()
 
 

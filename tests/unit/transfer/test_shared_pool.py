@@ -65,7 +65,9 @@ def test_two_processes_see_the_same_bytes() -> None:
     pool.close()
 
 
-def test_an_attached_pool_outlives_its_creator_and_nobody_attaches_after() -> None:
+def test_an_attached_pool_outlives_its_creator_and_nobody_attaches_after(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here, there = spawn.Pipe()
     creator = spawn.Process(target=create_and_hang, args=(there,))
     creator.start()
@@ -75,12 +77,42 @@ def test_an_attached_pool_outlives_its_creator_and_nobody_attaches_after() -> No
     assert creator.pid is not None
     os.kill(creator.pid, signal.SIGKILL)
     creator.join(GENEROUS_S)
+    assert pool.creator_gone
     assert pool.ready_slots == SLOTS
+    assert pool.ready_slots == SLOTS
+    assert sum("has ended or closed it" in record.getMessage() for record in caplog.records) == 1
+    assert pool.stopped_reason == "", "all slots came up"
     for slot in range(SLOTS):
         assert (pool.slot(slot) == pattern(slot, 1)).all()
         pool.slot(slot)[:] = 0
     with pytest.raises(ClosedError, match=f"/proc/{descriptor.pid}/fd/"):
         HostPool.attach(descriptor)
+    pool.close()
+
+
+def create_much_and_hang(connection: Connection, slots: int) -> None:
+    pool = HostPool(1 << 20, slots, shared=True)
+    connection.send(pool.descriptor())
+    connection.recv()
+
+
+def test_a_creator_that_dies_during_bring_up_ends_the_wait_of_those_attached() -> None:
+    # A gigabyte takes far longer to touch than the kill does to arrive.
+    here, there = spawn.Pipe()
+    slots = 1024
+    creator = spawn.Process(target=create_much_and_hang, args=(there, slots))
+    creator.start()
+    descriptor = receive(here)
+    assert isinstance(descriptor, PoolDescriptor)
+    assert creator.pid is not None
+    os.kill(creator.pid, signal.SIGSTOP)
+    pool = HostPool.attach(descriptor)
+    assert not pool.creator_gone
+    assert not pool.wait_ready(slots, 0.05)
+    os.kill(creator.pid, signal.SIGKILL)
+    assert not pool.wait_ready(slots, 1000.0), "it would come up no more"
+    assert "has ended or closed it" in pool.stopped_reason
+    creator.join(GENEROUS_S)
     pool.close()
 
 

@@ -3,18 +3,19 @@
 #pragma once
 #include <string>
 
-namespace flexkv {
+namespace flexkv::cuda {
 
-struct CudaInfo {
-  bool built = false;      // compiled with a CUDA toolkit
+struct Info {
+  bool built = false;      // with a CUDA toolkit, and so with the copy kernel
   int driver_version = 0;  // as CUDA counts (13000 is 13.0); 0: no driver
   int device_count = 0;
   std::string reason;  // why no device can be used; empty when one can
 };
 
-CudaInfo cuda_info();
+Info device_info();
 
-// The device that is current for this thread. Precondition: cuda_info().device_count > 0.
-int current_cuda_device();
+// The device whose context is current for this thread; 0 if there is none. Precondition: device_info() has
+// devices.
+int current_device();
 
-}  // namespace flexkv
+}  // namespace flexkv::cuda

@@ -1,0 +1,44 @@
+// Waits that a signal may end: Ctrl-C must reach Python while the native core sleeps.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+
+#include "transfer/deadline.h"
+
+namespace flexkv {
+
+// Unit: seconds. How long a signal may stay unheard.
+inline constexpr double kSignalLookS = 0.1;
+
+// Calls `wait(seconds)` (without the GIL, a slice at a time) until it returns true or `deadline_s` is over.
+// Throws what a signal handler raised. Precondition: the GIL is held.
+template <typename Wait>
+bool wait_interruptibly(double deadline_s, Wait wait) {
+  const auto deadline = deadline_in(deadline_s);
+  for (;;) {
+    const double left_s = std::max(0.0, seconds_until(deadline));
+    {
+      const pybind11::gil_scoped_release release;
+      if (wait(std::min(left_s, kSignalLookS))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+    if (left_s <= kSignalLookS) return false;
+  }
+}
+
+// A holder that lets go of its object without the GIL: the last reference may have threads to join.
+template <typename T>
+std::shared_ptr<T> released_without_gil(std::shared_ptr<T> inner) {
+  T* object = inner.get();
+  return {object, [inner = std::move(inner)](T*) mutable {
+            if (PyGILState_Check() != 0) {
+              const pybind11::gil_scoped_release release;
+              inner.reset();
+            } else {
+              inner.reset();
+            }
+          }};
+}
+
+}  // namespace flexkv

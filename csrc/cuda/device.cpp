@@ -1,0 +1,85 @@
+#include "cuda/device.h"
+
+#include "base/error.h"
+
+namespace flexkv::cuda {
+namespace {
+
+class DeviceRegistrar : public Registrar {
+ public:
+  explicit DeviceRegistrar(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+
+  std::string add(void* base, int64_t bytes) override {
+    const Current current(*device_);
+    const Driver& driver = device_->driver();
+    const Code code = driver.host_register(base, static_cast<size_t>(bytes),
+                                           kHostRegisterPortable | kHostRegisterDeviceMap);
+    return code == kSuccess ? std::string() : driver.error_text(code, "cuMemHostRegister");
+  }
+
+  void remove(void* base) override {
+    const Current current(*device_);
+    // At exit the driver may be gone already; then there is nothing left to undo.
+    device_->driver().host_unregister(base);
+  }
+
+ private:
+  const std::shared_ptr<Device> device_;
+};
+
+}  // namespace
+
+std::shared_ptr<Device> Device::open(int ordinal) {
+  std::string missing;
+  const Driver* driver = system_driver(&missing);
+  if (driver == nullptr) throw ConfigError("CUDA device " + std::to_string(ordinal) + ": " + missing);
+  return open(ordinal, *driver);
+}
+
+std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
+  const std::string what = "CUDA device " + std::to_string(ordinal);
+  int count = 0;
+  const Code counted = driver.device_get_count(&count);
+  if (counted != kSuccess) throw ConfigError(what + ": " + driver.error_text(counted, "cuDeviceGetCount"));
+  if (ordinal < 0 || ordinal >= count) {
+    throw ConfigError(what + ": this machine has " + std::to_string(count) + ", numbered from 0");
+  }
+  std::shared_ptr<Device> device(new Device(ordinal, driver));
+  const auto require = [&](Code code, const char* call) {
+    if (code != kSuccess) throw CapacityError(what + ": " + driver.error_text(code, call));
+  };
+  require(driver.device_get(&device->number_, ordinal), "cuDeviceGet");
+  char name[128] = {};
+  require(driver.device_get_name(name, sizeof(name) - 1, device->number_), "cuDeviceGetName");
+  device->name_ = name;
+  const auto attribute = [&](int which) {
+    int value = 0;
+    require(driver.device_get_attribute(&value, which, device->number_), "cuDeviceGetAttribute");
+    return value;
+  };
+  device->max_pitch_ = static_cast<size_t>(attribute(kAttributeMaxPitch));
+  device->multiprocessors_ = attribute(kAttributeMultiprocessors);
+  device->host_addresses_work_ = attribute(kAttributeHostPointerIsDevicePointer) != 0;
+  require(driver.primary_context_retain(&device->context_, device->number_), "cuDevicePrimaryCtxRetain");
+  return device;
+}
+
+Device::~Device() {
+  if (context_ != nullptr) driver_.primary_context_release(number_);
+}
+
+Current::Current(const Device& device) : device_(device) {
+  const Code code = device_.driver().context_push(device_.context_);
+  if (code != kSuccess) throw CapacityError(device_.driver().error_text(code, "cuCtxPushCurrent"));
+}
+
+Current::~Current() {
+  ContextHandle popped = nullptr;
+  device_.driver().context_pop(&popped);
+}
+
+std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device) {
+  return std::make_shared<DeviceRegistrar>(std::move(device));
+}
+
+}  // namespace flexkv::cuda

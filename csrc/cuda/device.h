@@ -1,0 +1,61 @@
+// One GPU, by its primary context: the one that the engine's framework uses too.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "cuda/driver.h"
+#include "transfer/registrar.h"
+
+namespace flexkv::cuda {
+
+class Device {
+ public:
+  // Retains the primary context. Throws ConfigError for an ordinal that is not there or without a driver,
+  // CapacityError when the context cannot be had.
+  static std::shared_ptr<Device> open(int ordinal);
+  static std::shared_ptr<Device> open(int ordinal, const Driver& driver);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  const Driver& driver() const { return driver_; }
+  int ordinal() const { return ordinal_; }
+  const std::string& name() const { return name_; }
+  // Unit: bytes. The largest pitch of a 2D copy.
+  size_t max_pitch() const { return max_pitch_; }
+  int multiprocessors() const { return multiprocessors_; }
+  // Whether registered host memory has the same address on the device: without it kernels stay away from it.
+  bool host_addresses_work() const { return host_addresses_work_; }
+
+ private:
+  friend class Current;
+  Device(int ordinal, const Driver& driver) : driver_(driver), ordinal_(ordinal) {}
+
+  const Driver driver_;
+  const int ordinal_;
+  DeviceNumber number_ = 0;
+  ContextHandle context_ = nullptr;
+  std::string name_;
+  size_t max_pitch_ = 0;
+  int multiprocessors_ = 1;
+  bool host_addresses_work_ = false;
+};
+
+// Makes a device this thread's current one for a scope, and leaves what was current before as it was: the
+// calling thread may be the engine's.
+class Current {
+ public:
+  // Throws CapacityError when the context is refused.
+  explicit Current(const Device& device);
+  ~Current();
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Device& device_;
+};
+
+// Registers host memory with a device, for all contexts (cuMemHostRegister, portable).
+std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device);
+
+}  // namespace flexkv::cuda

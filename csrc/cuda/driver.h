@@ -1,0 +1,136 @@
+// The CUDA driver's functions, found at run time: libcuda is loaded where it is and never linked. The
+// declarations are our own, so that every build has them, with or without a toolkit; those of cuda.h have the
+// same binary form.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace flexkv::cuda {
+
+using Code = int;  // CUresult
+inline constexpr Code kSuccess = 0;
+inline constexpr Code kErrorNotReady = 600;
+
+using DeviceNumber = int;
+using ContextHandle = struct CUctx_st*;
+using StreamHandle = struct CUstream_st*;
+using EventHandle = struct CUevent_st*;
+using DeviceAddress = unsigned long long;
+
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventBlockingSync = 1;
+inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kHostRegisterPortable = 1;
+inline constexpr unsigned kHostRegisterDeviceMap = 2;
+inline constexpr unsigned kHostAllocPortable = 1;
+inline constexpr unsigned kHostAllocDeviceMap = 2;
+inline constexpr int kAttributeMaxPitch = 11;
+inline constexpr int kAttributeMultiprocessors = 16;
+inline constexpr int kAttributeHostPointerIsDevicePointer = 91;
+inline constexpr unsigned kMemoryTypeHost = 1;
+inline constexpr unsigned kMemoryTypeDevice = 2;
+
+struct MemoryLocation {
+  int type = 0;
+  int id = 0;
+};
+
+// When the source of a batched copy is read.
+enum class SourceOrder : int {
+  kStream = 1,         // after the work before it in the stream
+  kDuringApiCall = 2,  // while the call runs
+  kAny = 3,            // at any time before the copy ends: only if its bytes are complete already
+};
+
+struct BatchAttributes {  // CUmemcpyAttributes_v1
+  SourceOrder order = SourceOrder::kStream;
+  MemoryLocation source_hint;
+  MemoryLocation destination_hint;
+  unsigned flags = 0;
+};
+static_assert(sizeof(BatchAttributes) == 24);
+
+struct Copy2D {  // CUDA_MEMCPY2D_v2
+  size_t src_x = 0, src_y = 0;
+  unsigned src_type = 0;
+  const void* src_host = nullptr;
+  DeviceAddress src_device = 0;
+  void* src_array = nullptr;
+  size_t src_pitch = 0;
+  size_t dst_x = 0, dst_y = 0;
+  unsigned dst_type = 0;
+  void* dst_host = nullptr;
+  DeviceAddress dst_device = 0;
+  void* dst_array = nullptr;
+  size_t dst_pitch = 0;
+  size_t width = 0, height = 0;
+};
+static_assert(sizeof(Copy2D) == 128);
+
+// CUDA 12.8's cuMemcpyBatchAsync says which copy failed; 13.0's, of the same name, has no such parameter.
+using BatchCopy12080 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
+                                BatchAttributes* attributes, size_t* attribute_indices,
+                                size_t attribute_count, size_t* failed_index, StreamHandle stream);
+using BatchCopy13000 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
+                                BatchAttributes* attributes, size_t* attribute_indices,
+                                size_t attribute_count, StreamHandle stream);
+
+// cuGetProcAddress_v2.
+using FindFunction = Code (*)(const char* name, void** function, int cuda_version, uint64_t flags,
+                              int* status);
+
+// One table for the process. A function is null only where the comment says so.
+struct Driver {
+  int version = 0;  // as CUDA counts: 13000 is 13.0
+
+  Code (*get_error_string)(Code, const char**) = nullptr;
+  Code (*init)(unsigned flags) = nullptr;
+  Code (*driver_get_version)(int*) = nullptr;
+  Code (*device_get_count)(int*) = nullptr;
+  Code (*device_get)(DeviceNumber*, int ordinal) = nullptr;
+  Code (*device_get_name)(char*, int bytes, DeviceNumber) = nullptr;
+  Code (*device_get_attribute)(int*, int attribute, DeviceNumber) = nullptr;
+  Code (*primary_context_retain)(ContextHandle*, DeviceNumber) = nullptr;
+  Code (*primary_context_release)(DeviceNumber) = nullptr;
+  Code (*context_push)(ContextHandle) = nullptr;
+  Code (*context_pop)(ContextHandle*) = nullptr;
+  Code (*context_get_device)(DeviceNumber*) = nullptr;
+  Code (*stream_create)(StreamHandle*, unsigned flags) = nullptr;
+  Code (*stream_destroy)(StreamHandle) = nullptr;
+  Code (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags) = nullptr;
+  Code (*event_create)(EventHandle*, unsigned flags) = nullptr;
+  Code (*event_record)(EventHandle, StreamHandle) = nullptr;
+  Code (*event_query)(EventHandle) = nullptr;
+  Code (*event_synchronize)(EventHandle) = nullptr;
+  Code (*event_destroy)(EventHandle) = nullptr;
+  Code (*host_register)(void*, size_t, unsigned flags) = nullptr;
+  Code (*host_unregister)(void*) = nullptr;
+  Code (*host_alloc)(void**, size_t, unsigned flags) = nullptr;
+  Code (*host_free)(void*) = nullptr;
+  Code (*mem_alloc)(DeviceAddress*, size_t) = nullptr;
+  Code (*mem_free)(DeviceAddress) = nullptr;
+  Code (*copy_to_device)(DeviceAddress, const void*, size_t, StreamHandle) = nullptr;
+  Code (*copy_to_host)(void*, DeviceAddress, size_t, StreamHandle) = nullptr;
+  Code (*copy_2d)(const Copy2D*, StreamHandle) = nullptr;
+  BatchCopy12080 batch_12080 = nullptr;  // with a driver of 12.8 and later 12
+  BatchCopy13000 batch_13000 = nullptr;  // with a driver of 13.0 and later
+
+  bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
+  // "what: the driver's words"
+  std::string error_text(Code code, const char* what) const;
+};
+
+struct LoadedDriver {
+  Driver driver;
+  std::string missing;  // why it cannot be used; empty when it can
+};
+
+// Fills a table from the driver's own finder, and initialises the driver.
+LoadedDriver find_functions(FindFunction find);
+
+// The driver of this machine, loaded and initialised once at the first call; null with a reason where there
+// is none. Not before it is needed: an initialised driver does not survive a fork.
+const Driver* system_driver(std::string* missing = nullptr);
+
+}  // namespace flexkv::cuda

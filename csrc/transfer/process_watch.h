@@ -1,0 +1,26 @@
+// Knows when another process has ended, also when its number was given away since.
+#pragma once
+#include <sys/types.h>
+
+namespace flexkv {
+
+class ProcessWatch {
+ public:
+  // Watches nothing: ended() is false.
+  ProcessWatch() = default;
+  explicit ProcessWatch(pid_t pid);
+  ProcessWatch(ProcessWatch&& other) noexcept;
+  ProcessWatch& operator=(ProcessWatch&& other) noexcept;
+  ~ProcessWatch();
+
+  // Whether it has ended, reaped or not. Where the kernel has no pidfd (before Linux 5.3): whether no process
+  // has that number any more.
+  bool ended() const;
+
+ private:
+  pid_t pid_ = 0;
+  int fd_ = -1;
+  bool gone_ = false;  // it had ended before it could be watched
+};
+
+}  // namespace flexkv
