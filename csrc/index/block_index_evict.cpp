@@ -33,7 +33,7 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
         continue;
       }
       hashes[chosen] = map_.hash(table_[victim].key);
-      map_.prefetch(hashes[chosen]);
+      map_.prefetch_erase(hashes[chosen]);
       victims[chosen++] = victim;
     }
     for (size_t i = 0; i < chosen; ++i) {

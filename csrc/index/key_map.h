@@ -36,6 +36,12 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
+  // For `erase`, which always looks at the place after the entry's: an eighth of them lie in the next line.
+  void prefetch_erase(uint32_t hash) const {
+    places_.prefetch(home(hash));
+    places_.prefetch((home(hash) + 1) & mask_);
+  }
+
   // The first entry whose hash agrees, without looking at it: worth prefetching.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
