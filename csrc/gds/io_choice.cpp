@@ -1,7 +1,12 @@
 #include "gds/io_choice.h"
 
+#include <string>
+#include <utility>
+
 #include "cuda/device_info.h"
 #include "gds/bounced_file_io.h"
+#include "gds/cufile_io.h"
+#include "gds/cufile_shim.h"
 #include "gds/posix_file_io.h"
 
 namespace flexkv {
@@ -19,7 +24,11 @@ std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device) {
   auto posix = std::make_shared<PosixFileIo>(files);
   if (device->number() == kHostDevice) return posix;
-  return std::make_shared<BouncedFileIo>(std::move(posix), device);
+  auto bounced = std::make_shared<BouncedFileIo>(std::move(posix), device);
+  std::string why;
+  const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
+  if (cufile == nullptr) return bounced;
+  return std::make_shared<CufileIo>(cufile, std::move(files), std::move(bounced));
 }
 
 }  // namespace flexkv

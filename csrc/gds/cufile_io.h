@@ -1,0 +1,55 @@
+// File I/O straight between disks and GPU memory, by cuFile's synchronous calls.
+#pragma once
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gds/cufile_shim.h"
+#include "gds/file_io.h"
+#include "gds/raw_files.h"
+
+namespace flexkv {
+
+class CufileIo : public FileIo {
+ public:
+  // Registers every file once; files that cuFile refuses, and calls that are not 4 KiB-aligned in file
+  // offset, length and address (which cuFile would bounce without saying so), go to `fallback`.
+  CufileIo(std::shared_ptr<Cufile> cufile, std::shared_ptr<const RawFiles> files,
+           std::shared_ptr<FileIo> fallback);
+  ~CufileIo() override;
+  CufileIo(const CufileIo&) = delete;
+  CufileIo& operator=(const CufileIo&) = delete;
+
+  std::string name() const override;
+  IoOutcome transfer(const IoCall& call) override;
+  IoRoute route(const IoCall& call) const override;
+  std::string add_memory(void* memory, int64_t bytes) override;
+  void remove_memory(void* memory) override;
+  // Why a file is not registered; empty if it is.
+  const std::string& refused(int32_t device, int64_t file) const { return entry(device, file).refused; }
+
+ private:
+  struct Entry {
+    CufileHandle handle = nullptr;
+    std::string refused;
+  };
+  struct Place {
+    std::byte* base;
+    int64_t offset;
+  };
+  const Entry& entry(int32_t device, int64_t file) const {
+    return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
+  }
+  Place place(void* memory, int64_t bytes) const;
+
+  std::shared_ptr<Cufile> cufile_;
+  std::shared_ptr<const RawFiles> files_;
+  std::shared_ptr<FileIo> fallback_;
+  std::vector<std::vector<Entry>> entries_;
+  mutable std::mutex mutex_;
+  std::map<std::byte*, int64_t> registered_;  // base -> bytes
+};
+
+}  // namespace flexkv

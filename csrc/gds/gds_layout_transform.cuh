@@ -1,0 +1,17 @@
+// Launches the layout transform on a GPU.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "gds/layout_transform.h"
+
+namespace flexkv {
+
+// Unit: thread blocks. Each fills half an SM, so that a transfer never takes more than this many SMs from the
+// model; twice that would pass the disks' speed by far.
+inline constexpr int kTransformBlocks = 8;
+inline constexpr int kTransformThreads = 1024;
+
+// Enqueues one batch, whose arrays are in memory of the GPU. Returns the launch's own error.
+cudaError_t launch_layout_transform(const TransformBatch& batch, int blocks, cudaStream_t stream);
+
+}  // namespace flexkv
