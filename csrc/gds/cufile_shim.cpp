@@ -13,8 +13,7 @@ namespace {
 constexpr const char* kLibrary = "libcufile.so.0";
 // CUfileOpError: another user in this process has opened the driver, which is as good.
 constexpr int32_t kDriverAlreadyOpen = 5026;
-// Bits of status_flags for NVMe and NVMe-oF, the disks that a KV cache lies on; network file systems have
-// theirs below and above.
+// All bits of status_flags: local disks and network file systems alike.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
 
 template <typename Function>
@@ -56,10 +55,11 @@ Cufile::Cufile(const CufileTable& table) : table_(table) {
   if (opened.code != 0 && opened.code != kDriverAlreadyOpen) {
     throw ConfigError("cuFileDriverOpen: " + to_string(opened));
   }
+  opened_ = opened.code == 0;
   CufileProperties properties{};
   const CufileError asked = table_.driver_properties(&properties);
   if (asked.code != 0) {
-    table_.driver_close();
+    if (opened_) table_.driver_close();
     throw ConfigError("cuFileDriverGetProperties: " + to_string(asked));
   }
   // Without a kernel driver, or with one that can serve no file system, every call is a POSIX call inside.
@@ -69,7 +69,9 @@ Cufile::Cufile(const CufileTable& table) : table_(table) {
       std::to_string(properties.nvfs.major_version) + "." + std::to_string(properties.nvfs.minor_version);
 }
 
-Cufile::~Cufile() { table_.driver_close(); }
+Cufile::~Cufile() {
+  if (opened_) table_.driver_close();
+}
 
 std::string Cufile::describe() const {
   if (mode_ == CufileMode::kDirect) return "cuFile, GPUDirect Storage (nvidia-fs " + version_ + ")";

@@ -79,6 +79,7 @@ class Cufile {
  private:
   CufileTable table_;
   CufileMode mode_ = CufileMode::kCompat;
+  bool opened_ = false;  // by us, and so ours to close
   std::string version_;
 };
 

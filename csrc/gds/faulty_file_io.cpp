@@ -1,0 +1,90 @@
+#include "gds/faulty_file_io.h"
+
+#include <cstddef>
+#include <thread>
+
+#include "transfer/deadline.h"
+
+namespace flexkv {
+
+std::optional<IoFaultRule> FaultyFileIo::match(const IoCall& call) {
+  for (IoFaultRule& rule : rules_) {
+    const bool fits =
+        (!rule.write || *rule.write == call.write) && (!rule.device || *rule.device == call.device) &&
+        (!rule.offset || (*rule.offset >= call.offset && *rule.offset < call.offset + call.bytes));
+    if (!fits || rule.times == 0) continue;
+    if (rule.times > 0) rule.times -= 1;
+    acted_ += 1;
+    return rule;
+  }
+  return std::nullopt;
+}
+
+IoOutcome FaultyFileIo::act(const IoFaultRule& rule, const IoCall& call) {
+  switch (rule.fault) {
+    case IoFault::kFail:
+      return {0, rule.reason};
+    case IoFault::kShort: {
+      IoCall half = call;
+      half.bytes /= 2;
+      return inner_->transfer(half);
+    }
+    case IoFault::kDelay:
+      std::this_thread::sleep_for(to_duration(rule.delay_s));
+      return inner_->transfer(call);
+    case IoFault::kStall: {
+      std::unique_lock lock(mutex_);
+      stalled_ += 1;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return released_; });
+      stalled_ -= 1;
+      lock.unlock();
+      return inner_->transfer(call);
+    }
+    case IoFault::kCorrupt: {
+      auto* middle = static_cast<std::byte*>(call.memory) + call.bytes / 2;
+      if (call.write) *middle ^= std::byte{1};
+      const IoOutcome outcome = inner_->transfer(call);
+      if (!call.write) *middle ^= std::byte{1};
+      return outcome;
+    }
+  }
+  return {0, "unknown fault"};
+}
+
+IoOutcome FaultyFileIo::transfer(const IoCall& call) {
+  std::optional<IoFaultRule> rule;
+  {
+    const std::lock_guard lock(mutex_);
+    in_flight_ += 1;
+    rule = match(call);
+  }
+  const IoOutcome outcome = rule ? act(*rule, call) : inner_->transfer(call);
+  const std::lock_guard lock(mutex_);
+  in_flight_ -= 1;
+  changed_.notify_all();
+  return outcome;
+}
+
+void FaultyFileIo::release() {
+  const std::lock_guard lock(mutex_);
+  released_ = true;
+  changed_.notify_all();
+}
+
+bool FaultyFileIo::wait_stalled(int64_t count, double deadline_s) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return stalled_ >= count; });
+}
+
+int64_t FaultyFileIo::in_flight() const {
+  const std::lock_guard lock(mutex_);
+  return in_flight_;
+}
+
+int64_t FaultyFileIo::acted() const {
+  const std::lock_guard lock(mutex_);
+  return acted_;
+}
+
+}  // namespace flexkv

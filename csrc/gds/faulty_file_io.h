@@ -1,0 +1,65 @@
+// Injects faults into file I/O, for drills and tests: calls that fail, come short, late or never, and bytes
+// that are damaged.
+#pragma once
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gds/file_io.h"
+
+namespace flexkv {
+
+enum class IoFault : int32_t {
+  kFail,     // nothing moves; `reason` is the error
+  kShort,    // half of the bytes move, without an error
+  kDelay,    // moves `delay_s` later
+  kStall,    // moves after release()
+  kCorrupt,  // moves all bytes, the middle one of them damaged
+};
+
+// Every condition that is set must hold; the first rule that matches a call acts.
+struct IoFaultRule {
+  IoFault fault = IoFault::kFail;
+  std::optional<bool> write = {};
+  std::optional<int64_t> offset = {};  // calls whose range holds this byte of the file
+  std::optional<int32_t> device = {};
+  std::string reason = "Input/output error";
+  double delay_s = 0;
+  int64_t times = -1;  // how often it acts; -1: always
+};
+
+class FaultyFileIo : public FileIo {
+ public:
+  FaultyFileIo(std::shared_ptr<FileIo> inner, std::vector<IoFaultRule> rules)
+      : inner_(std::move(inner)), rules_(std::move(rules)) {}
+  std::string name() const override { return inner_->name() + " with faults"; }
+  IoOutcome transfer(const IoCall& call) override;
+  IoRoute route(const IoCall& call) const override { return inner_->route(call); }
+  std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
+  void remove_memory(void* memory) override { inner_->remove_memory(memory); }
+
+  // Lets stalled calls go on, and all later ones pass without stalling.
+  void release();
+  // Whether `count` calls were stalled at once within the deadline.
+  bool wait_stalled(int64_t count, double deadline_s) const;
+  int64_t in_flight() const;
+  int64_t acted() const;
+
+ private:
+  std::optional<IoFaultRule> match(const IoCall& call);
+  IoOutcome act(const IoFaultRule& rule, const IoCall& call);
+
+  std::shared_ptr<FileIo> inner_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::vector<IoFaultRule> rules_;
+  int64_t stalled_ = 0;
+  int64_t in_flight_ = 0;
+  int64_t acted_ = 0;
+  bool released_ = false;
+};
+
+}  // namespace flexkv
