@@ -1,5 +1,7 @@
 #include "bindings/tensor_argument.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace py = pybind11;
@@ -57,12 +59,14 @@ void TensorArgument::take_dlpack() {
   py::object capsule = object_.attr("__dlpack__")();
   auto* tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (tensor == nullptr) throw py::error_already_set();
+  const std::span<const int64_t> shape(tensor->shape, static_cast<size_t>(tensor->ndim));
+  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();  // its strides say nothing
   count_ = 1;
-  for (int32_t i = tensor->ndim - 1; i >= 0; --i) {
-    if (tensor->strides != nullptr && tensor->shape[i] != 1 && tensor->strides[i] != count_) {
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (!empty && tensor->strides != nullptr && shape[i] != 1 && tensor->strides[i] != count_) {
       throw GeometryError(name_ + " is not contiguous");
     }
-    count_ *= tensor->shape[i];
+    count_ *= shape[i];
   }
   data_ = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
   item_bytes_ = tensor->type_bits * tensor->type_lanes / 8;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "base/export.h"
 #include "gds/file_io.h"
 #include "gds/raw_files.h"
 #include "gds/transform_device.h"
@@ -12,10 +13,11 @@ namespace flexkv {
 
 // GPU `number`, or plain memory for kHostDevice. Unset: the current GPU where there is one, else plain
 // memory.
-std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream);
+FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number,
+                                                             uintptr_t engine_stream);
 
 // For plain memory POSIX calls; for a GPU cuFile, or POSIX calls with a copy where cuFile cannot be had.
-std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
-                                  const std::shared_ptr<TransformDevice>& device);
+FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
+                                                const std::shared_ptr<TransformDevice>& device);
 
 }  // namespace flexkv

@@ -8,6 +8,7 @@ from flexkv.config.load import load_config
 from flexkv.config.memory import MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.model import FlexKVConfig, SettingRow
 from flexkv.config.sections import (
+    GdsConfig,
     HostConfig,
     IdentityConfig,
     IndexConfig,
@@ -19,6 +20,7 @@ from flexkv.config.sections import (
 
 __all__ = [
     "FlexKVConfig",
+    "GdsConfig",
     "HostConfig",
     "IdentityConfig",
     "IndexConfig",

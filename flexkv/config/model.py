@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from flexkv.config.names import unknown_setting
 from flexkv.config.sections import (
+    GdsConfig,
     HostConfig,
     IdentityConfig,
     IndexConfig,
@@ -42,6 +43,7 @@ class FlexKVConfig(Section):
     store: StoreConfig = StoreConfig()
     load: LoadConfig = LoadConfig()
     transfer: TransferConfig = TransferConfig()
+    gds: GdsConfig = GdsConfig()
     index: IndexConfig = IndexConfig()
     identity: IdentityConfig = IdentityConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -190,6 +190,31 @@ class TransferConfig(Section):
         return 2 if count > SMALL_MACHINE_CPUS else 1
 
 
+class GdsConfig(Section):
+    """Transfers between files and the engine's pool."""
+
+    use_staged_transfer: bool = Field(
+        True,
+        description="Move a block through a staging slot with one I/O call and a layout transform. `0` makes one call "
+        "for each part of a block that is contiguous in the pool: a call a layer with a layer-first pool.",
+    )
+    max_staging_blocks: Count = Field(
+        64,
+        description="Staging slots, each for the bytes of one block in all layers. More of them keep more I/O under "
+        "way; transfers of more blocks cycle through them.",
+    )
+    max_staging_bytes: SizeBytes = Field(
+        2 * GIB,
+        description="Memory that staging takes beside the engine's pool at most, whatever `max_staging_blocks` says: "
+        "it is taken from what the engine could use for its cache.",
+    )
+    threads_per_disk: Count = Field(
+        4,
+        le=64,
+        description="Threads that serve each disk; every one has one call under way.",
+    )
+
+
 class IndexConfig(Section):
     """The index of what is stored."""
 

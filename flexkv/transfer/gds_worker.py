@@ -1,0 +1,163 @@
+"""Moves blocks between raw files and one rank's pool: a GDSManager with the settings and the geometry it needs.
+
+worker = GDSTransferWorker(pool=pool, files=layout, ssd_files={0: ["/nvme0/kv-0"]}, config=config.gds)
+worker.read(gpu_blocks=[4, 9], ssd_blocks=[100, 101])
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.config import GdsConfig
+from flexkv.errors import GeometryError
+from flexkv.observe import get_logger
+
+Ids = Sequence[int] | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RawPool:
+    """One rank's pool as addresses and strides, all in bytes.
+
+    Attributes:
+        gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
+        layer_ptrs: one address a layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
+        gpu_device_id: the GPU that has it, or -1 for plain memory.
+        is_mla: K and V are one.
+    """
+
+    gpu_block_type: int
+    layer_ptrs: tuple[int, ...]
+    block_stride: int
+    kv_stride: int = 0
+    layer_stride: int = 0
+    gpu_device_id: int = -1
+    is_mla: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RawFileLayout:
+    """Where a block's bytes lie in raw files (docs/gds.md), in bytes.
+
+    Attributes:
+        chunk: of one layer's K or V of one block, as this rank moves it.
+        copy_offset: where they lie in a chunk that ranks share.
+    """
+
+    total_layers: int
+    chunk: int
+    layer_stride: int
+    kv_stride: int
+    block_stride: int
+    blocks_per_file: int
+    copy_offset: int = 0
+
+    @classmethod
+    def dense(cls, total_layers: int, chunk: int, blocks_per_file: int, kv_dim: int = 2) -> RawFileLayout:
+        """Blocks without gaps: [layer][kv][chunk]."""
+        layer = chunk * kv_dim
+        return cls(total_layers, chunk, layer, chunk, layer * total_layers, blocks_per_file)
+
+
+class GDSTransferWorker:
+    """One rank's transfers between raw files and its pool.
+
+    Args:
+        use_staged_transfer, max_staging_blocks: win over `config` where given.
+        engine_stream: the engine's cudaStream_t as a number; transfers start after what is enqueued there.
+
+    Raises:
+        ConfigError: a file that cannot be opened, or an option that is not allowed.
+    """
+
+    def __init__(
+        self,
+        pool: RawPool,
+        files: RawFileLayout,
+        ssd_files: Mapping[int, Sequence[str]],
+        config: GdsConfig | None = None,
+        round_robin: int = 1,
+        use_staged_transfer: bool | None = None,
+        max_staging_blocks: int | None = None,
+        engine_stream: int = 0,
+    ) -> None:
+        gds = GdsConfig() if config is None else config
+        self.use_staged_transfer = (
+            gds.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
+        )
+        self.max_staging_blocks = gds.max_staging_blocks if max_staging_blocks is None else max_staging_blocks
+        self._pool, self._files = pool, files
+        self._ptrs = np.array(pool.layer_ptrs, np.int64)
+        self._all_layers = np.arange(files.total_layers, dtype=np.int32)
+        self.manager = c_ext.GDSManager(
+            ssd_files,
+            len(ssd_files),
+            round_robin,
+            threads_per_device=gds.threads_per_disk,
+            use_staged_transfer=self.use_staged_transfer,
+            max_staging_blocks=self.max_staging_blocks,
+            max_staging_bytes=gds.max_staging_bytes,
+            gpu_device_id=pool.gpu_device_id,
+            engine_stream=engine_stream,
+        )
+        log = get_logger("gds")
+        log.info("%s; %s", self.manager.describe(), "staged" if self.use_staged_transfer else "a call a run")
+        self._log = log
+
+    def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
+        """Files to pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
+
+        Raises:
+            TransferError: blocks that did not arrive, by name; the others did.
+            GeometryError, BlockRangeError, CapacityError, ClosedError: see `c_ext.transfer_kv_blocks_gds_staged`.
+        """
+        self._move(gpu_blocks, ssd_blocks, layers, is_read=True)
+
+    def write(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
+        """Pool to files; otherwise as `read`."""
+        self._move(gpu_blocks, ssd_blocks, layers, is_read=False)
+
+    def _move(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None, is_read: bool) -> None:
+        pool, files = self._pool, self._files
+        start = time.perf_counter()
+        c_ext.transfer_kv_blocks_gds_staged(
+            self.manager,
+            self._all_layers if layers is None else _ids(layers, "layers").astype(np.int32),
+            self._ptrs,
+            _ids(ssd_blocks, "ssd_blocks"),
+            _ids(gpu_blocks, "gpu_blocks"),
+            pool.kv_stride,
+            pool.block_stride,
+            pool.layer_stride,
+            files.layer_stride,
+            files.block_stride,
+            files.kv_stride,
+            files.chunk,
+            files.copy_offset,
+            files.blocks_per_file,
+            files.total_layers,
+            is_read,
+            is_mla=pool.is_mla,
+            gpu_block_type=pool.gpu_block_type,
+        )
+        taken_ms = 1e3 * (time.perf_counter() - start)
+        self._log.debug("%s %d blocks in %.1f ms", "read" if is_read else "wrote", len(gpu_blocks), taken_ms)
+
+    def close(self) -> None:
+        """Ends what is under way and closes the files. Idempotent."""
+        self.manager.close()
+
+
+def _ids(values: Ids, name: str) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise GeometryError(
+            f"{name}: a one-dimensional sequence of whole numbers is needed, got {values!r:.80}"
+        )
+    return np.ascontiguousarray(array, np.int64)

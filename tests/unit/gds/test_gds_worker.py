@@ -1,0 +1,100 @@
+"""The worker takes its settings from the configuration, its arguments win, and it moves what it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.config import load_config
+from flexkv.errors import ConfigError, GeometryError
+from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
+
+LAYERS, CHUNK, BLOCKS = 5, 4096, 10
+
+
+class Rank:
+    """A vLLM-like pool in plain memory: [layer][kv][block][chunk]."""
+
+    def __init__(self, folder: Path) -> None:
+        self.memory = np.random.default_rng(3).integers(0, 256, (LAYERS, 2, BLOCKS, CHUNK), np.uint8)
+        self.pool = RawPool(
+            gpu_block_type=0,
+            layer_ptrs=tuple(self.memory[layer].ctypes.data for layer in range(LAYERS)),
+            block_stride=CHUNK,
+            kv_stride=CHUNK * BLOCKS,
+        )
+        self.files = RawFileLayout.dense(LAYERS, CHUNK, blocks_per_file=8)
+        self.paths = {0: [str(folder / "a"), str(folder / "b")]}
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+def test_blocks_come_back(rank: Rank) -> None:
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths)
+    content = rank.memory.copy()
+    worker.write([0, 3, 9], [1, 12, 4])
+    rank.memory[:] = 0
+    worker.read([5, 6, 7], [4, 1, 12])
+    assert (rank.memory[:, :, [5, 6, 7]] == content[:, :, [9, 0, 3]]).all()
+    assert not rank.memory[:, :, [0, 1, 2, 3, 4, 8, 9]].any()
+    rank.memory[:] = 0
+    worker.read([2], [12], layers=[1, 3])
+    assert (rank.memory[[1, 3], :, 2] == content[[1, 3], :, 3]).all()
+    assert not rank.memory[[0, 2, 4]].any()
+    worker.close()
+
+
+def test_settings_reach_the_manager_and_arguments_win(rank: Rank) -> None:
+    environ = {
+        "FLEXKV_GDS_USE_STAGED_TRANSFER": "0",
+        "FLEXKV_GDS_MAX_STAGING_BLOCKS": "3",
+        "FLEXKV_GDS_MAX_STAGING_BYTES": "1MiB",
+    }
+    config = load_config(None, environ).gds
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config)
+    worker.write([0, 1], [0, 1])
+    assert worker.manager.totals["io_calls"] == 2 * 2 * LAYERS
+    assert worker.manager.staging_bytes == 0
+    worker.close()
+
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config, use_staged_transfer=True)
+    worker.write(list(range(BLOCKS)), list(range(BLOCKS)))
+    assert worker.manager.totals["io_calls"] == BLOCKS
+    assert worker.manager.staging_bytes == 3 * rank.files.block_stride
+    worker.close()
+
+    worker = GDSTransferWorker(
+        rank.pool, rank.files, rank.paths, config=config, use_staged_transfer=True, max_staging_blocks=2
+    )
+    worker.write([0, 1, 2], [0, 1, 2])
+    assert worker.manager.staging_bytes == 2 * rank.files.block_stride
+    worker.close()
+
+
+def test_staging_is_bounded_in_bytes(rank: Rank) -> None:
+    config = load_config({"gds.max_staging_bytes": rank.files.block_stride * 5 // 2}, {}).gds
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config)
+    worker.write(list(range(BLOCKS)), list(range(BLOCKS)))
+    assert worker.manager.staging_bytes == 2 * rank.files.block_stride
+    worker.close()
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = load_config(None, {}).gds
+    assert (config.use_staged_transfer, config.max_staging_blocks) == (True, 64)
+
+
+def test_bad_settings_and_ids_are_named(rank: Rank) -> None:
+    with pytest.raises(ConfigError, match="FLEXKV_GDS_MAX_STAGING_BLOCKS"):
+        load_config(None, {"FLEXKV_GDS_MAX_STAGING_BLOCKS": "0"})
+    with pytest.raises(ConfigError, match="FLEXKV_GDS_USE_STAGED_TRANSFER"):
+        load_config(None, {"FLEXKV_GDS_USE_STAGED_TRANSFER": "perhaps"})
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths)
+    with pytest.raises(GeometryError, match="ssd_blocks"):
+        worker.read([0], [0.5])  # type: ignore[list-item]
+    worker.close()
