@@ -290,9 +290,4 @@ std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t
   return std::make_shared<CudaTransformDevice>(number, engine_stream);
 }
 
-int32_t current_gpu() {
-  int number = 0;
-  return cuda_error(cudaGetDevice(&number), "cudaGetDevice").empty() ? number : 0;
-}
-
 }  // namespace flexkv

@@ -8,6 +8,4 @@ std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t
                     std::to_string(kHostDevice) + " (plain memory)");
 }
 
-int32_t current_gpu() { return 0; }
-
 }  // namespace flexkv

@@ -60,7 +60,4 @@ std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane = false
 // is the legacy default stream). Throws ConfigError without a CUDA build or such a device.
 std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream);
 
-// The GPU that is current for this thread. Precondition: there is one.
-int32_t current_gpu();
-
 }  // namespace flexkv
