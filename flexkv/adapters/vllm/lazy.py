@@ -17,7 +17,7 @@ from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner
-from flexkv.cache.base import CacheManager
+from flexkv.cache.base import CacheListener, CacheManager, Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -33,14 +33,17 @@ step's worth before the copies planned now have ended."""
 LAZY_REQUEST = "flexkv-lazy"
 
 
-class LazyStores(StoreMode):
+class LazyStores(StoreMode, CacheListener):
     """Offers the blocks at the head of the engine's free queue.
 
     The engine names a block by its hash when it plans to compute it, so a free block may carry a hash and not the KV.
     `suspects` are those, and the blocks that somebody wants kept out.
 
+    A block is offered once, and again when its store was not published or the cache has lost it.
+
     Args:
         planner: says what of a request is certain.
+        slots: of the host tier.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class LazyStores(StoreMode):
         geometry: BlockGeometry,
         namespace: bytes,
         step_tokens: int,
+        slots: int,
         counters: Counters,
         events: EventLog,
     ) -> None:
@@ -61,11 +65,13 @@ class LazyStores(StoreMode):
         self._watch = watch
         self._geometry = geometry
         self._namespace = namespace
-        self._ahead = STEPS_AHEAD * -(-step_tokens // geometry.block_tokens)
+        # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
+        self._ahead = min(STEPS_AHEAD * -(-step_tokens // geometry.block_tokens), max(1, slots // 2))
         self._counters = counters
         self._events = events
         self._seen: tuple[int, int] = (-1, -1)
-        self._offered: dict[int, bytes] = {}
+        self._offered: dict[int, tuple[bytes, bytes]] = {}
+        self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
@@ -96,15 +102,23 @@ class LazyStores(StoreMode):
     def unpublished(self, blocks: BlockIds) -> None:
         """They are offered again."""
         for block in blocks.tolist():
-            self._offered.pop(block, None)
+            self._withdraw(block)
         if len(blocks):
             self._seen = (-1, -1)
+
+    def on_evict(self, group: int, keys: Keys) -> None:
+        """The host tier has lost these blocks; those that the engine still has are offered when its queue moves on."""
+        if self._block_of_key:
+            for row in keys:
+                if (block := self._block_of_key.get(row.tobytes())) is not None:
+                    self._withdraw(block)
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         """Everything stored became a miss; blocks that still hold KV of the old weights stay out."""
         self._planner.stale_hashes = stale_hashes
         self.suspects = dict(stale_hashes)
         self._offered.clear()
+        self._block_of_key.clear()
         self._seen = (-1, -1)
 
     def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
@@ -154,13 +168,21 @@ class LazyStores(StoreMode):
             self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             self._seen = (-1, -1)
         else:
-            self._offered.update((block.block_id, block.block_hash) for block in candidates)
+            for block, key in zip(candidates, chain.keys, strict=True):
+                self._withdraw(block.block_id)
+                self._offered[block.block_id] = (block.block_hash, key.tobytes())
+                self._block_of_key[key.tobytes()] = block.block_id
         self._events.planned_by_hash(plan, chain.keys, hashes)
         self._manager.release(LAZY_REQUEST)
         if plan.graph is not None:
             for op in plan.graph.ops:
                 self._watch.add_free(op.op_id, op.blocks)
         return plan.graph
+
+    def _withdraw(self, block: int) -> None:
+        """The block counts as never offered."""
+        if (offered := self._offered.pop(block, None)) is not None:
+            self._block_of_key.pop(offered[1], None)
 
     def _candidates(self) -> list[KVCacheBlock]:
         found: list[KVCacheBlock] = []
@@ -170,7 +192,7 @@ class LazyStores(StoreMode):
             block_hash = block.block_hash
             if block_hash is None or block.is_null:
                 continue
-            if self._offered.get(block.block_id) == block_hash:
+            if (offered := self._offered.get(block.block_id)) is not None and offered[0] == block_hash:
                 continue
             if self.suspects and self.suspects.get(block.block_id) == block_hash:
                 continue

@@ -8,7 +8,7 @@ before its forward may write the block, or to count the page as failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from flexkv.errors import ContractError
@@ -32,6 +32,7 @@ class StoreWatch(Protocol):
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None: ...
     def end(self, op_id: OpId) -> None: ...
     def take_reused(self) -> dict[OpId, list[int]]: ...
+    def close(self) -> None: ...
 
 
 class NoWatch:
@@ -55,9 +56,16 @@ class NoWatch:
     def take_reused(self) -> dict[OpId, list[int]]:
         return {}
 
+    def close(self) -> None:
+        """Nothing was watched."""
+
 
 class BlockWatch:
-    """Which engine blocks have a store in flight, bounded by a share of the engine's pool."""
+    """Which engine blocks have a store in flight, bounded by a share of the engine's pool.
+
+    The engine's pool knows one watcher a block. One that is there already (another connector's, or vLLM's own) is
+    called after ours, and put back by `close`. One that takes our place later makes the block count as handed out.
+    """
 
     def __init__(self, pool: BlockPool, share: float) -> None:
         self._pool = pool
@@ -65,7 +73,10 @@ class BlockWatch:
         self._ops: dict[OpId, BlockIds] = {}
         self._op_of_block: dict[int, OpId] = {}
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
+        self._held: dict[OpId, list[int]] = {}
         self._reused: dict[OpId, set[int]] = {}
+        self._callback = self._on_reuse
+        self._others: dict[int, Callable[[KVCacheBlock], None]] = {}
 
     @property
     def room(self) -> int:
@@ -79,9 +90,14 @@ class BlockWatch:
     def add(self, op_id: OpId, blocks: BlockIds) -> None:
         """Watches blocks that a live request holds."""
         held = self._enter(op_id, blocks)
+        for block in held:
+            other = self._pool._reuse_watchers.get(block.block_id)
+            if other is not None and other is not self._callback:
+                self._others[block.block_id] = other
         # A reference that is taken and given back at once leaves the count as it was and the callback behind.
         self._pool.touch(held)
-        self._pool.unpin_blocks(held, self._on_reuse)
+        self._pool.unpin_blocks(held, self._callback)
+        self._held[op_id] = blocks.tolist()
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
         """Watches blocks that lie in the engine's free queue with their hash, without moving them in it."""
@@ -90,6 +106,7 @@ class BlockWatch:
     def end(self, op_id: OpId) -> None:
         """The store has ended everywhere."""
         self._free.pop(op_id, None)
+        self._held.pop(op_id, None)
         self._reused.pop(op_id, None)
         blocks = self._ops.pop(op_id, None)
         for block in () if blocks is None else blocks.tolist():
@@ -98,6 +115,13 @@ class BlockWatch:
 
     def take_reused(self) -> dict[OpId, list[int]]:
         """Blocks handed out since the last call: op -> positions in the op."""
+        watchers = self._pool._reuse_watchers
+        for op_id, held in self._held.items():
+            # Ours is gone when it was called, and then the block is known, or when another took its place unchained.
+            lost = {block for block in held if watchers.get(block) is not self._callback}
+            if lost:
+                self._reused.setdefault(op_id, set()).update(lost)
+                self._held[op_id] = [block for block in held if block not in lost]
         for op_id, free in self._free.items():
             # Handing a block out drops its hash; a hit takes it with the hash, and its content stays.
             gone = {block.block_id for block, block_hash in free if block.block_hash != block_hash}
@@ -109,6 +133,15 @@ class BlockWatch:
         reused, self._reused = self._reused, {}
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
 
+    def close(self) -> None:
+        """Takes our watchers off the engine's pool and puts back those that were there before."""
+        watchers = self._pool._reuse_watchers
+        for block_id in [block_id for block_id, watcher in watchers.items() if watcher is self._callback]:
+            if (other := self._others.pop(block_id, None)) is not None:
+                watchers[block_id] = other
+            else:
+                del watchers[block_id]
+
     def _enter(self, op_id: OpId, blocks: BlockIds) -> list[KVCacheBlock]:
         ids = blocks.tolist()
         self._ops[op_id] = blocks
@@ -119,6 +152,9 @@ class BlockWatch:
         op_id = self._op_of_block.get(block.block_id)
         if op_id is not None:
             self._reused.setdefault(op_id, set()).add(block.block_id)
+        other = self._others.pop(block.block_id, None)
+        if other is not None:
+            other(block)
 
     def _positions(self, op_id: OpId, ids: Iterable[int]) -> list[int]:
         wanted = set(ids)

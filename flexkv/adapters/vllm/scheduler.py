@@ -12,6 +12,7 @@ from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.lazy import LazyStores
+from flexkv.adapters.vllm.listeners import Listeners
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
@@ -23,6 +24,7 @@ from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
 from flexkv.adapters.vllm.unit import HostUnit
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
+from flexkv.cache.base import CacheListener
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters
 
@@ -137,7 +139,8 @@ class SchedulerSide:
         assert self._watch is not None, "the engine binds its block pool before the handshake"
         watch, counters = self._watch, self.counters
         workers = local_link.workers_here(self._engine_id, self._ranks)
-        unit = HostUnit.create(self._config, self._geometry, self.handshakes, not workers, self.events)
+        listeners = Listeners(self.events)
+        unit = HostUnit.create(self._config, self._geometry, self.handshakes, not workers, listeners)
         for worker in workers:
             worker.attach(unit.pool, unit.places[worker.rank])
         unit.grant = None if workers else unit.make_grant()
@@ -151,6 +154,8 @@ class SchedulerSide:
         )
         loads = Loads(lookups, self._config.load.mode == "sync")
         stores = self._make_stores(unit, watch)
+        if isinstance(stores, CacheListener):
+            listeners.add(stores)
         outcomes = Outcomes(unit, workers, self.requests, loads, stores, watch, counters, self.events)
         return Parts(unit, lookups, loads, stores, outcomes, watch, workers)
 
@@ -170,6 +175,7 @@ class SchedulerSide:
             self._geometry,
             self._namespace,
             self._step_tokens,
+            unit.slots,
             self.counters,
             self.events,
         )
@@ -338,5 +344,6 @@ class SchedulerSide:
         if self.parts is not None:
             for worker in self.parts.workers:
                 worker.close()
+            self.parts.watch.close()
             self.parts.unit.close()
             self.parts = None

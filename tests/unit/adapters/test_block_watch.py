@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from flexkv.adapters.vllm.references import BlockWatch
 from flexkv.transfer.graph import OpId
+from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_pool, make_request
 
 OP = OpId(7)
@@ -89,3 +92,57 @@ def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
     assert blocks[0] not in taken
     assert watch.take_reused() == {OP: sorted(i for i, block in enumerate(blocks) if block in taken)}
     assert watch.take_reused() == {}
+
+
+def test_a_watcher_that_was_there_before_is_called_too() -> None:
+    pool = make_pool(8)
+    blocks = pool.get_new_blocks(3)
+    told: list[int] = []
+    pool.touch(blocks)
+    pool.unpin_blocks(blocks, lambda block: told.append(block.block_id))
+    watch = BlockWatch(pool, 1.0)
+    watch.add(OP, ids(blocks))
+    watch.add(OP, ids(blocks))  # ours twice is not a chain of ours
+    pool.free_blocks([blocks[1]])
+    pool.get_new_blocks(5)
+    assert told == [blocks[1].block_id]
+    assert watch.take_reused() == {OP: [1]}
+
+
+def test_closing_leaves_the_pool_as_it_was() -> None:
+    pool = make_pool(8)
+    blocks = pool.get_new_blocks(3)
+    told: list[int] = []
+    pool.touch(blocks[:1])
+    pool.unpin_blocks(blocks[:1], lambda block: told.append(block.block_id))
+    before = dict(pool._reuse_watchers)
+    watch = BlockWatch(pool, 1.0)
+    watch.add(OP, ids(blocks))
+    assert set(pool._reuse_watchers) == {block.block_id for block in blocks}
+    watch.close()
+    assert pool._reuse_watchers == before
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(7)
+    assert told == [blocks[0].block_id]
+
+
+def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() -> None:
+    """Nobody would tell us any more when the block is."""
+    pool = make_pool(8)
+    blocks = pool.get_new_blocks(3)
+    watch = BlockWatch(pool, 1.0)
+    watch.add(OP, ids(blocks))
+    assert watch.take_reused() == {}
+    pool.touch(blocks[2:])
+    pool.unpin_blocks(blocks[2:], lambda block: None)
+    assert watch.take_reused() == {OP: [2]}
+    assert watch.take_reused() == {}
+
+
+def test_closing_an_engines_side_takes_its_watchers_off(make_engine: Callable[..., MiniEngine]) -> None:
+    engine = make_engine()
+    engine.add(make_request(range(23), "one"))
+    engine.step()
+    assert engine.pool._reuse_watchers
+    engine.close()
+    assert not engine.pool._reuse_watchers

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from flexkv import c_ext
+from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 
 Make = Callable[..., MiniEngine]
+D2H = 1
 PROMPT = list(range(100, 123))
 LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
@@ -59,16 +61,44 @@ def test_a_preempted_request_leaves_only_what_was_computed(
 
 
 def test_a_store_that_failed_is_offered_again(make_engine: Make) -> None:
-    engine = make_engine(blocks=13, **LAZY)
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, nth_op=0))
+    engine = make_engine(blocks=13, worker_class=worker, **LAZY)
     engine.run(make_request(PROMPT, "one"))
-    lazy = engine.side.parts.stores
-    lazy._offered = {block.block_id: block.block_hash for block in engine.pool.blocks if block.block_hash}
-    offered = np.array(sorted(lazy._offered), dtype=np.int32)
-    assert stored_after_pressure(engine) == 0
-    lazy.unpublished(offered)
+    stored_after_pressure(engine)
+    assert worker.movers[0].acted > 0
     engine.step({})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages > 0
+    assert engine.side.unit.manager.stats().stored_pages == 5
+
+
+def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None:
+    engine = make_engine(blocks=13, **LAZY)
+    engine.run(make_request(PROMPT, "one"))
+    assert stored_after_pressure(engine) == 5
+    manager, keys = engine.side.unit.manager, engine.keys_of(make_request(PROMPT, "probe"))
+    assert manager.match("probe", [keys], 0).blocks == 5
+    manager.release("probe")
+    assert manager.forget(0, keys) == 5
+    engine.step({})
+    assert not engine.side.has_work, "an idle engine must come to rest, whatever the tier loses"
+    engine.pool.get_new_blocks(1)  # the queue moves on
+    engine.step({})
+    engine.drain()
+    assert manager.match("probe", [keys], 0).blocks == 5
+
+
+def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Make) -> None:
+    """The engine's queue is longer than the tier: no step without a change may plan anything."""
+    slot = make_engine(blocks=13, **LAZY).side.unit.pool.slot_bytes
+    engine = make_engine(blocks=13, **LAZY | {"host.bytes": 4 * slot})
+    assert engine.side.unit.slots == 4
+    engine.run(make_request(PROMPT, "one"))
+    stored_after_pressure(engine)
+    before = engine.side.unit.manager.stats().stored_pages
+    for _ in range(5):
+        engine.step({})
+    engine.drain()
+    assert engine.side.unit.manager.stats().stored_pages == before
 
 
 def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
