@@ -202,14 +202,16 @@ class FaultyMover(PageMover):
 class Lane:
     """Executes the ops of some kinds; given to a TransferEngine."""
 
-class DiskLane(Lane):
-    """DISK_READ and DISK_WRITE of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`."""
-
 class TransferEngine:
     """Native engine; use `flexkv.transfer.engine.TransferEngine`."""
 
     def __init__(
-        self, mover: PageMover | None, queue_ops: int, copy_threads: int, op_stuck_s: float
+        self,
+        mover: PageMover | None,
+        queue_ops: int,
+        copy_threads: int,
+        op_stuck_s: float,
+        lanes: list[Lane],
     ) -> None: ...
     def attach_view(
         self, group: int, view: KvView, pool: HostPool, stripe_offset: int, digest_offset: int
@@ -247,6 +249,138 @@ class TransferEngine:
     def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int], int]]:
         """kind, lane, up, reason, open ops, held places, stuck op ids, times down."""
     def close(self, deadline_s: float) -> bool: ...
+
+# --- storage ------------------------------------------------------------------------------------------------
+
+PAGE_VERSION: int
+
+def uring_refusal() -> str:
+    """Why io_uring cannot be used; empty if it can."""
+
+class PageCodec:
+    """The slot image of a KV group: stripes, and the trailer that names and proves them (docs/disk-format.md).
+
+    Args:
+        runs: of each rank, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
+        host_digests: `seal` finds the run digests in the image and leaves them.
+
+    Raises:
+        GeometryError: the runs do not fill the stripes.
+    """
+
+    def __init__(
+        self, stripe_bytes: list[int], runs: list[NDArray[np.int64]], host_digests: bool = False
+    ) -> None: ...
+    @property
+    def image_bytes(self) -> int: ...
+    @property
+    def trailer_offset(self) -> int: ...
+    @property
+    def trailer_bytes(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def stripe_offset(self, rank: int) -> int: ...
+    def digest_offset(self, rank: int) -> int: ...
+    def seal(self, image: Buffer, slab_id: int, slot: int, tag: bytes, written: int) -> None:
+        """Writes the trailer into `image` (image_bytes bytes, writable)."""
+
+    def check(
+        self, image: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int, data: bool = True
+    ) -> tuple[str, str]:
+        """`("none", "")`, or the name of the miss and the reason. Without `tag` any will do."""
+
+    def trailer(self, image: Buffer) -> tuple[int, int, bytes, int]:
+        """slab_id, slot, tag, written: as they stand there, unchecked."""
+
+class SlabFile:
+    """An open slab. `lock_fd`: the folder's lock, kept for as long as an I/O may be under way.
+
+    Raises:
+        DiskError: it cannot be opened. GeometryError: 4 KiB boundaries are not enough for the disk.
+    """
+
+    def __init__(
+        self, path: str, header_bytes: int, slot_bytes: int, slots: int, id: int, lock_fd: int = -1
+    ) -> None: ...
+    @property
+    def direct(self) -> bool:
+        """I/O goes past the page cache."""
+    @property
+    def fd(self) -> int: ...
+    @property
+    def in_place(self) -> bool:
+        """The path still leads to this file."""
+    def offset(self, slot: int) -> int: ...
+    def sync(self) -> int:
+        """0 when everything written is on the disk, else -errno."""
+
+class IoFaultRule:
+    """What happens to I/Os that meet every condition given. Actions: 0 end with `error`, 1 move only `bytes`, 2 flip a
+    bit of byte `bytes` of what moved, 3 hang until `IoFaults.release`.
+    """
+
+    def __init__(
+        self,
+        action: int,
+        *,
+        write: bool | None = None,
+        disk: int | None = None,
+        nth: int | None = None,
+        offset: int | None = None,
+        error: int = 5,
+        bytes: int = 0,
+        times: int = -1,
+    ) -> None: ...
+
+class IoFaults:
+    """Faults for a DiskLane, for drills and tests."""
+
+    def __init__(self, rules: list[IoFaultRule]) -> None: ...
+    def add(self, rule: IoFaultRule) -> None: ...
+    def release(self) -> None:
+        """Takes all rules away and lets what hangs go on."""
+    def wait_stalled(self, count: int, deadline_s: float) -> bool: ...
+    @property
+    def acted(self) -> int: ...
+
+class DiskCounts(TypedDict):
+    read_pages: int
+    read_bytes: int
+    written_pages: int
+    written_bytes: int
+    write_errors: int
+    misses: dict[str, int]
+
+class DiskLane(Lane):
+    """DISK_READ and DISK_WRITE of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`.
+
+    Args:
+        slabs: of each disk, one a group.
+
+    Raises:
+        GeometryError: a pool's or slab's slots are no images of its group. ConfigError: `io` or `depth`. DiskError:
+            io_uring is asked for and refused.
+    """
+
+    def __init__(
+        self,
+        codecs: list[PageCodec],
+        pools: list[HostPool],
+        slabs: list[list[SlabFile]],
+        io: str,
+        depth: int,
+        stuck_s: float,
+        faults: IoFaults | None = None,
+    ) -> None: ...
+    def take_out(self, disk: int, reason: str) -> None: ...
+    @property
+    def files_closed(self) -> bool:
+        """Its engine was closed and nothing moves: the slabs were let go."""
+    def states(self) -> list[tuple[bool, str, str]]:
+        """Of each disk: lost, why, backend."""
+    def counts(self, disk: int) -> DiskCounts: ...
 
 # --- index: hashes and key chains -------------------------------------------------------------------------------------
 

@@ -41,3 +41,7 @@ class ContractError(FlexKVError, AssertionError):
 
 class TransferError(FlexKVError, OSError):
     """Some blocks of a synchronous transfer did not arrive; names them and says why. The others did."""
+
+
+class DiskError(FlexKVError, OSError):
+    """A folder, slab or index of the disk tier cannot be used; names it, and what the system said."""

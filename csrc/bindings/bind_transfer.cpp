@@ -143,10 +143,11 @@ py::list lanes(const TransferEngine& engine) {
 
 // Destroying an engine waits for its threads: not with the GIL held.
 std::shared_ptr<TransferEngine> make_engine(std::shared_ptr<PageMover> mover, int32_t queue_ops,
-                                            int32_t copy_threads, double op_stuck_s) {
+                                            int32_t copy_threads, double op_stuck_s,
+                                            std::vector<std::shared_ptr<Lane>> lanes) {
   if (!mover) mover = std::make_shared<HostMover>();
   const EngineOptions options{queue_ops, copy_threads, op_stuck_s};
-  return {new TransferEngine(std::move(mover), options), [](TransferEngine* engine) {
+  return {new TransferEngine(std::move(mover), options, std::move(lanes)), [](TransferEngine* engine) {
             const py::gil_scoped_release release;
             delete engine;
           }};
@@ -205,9 +206,10 @@ void bind_movers(py::module_& m) {
 
 void bind_transfer(py::module_& m) {
   bind_movers(m);
+  py::class_<Lane, std::shared_ptr<Lane>>(m, "Lane");
   py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
       .def(py::init(&make_engine), py::arg("mover"), py::arg("queue_ops"), py::arg("copy_threads"),
-           py::arg("op_stuck_s"))
+           py::arg("op_stuck_s"), py::arg("lanes"))
       .def(
           "attach_view",
           [](TransferEngine& engine, int32_t group, std::shared_ptr<KvView> view,

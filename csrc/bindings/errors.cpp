@@ -22,6 +22,7 @@ struct Classes {
   PyObject* closed;
   PyObject* contract;
   PyObject* transfer;
+  PyObject* disk;
 };
 
 Classes* classes = nullptr;
@@ -48,6 +49,8 @@ void translate(std::exception_ptr pending) {
     set(classes->contract, e);
   } catch (const TransferError& e) {
     set(classes->transfer, e);
+  } catch (const DiskError& e) {
+    set(classes->disk, e);
   } catch (const Error& e) {
     set(classes->base, e);
   }
@@ -61,7 +64,7 @@ void bind_errors(py::module_&) {
   static Classes loaded{get("FlexKVError"),    get("ConfigError"),     get("GeometryError"),
                         get("CapacityError"),  get("BlockRangeError"), get("TokenError"),
                         get("KeySchemeError"), get("ClosedError"),     get("ContractError"),
-                        get("TransferError")};
+                        get("TransferError"),  get("DiskError")};
   classes = &loaded;
   py::register_local_exception_translator(translate);
 }

@@ -44,4 +44,5 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_layout(m);
   flexkv::bind_pool(m);
   flexkv::bind_transfer(m);
+  flexkv::bind_storage(m);
 }

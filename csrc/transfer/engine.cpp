@@ -48,10 +48,11 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
 
 // What a page of such an op overwrites, and may therefore be named once only: two copies into the same bytes
 // could run on two threads. Null for kinds that are not told where their other side lies.
-const std::vector<int32_t>* targets(const OpSpec& op) {
-  if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return &op.blocks;
-  if (op.kind == OpKind::kD2H) return &op.slots;
-  return nullptr;
+std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
+  if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
+  if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
+  if (op.kind == OpKind::kDiskWrite) return {&op.places, "place"};
+  return {nullptr, ""};
 }
 
 // Throws ContractError if an id, none of them negative, is there twice.
@@ -77,12 +78,13 @@ bool in_range(Enum value, int count) {
 
 }  // namespace
 
-TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options)
+TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
+                               std::vector<std::shared_ptr<Lane>> lanes)
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
       op_stuck_s_(options.op_stuck_s),
       home_(getpid()) {
-  // The lanes of GPUs, disks and remote stores join here.
   lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
+  for (auto& lane : lanes) lanes_.push_back(std::move(lane));
   for (const auto& lane : lanes_) {
     scheduler_->add_lane(lane);
     kinds_ |= lane->kinds();
@@ -177,7 +179,7 @@ std::vector<LaneState> TransferEngine::lanes() const {
   return scheduler_->lanes();
 }
 
-void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
+PageSizes TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
   if (!in_range(op.kind, kOpKinds) || (kinds_ & kind_bit(op.kind)) == 0) {
     throw ContractError(place(op, position) + ": no lane for " + to_string(op.kind) + " (" +
                         std::to_string(static_cast<int>(op.kind)) + "); this engine has " +
@@ -187,7 +189,7 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
     throw ContractError(place(op, position) + ": priority " + std::to_string(static_cast<int>(op.priority)) +
                         ": must be in [0, " + std::to_string(kPriorities) + ")");
   }
-  if (view == nullptr) {
+  if (view == nullptr && has_device_side(op.kind)) {
     throw ContractError(place(op, position) + ": group " + std::to_string(op.group) +
                         " has no view attached");
   }
@@ -204,6 +206,13 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
                         std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
                         std::to_string(places) + " and " + std::to_string(places * kTagBytes));
   }
+  const auto [target_ids, target] = targets(op);
+  if (!has_device_side(op.kind)) {
+    const auto runs = [&](const auto& lane) { return (lane->kinds() & kind_bit(op.kind)) != 0; };
+    const PageSizes sizes = (*std::find_if(lanes_.begin(), lanes_.end(), runs))->check(op);
+    if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
+    return sizes;
+  }
   if (view->pool().closed()) {
     throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) +
                       " was closed");
@@ -213,9 +222,8 @@ void TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedV
   const int64_t slots = view->pool().geometry().slots;
   check_range(op.slots, 0, ready, "slot", op, position,
               ready < slots ? " (ready), of " + std::to_string(slots) : std::string());
-  if (const std::vector<int32_t>* ids = targets(op)) {
-    check_distinct(*ids, ids == &op.blocks ? "block" : "slot", op, position);
-  }
+  if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
+  return {};  // the view says it
 }
 
 void TransferEngine::check_edges(const GraphSpec& graph) const {
@@ -274,14 +282,19 @@ std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
     const std::lock_guard lock(views_mutex_);
     for (const OpSpec& op : graph.ops) {
       const auto found = views_.find(op.group);
-      views.push_back(found == views_.end() ? nullptr : found->second);
+      const bool has_view = found != views_.end() && has_device_side(op.kind);
+      views.push_back(has_view ? found->second : nullptr);
     }
   }
   if (scheduler_->closing()) throw ClosedError("submit: the transfer engine was closed");
-  for (size_t i = 0; i < graph.ops.size(); ++i) check_op(graph.ops[i], i, views[i].get());
+  std::vector<PageSizes> sizes;
+  sizes.reserve(graph.ops.size());
+  for (size_t i = 0; i < graph.ops.size(); ++i) {
+    sizes.push_back(check_op(graph.ops[i], i, views[i].get()));
+  }
   check_edges(graph);
   start_lanes(graph);
-  return scheduler_->submit(std::move(graph), views);
+  return scheduler_->submit(std::move(graph), views, sizes);
 }
 
 bool TransferEngine::close(double deadline_s) {

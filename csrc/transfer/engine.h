@@ -31,7 +31,9 @@ struct EngineOptions {
 class TransferEngine {
  public:
   // Throws ConfigError for options out of range.
-  TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options);
+  // `lanes` are run besides the host copies. Throws ContractError when two are for one kind.
+  TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
+                 std::vector<std::shared_ptr<Lane>> lanes = {});
   // Closes. Threads whose bytes still move then go on alone, with the memory that they use.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
@@ -65,7 +67,7 @@ class TransferEngine {
   bool close(double deadline_s);
 
  private:
-  void check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
+  PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
   void check_edges(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
   bool forked() const;

@@ -42,6 +42,7 @@ class Piece {
   int32_t layer_hi_ = 0;
   int32_t stage_ = 0;
   std::vector<int32_t> positions_;
+  size_t unfinished_ = 0;  // guarded by the scheduler's lock
   std::atomic<Clock::rep> last_moved_{0};
   // The watchdog's, guarded by the scheduler's lock.
   Clock::rep seen_moved_ = 0;
@@ -60,6 +61,10 @@ class WorkSource {
   // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
   // finished.
   virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;
+  // The same for some of its pages, by their index in positions(), for lanes whose pages end one by one.
+  // Every page must be finished once.
+  virtual void finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+                            const std::vector<MoveResult>& results) = 0;
 };
 
 // Executes the ops of some kinds. Registered with the engine before the first submit.
@@ -70,6 +75,11 @@ class Lane {
   virtual KindSet kinds() const = 0;
   // Pieces that can be under way at once: when as many are stuck, nothing else of this lane can move either.
   virtual int32_t concurrency() const = 0;
+  // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
+  // submit throws when the op names a group, slot or place that is not there, or cannot be run.
+  virtual PageSizes check(const OpSpec& op) const;
+  // The lane finds what hangs by itself and ends what it can: the engine's watchdog only names such pieces.
+  virtual bool watches_itself() const { return false; }
   // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
   // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;

@@ -4,13 +4,15 @@
 
 namespace flexkv {
 
-OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view)
+OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view,
+                 PageSizes sizes)
     : effective_priority(spec.priority),
       spec_(std::move(spec)),
       ticket_(ticket),
       sequence_(sequence),
       view_(std::move(view)),
-      layers_(view_ ? view_->view().num_layers() : 1),
+      page_bytes_(view_ ? view_->view().stripe_bytes() : sizes.bytes),
+      layers_(view_ ? view_->view().num_layers() : sizes.layers),
       states_(spec_.slots.size(), PageState::kWaiting) {
   const size_t stages = spec_.layerwise ? static_cast<size_t>(layers_) : 1;
   if (stages > 1) stage_.assign(states_.size(), 0);
@@ -41,9 +43,9 @@ std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   const int32_t stage = lowest_ready_;
   ReadyList& list = ready_[static_cast<size_t>(stage)];
-  const int64_t page_bytes = !view_          ? 1
-                             : stages() == 1 ? view_->view().stripe_bytes()
-                                             : view_->layer_bytes(stage);
+  const int64_t page_bytes = stages() == 1 ? page_bytes_
+                             : view_       ? view_->layer_bytes(stage)
+                                           : page_bytes_ / layers_;
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
   const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);

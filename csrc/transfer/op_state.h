@@ -22,12 +22,18 @@ enum class PageState : uint8_t {
   kSkipped,
   kLaneDown,
 };
+// Of one page, all ranks and layers.
+struct PageSizes {
+  int64_t bytes = 1;
+  int32_t layers = 1;
+};
 constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
 
 class OpState : public std::enable_shared_from_this<OpState> {
  public:
-  // `view` may be null only for a kind without a device side.
-  OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view);
+  // `view` may be null only for a kind without a device side: `sizes` then say what a page is.
+  OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view,
+          PageSizes sizes = {});
 
   const OpSpec& spec() const { return spec_; }
   int64_t ticket() const { return ticket_; }
@@ -85,6 +91,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int64_t ticket_;
   uint64_t sequence_;
   std::shared_ptr<const AttachedView> view_;
+  int64_t page_bytes_ = 0;
   int32_t layers_ = 0;
   std::vector<PageState> states_;
   std::vector<int32_t> stage_;    // a page, only when there are several stages

@@ -16,7 +16,10 @@ struct PageMove {
   int32_t position = 0;
   int32_t block = 0;
   int32_t slot = 0;
-  const AttachedView* view = nullptr;
+  const AttachedView* view = nullptr;  // null for a kind without a device side
+  int32_t group = 0;
+  int32_t place = -1;            // for kinds that have places
+  const uint8_t* tag = nullptr;  // kTagBytes for such a kind, valid until the page's end
 };
 
 struct MoveResult {

@@ -43,7 +43,8 @@ bool Scheduler::places_free(const GraphSpec& graph) const {
 }
 
 std::optional<int64_t> Scheduler::submit(GraphSpec spec,
-                                         const std::vector<std::shared_ptr<const AttachedView>>& views) {
+                                         const std::vector<std::shared_ptr<const AttachedView>>& views,
+                                         const std::vector<PageSizes>& sizes) {
   const std::lock_guard lock(mutex_);
   if (closing_) throw ClosedError("submit: the transfer engine was closed");
   std::unordered_set<int64_t> own_ids;
@@ -60,7 +61,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
   op_ids_.merge(own_ids);
   for (size_t i = 0; i < spec.ops.size(); ++i) {
     auto& op = graph.ops.emplace_back(
-        std::make_shared<OpState>(std::move(spec.ops[i]), ticket, next_sequence_++, views[i]));
+        std::make_shared<OpState>(std::move(spec.ops[i]), ticket, next_sequence_++, views[i], sizes[i]));
     KindQueue& queue = queue_of(*op);
     ++queue.places[static_cast<size_t>(op->spec().priority)];
     queue.open.emplace(op->sequence(), op.get());

@@ -54,11 +54,12 @@ class Scheduler : public WorkSource {
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked: `views[i]` is the view of op i. A ticket, or nothing when the
-  // queue places it needs are not free. Throws ClosedError, or ContractError when an op id is in flight
-  // already.
+  // Takes a graph that the engine has checked: `views[i]` is the view of op i, or null and `sizes[i]` counts.
+  // A ticket, or nothing when the queue places it needs are not free. Throws ClosedError, or ContractError
+  // when an op id is in flight already.
   std::optional<int64_t> submit(GraphSpec graph,
-                                const std::vector<std::shared_ptr<const AttachedView>>& views);
+                                const std::vector<std::shared_ptr<const AttachedView>>& views,
+                                const std::vector<PageSizes>& sizes);
   std::vector<OpResult> poll(size_t max_results);
   // Throw ContractError for a ticket that was never given; wait_layer also for one forgotten.
   bool wait(int64_t ticket, double deadline_s);
@@ -83,6 +84,8 @@ class Scheduler : public WorkSource {
   std::shared_ptr<Piece> take(int32_t lane) override;
   std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) override;
   void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) override;
+  void finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+                    const std::vector<MoveResult>& results) override;
 
  private:
   struct Graph {

@@ -1,5 +1,6 @@
 // The lanes' side of the scheduler: handing out pieces, taking their results, and finding those that hang.
 #include <algorithm>
+#include <numeric>
 #include <tuple>
 
 #include "base/error.h"
@@ -27,8 +28,23 @@ PageMove Piece::page(size_t index) const {
   const OpSpec& spec = op_->spec();
   const int32_t position = positions_[index];
   const auto at = static_cast<size_t>(position);
-  return {spec.op_id,     kind_,      position, spec.blocks.empty() ? -1 : spec.blocks[at],
-          spec.slots[at], view_.get()};
+  PageMove move;
+  move.op_id = spec.op_id;
+  move.kind = kind_;
+  move.position = position;
+  move.block = spec.blocks.empty() ? -1 : spec.blocks[at];
+  move.slot = spec.slots[at];
+  move.view = view_.get();
+  move.group = spec.group;
+  if (!spec.places.empty()) {
+    move.place = spec.places[at];
+    move.tag = spec.tags.data() + at * kTagBytes;
+  }
+  return move;
+}
+
+PageSizes Lane::check(const OpSpec& op) const {
+  throw ContractError(std::string("lane ") + name() + " needs a view for " + to_string(op.kind));
 }
 
 void Scheduler::add_lane(std::shared_ptr<Lane> lane) {
@@ -108,6 +124,7 @@ std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane, KindSet allowed) {
   piece->kind_ = op->spec().kind;
   piece->lane_ = lane;
   piece->positions_ = std::move(positions);
+  piece->unfinished_ = piece->positions_.size();
   piece->touch();
   update_runnable(*op);
   moving_.insert(piece);
@@ -134,18 +151,30 @@ std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
 }
 
 void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) {
+  std::vector<size_t> all(piece->positions_.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  finish_pages(piece, all, results);
+}
+
+void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+                             const std::vector<MoveResult>& results) {
   const std::lock_guard lock(mutex_);
-  if (moving_.erase(piece) == 0) throw ContractError("a lane finished a piece that it had not taken");
-  if (results.size() != piece->positions_.size())
-    throw ContractError("a lane must give one result for each page");
+  if (moving_.count(piece) == 0 || indices.size() > piece->unfinished_)
+    throw ContractError("a lane finished a piece that it had not taken");
+  if (results.size() != indices.size()) throw ContractError("a lane must give one result for each page");
+  piece->unfinished_ -= indices.size();
+  piece->touch();
   OpState& op = *piece->op_;
-  // Before the result can be seen: whoever then detaches the view may free its memory.
-  piece->view_.reset();
-  if (piece->stuck_) revive();
+  if (piece->unfinished_ == 0) {
+    moving_.erase(piece);
+    // Before the result can be seen: whoever then detaches the view may free its memory.
+    piece->view_.reset();
+    if (piece->stuck_) revive();
+  }
   const KindQueue& queue = queue_of(op);
   bool layer_done = false;
   for (size_t i = 0; i < results.size(); ++i) {
-    const int32_t page = piece->positions_[i];
+    const int32_t page = piece->positions_[indices[i]];
     if (results[i].status != Status::kOk) {
       end_page(op, page, bad_state(results[i].status), results[i].reason);
       continue;
@@ -218,6 +247,7 @@ void Scheduler::look_for_stuck() {
   for (const auto& piece : moving_) {
     if (!piece->stuck_) continue;
     const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
+    if (entry.lane->watches_itself()) continue;
     const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
                                std::to_string(piece->op_->spec().op_id) + " has not moved for " +
                                std::to_string(op_stuck_s_) + " s";

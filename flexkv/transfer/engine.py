@@ -47,9 +47,11 @@ class TransferEngine(DataPlane):
         queue_ops: places for each kind and priority of op.
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
         op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
+        lanes: run the ops of further kinds, such as `DiskTier.lane`. A lane serves one engine.
 
     Raises:
         ConfigError: an argument is out of range.
+        ContractError: two lanes for one kind.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class TransferEngine(DataPlane):
         queue_ops: int = 1024,
         copy_threads: int = 1,
         op_stuck_s: float = 30.0,
+        lanes: Sequence[c_ext.Lane] = (),
     ) -> None:
-        self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s)
+        self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, list(lanes))
         self._detached: dict[int, Sequence[object]] = {}
         self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}

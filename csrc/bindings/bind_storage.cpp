@@ -1,0 +1,213 @@
+// The disk tier for Python: page formats, open slabs, the lane, and faults to inject. No logic.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "bindings/byte_buffer.h"
+#include "io/faulty_queue.h"
+#include "storage/disk_lane.h"
+#include "storage/page_codec.h"
+#include "storage/slab_file.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+using RunArray = py::array_t<int64_t, py::array::c_style>;
+
+std::vector<PageRun> to_runs(const RunArray& rows) {
+  if (rows.ndim() != 2 || rows.shape(1) != 3) {
+    throw GeometryError("runs must be int64 of shape [n, 3] (offset, bytes, layer)");
+  }
+  std::vector<PageRun> runs;
+  const auto at = rows.unchecked<2>();
+  for (py::ssize_t i = 0; i < at.shape(0); ++i) {
+    if (at(i, 2) < 0 || at(i, 2) > INT32_MAX) throw GeometryError("layer " + std::to_string(at(i, 2)));
+    runs.push_back({at(i, 0), at(i, 1), static_cast<int32_t>(at(i, 2))});
+  }
+  return runs;
+}
+
+std::shared_ptr<PageCodec> make_codec(std::vector<int64_t> stripe_bytes, const std::vector<RunArray>& runs,
+                                      bool host_digests) {
+  std::vector<std::vector<PageRun>> of_ranks;
+  for (const RunArray& rows : runs) of_ranks.push_back(to_runs(rows));
+  return std::make_shared<PageCodec>(std::move(stripe_bytes), of_ranks, host_digests);
+}
+
+void require_image(const PageCodec& codec, const ByteBuffer& buffer) {
+  if (static_cast<int64_t>(buffer.size()) == codec.image_bytes()) return;
+  throw GeometryError("a slot image has " + std::to_string(codec.image_bytes()) + " bytes, given " +
+                      std::to_string(buffer.size()));
+}
+
+std::optional<PageTag> to_tag(const std::optional<py::bytes>& bytes) {
+  if (!bytes) return std::nullopt;
+  const std::string text = *bytes;
+  if (text.size() != kTagBytes) {
+    throw ContractError("a tag has " + std::to_string(kTagBytes) + " bytes, given " +
+                        std::to_string(text.size()));
+  }
+  return PageTag::read(reinterpret_cast<const uint8_t*>(text.data()));
+}
+
+void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uint64_t slot,
+          const py::bytes& tag, uint64_t written) {
+  const ByteBuffer bytes(image, ByteBuffer::kWritable);
+  require_image(codec, bytes);
+  const PageTag fields = *to_tag(tag);
+  const py::gil_scoped_release release;
+  codec.seal(bytes.data(), {slab_id, slot}, fields, written);
+}
+
+py::tuple check(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uint64_t slot,
+                const std::optional<py::bytes>& tag, uint64_t now, bool data) {
+  const ByteBuffer bytes(image, ByteBuffer::kReadable);
+  require_image(codec, bytes);
+  const std::optional<PageTag> wanted = to_tag(tag);
+  PageCheck found;
+  {
+    const py::gil_scoped_release release;
+    found = codec.check_trailer(bytes.data(), {slab_id, slot}, wanted, now);
+    if (data && found.miss == PageMiss::kNone) found = codec.check_runs(bytes.data());
+  }
+  return py::make_tuple(kMissNames[static_cast<size_t>(found.miss)], found.reason);
+}
+
+py::tuple trailer(const PageCodec& codec, const py::buffer& image) {
+  const ByteBuffer bytes(image, ByteBuffer::kReadable);
+  require_image(codec, bytes);
+  const PageTrailer head = PageCodec::trailer_of(bytes.data() + codec.image().trailer_offset());
+  const py::bytes tag(reinterpret_cast<const char*>(&head.tag), sizeof(head.tag));
+  return py::make_tuple(head.slab_id, head.slot, tag, head.written);
+}
+
+IoBackend to_backend(const std::string& name) {
+  if (name == "auto") return IoBackend::kAuto;
+  if (name == "uring") return IoBackend::kUring;
+  if (name == "threads") return IoBackend::kThreads;
+  throw ConfigError("io='" + name + "': allowed are 'auto', 'uring' and 'threads'");
+}
+
+std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>>& codecs,
+                                    const std::vector<std::shared_ptr<HostPool>>& pools,
+                                    std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
+                                    const std::string& io, int32_t depth, double stuck_s,
+                                    std::shared_ptr<IoFaults> faults) {
+  if (codecs.size() != pools.size()) {
+    throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
+                        " host pools");
+  }
+  std::vector<DiskGroup> groups;
+  for (size_t g = 0; g < codecs.size(); ++g) groups.push_back({codecs[g], {}, pools[g]});
+  return std::make_shared<DiskLane>(std::move(groups), std::move(slabs),
+                                    DiskOptions{to_backend(io), depth, stuck_s}, std::move(faults));
+}
+
+py::list states(const DiskLane& lane) {
+  py::list list;
+  for (const DiskState& s : lane.states()) list.append(py::make_tuple(s.lost, s.reason, s.backend));
+  return list;
+}
+
+py::dict counts(const DiskLane& lane, int32_t disk) {
+  if (disk < 0 || disk >= lane.disks()) throw BlockRangeError("no disk " + std::to_string(disk));
+  const DiskCounts& c = lane.counts(disk);
+  py::dict misses;
+  for (size_t i = 1; i < kPageMisses; ++i) misses[kMissNames[i]] = c.misses[i].load();
+  py::dict all;
+  all["read_pages"] = c.read_pages.load();
+  all["read_bytes"] = c.read_bytes.load();
+  all["written_pages"] = c.written_pages.load();
+  all["written_bytes"] = c.written_bytes.load();
+  all["write_errors"] = c.write_errors.load();
+  all["misses"] = misses;
+  return all;
+}
+
+IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<int32_t> disk,
+                      std::optional<int64_t> nth, std::optional<int64_t> offset, int32_t error, int64_t bytes,
+                      int64_t times) {
+  if (action < 0 || action > static_cast<int32_t>(IoFaultAction::kStall)) {
+    throw ContractError("no I/O fault action " + std::to_string(action));
+  }
+  IoFaultRule rule;
+  rule.action = static_cast<IoFaultAction>(action);
+  rule.write = write;
+  rule.disk = disk;
+  rule.nth = nth;
+  rule.offset = offset;
+  rule.error = error;
+  rule.bytes = bytes;
+  rule.times = times;
+  return rule;
+}
+
+void bind_faults(py::module_& m) {
+  py::class_<IoFaultRule>(m, "IoFaultRule")
+      .def(py::init(&make_rule), py::arg("action"), py::kw_only(), py::arg("write") = py::none(),
+           py::arg("disk") = py::none(), py::arg("nth") = py::none(), py::arg("offset") = py::none(),
+           py::arg("error") = 5, py::arg("bytes") = 0, py::arg("times") = -1);
+  py::class_<IoFaults, std::shared_ptr<IoFaults>>(m, "IoFaults")
+      .def(py::init<std::vector<IoFaultRule>>(), py::arg("rules"))
+      .def("add", &IoFaults::add, py::arg("rule"))
+      .def("release", &IoFaults::release, py::call_guard<py::gil_scoped_release>())
+      .def("wait_stalled", &IoFaults::wait_stalled, py::arg("count"), py::arg("deadline_s"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("acted", &IoFaults::acted);
+}
+
+}  // namespace
+
+void bind_storage(py::module_& m) {
+  m.attr("PAGE_VERSION") = kPageVersion;
+  m.def("uring_refusal", &uring_refusal);
+  py::class_<PageCodec, std::shared_ptr<PageCodec>>(m, "PageCodec")
+      .def(py::init(&make_codec), py::arg("stripe_bytes"), py::arg("runs"), py::arg("host_digests") = false)
+      .def_property_readonly("image_bytes", &PageCodec::image_bytes)
+      .def_property_readonly("trailer_offset", [](const PageCodec& c) { return c.image().trailer_offset(); })
+      .def_property_readonly("trailer_bytes", [](const PageCodec& c) { return c.image().trailer_bytes(); })
+      .def_property_readonly("layers", &PageCodec::layers)
+      .def_property_readonly("ranks", [](const PageCodec& c) { return c.image().ranks(); })
+      .def("stripe_offset", [](const PageCodec& c, int32_t rank) { return c.image().stripe_offset(rank); })
+      .def("digest_offset", &PageCodec::digest_offset, py::arg("rank"))
+      .def("seal", &seal, py::arg("image"), py::arg("slab_id"), py::arg("slot"), py::arg("tag"),
+           py::arg("written"))
+      .def("check", &check, py::arg("image"), py::arg("slab_id"), py::arg("slot"), py::arg("tag"),
+           py::arg("now"), py::arg("data") = true)
+      .def("trailer", &trailer, py::arg("image"));
+  py::class_<SlabFile, std::shared_ptr<SlabFile>>(m, "SlabFile")
+      .def(py::init([](std::string path, int64_t header_bytes, int64_t slot_bytes, int64_t slots, uint64_t id,
+                       int lock_fd) {
+             const py::gil_scoped_release release;
+             return std::make_shared<SlabFile>(std::move(path),
+                                               SlabShape{header_bytes, slot_bytes, slots, id}, lock_fd);
+           }),
+           py::arg("path"), py::arg("header_bytes"), py::arg("slot_bytes"), py::arg("slots"), py::arg("id"),
+           py::arg("lock_fd") = -1)
+      .def_property_readonly("direct", &SlabFile::direct)
+      .def_property_readonly("fd", &SlabFile::fd)
+      .def_property_readonly("in_place", &SlabFile::in_place)
+      .def("offset", &SlabFile::offset, py::arg("slot"))
+      .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
+  py::class_<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
+      .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
+           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none())
+      .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("files_closed", &DiskLane::files_closed)
+      .def("states", &states)
+      .def("counts", &counts, py::arg("disk"));
+  bind_faults(m);
+}
+
+}  // namespace flexkv

@@ -1,0 +1,145 @@
+#include "io/faulty_queue.h"
+
+#include <algorithm>
+
+#include "transfer/deadline.h"
+
+namespace flexkv {
+
+std::optional<IoFaultRule> IoFaults::match(const IoRequest& request, int32_t disk) {
+  const std::lock_guard lock(mutex_);
+  for (IoFaultRule& rule : rules_) {
+    if (rule.write && *rule.write != request.write) continue;
+    if (rule.disk && *rule.disk != disk) continue;
+    const bool covers =
+        !rule.offset || (*rule.offset >= request.offset && *rule.offset < request.offset + request.bytes);
+    if (!covers) continue;
+    const int64_t number = rule.seen++;
+    if (rule.nth && *rule.nth != number) continue;
+    if (rule.times == 0) continue;
+    if (rule.times > 0) --rule.times;
+    ++acted_;
+    return rule;
+  }
+  return std::nullopt;
+}
+
+void IoFaults::add(const IoFaultRule& rule) {
+  const std::lock_guard lock(mutex_);
+  rules_.push_back(rule);
+}
+
+void IoFaults::release() {
+  const std::lock_guard lock(mutex_);
+  rules_.clear();
+  ++generation_;
+  for (IoQueue* queue : queues_) queue->wake();
+}
+
+bool IoFaults::released_since(int64_t generation) const { return this->generation() > generation; }
+
+int64_t IoFaults::generation() const {
+  const std::lock_guard lock(mutex_);
+  return generation_;
+}
+
+int64_t IoFaults::acted() const {
+  const std::lock_guard lock(mutex_);
+  return acted_;
+}
+
+void IoFaults::count_stalled(int64_t change) {
+  const std::lock_guard lock(mutex_);
+  stalled_ += change;
+  changed_.notify_all();
+}
+
+bool IoFaults::wait_stalled(int64_t count, double deadline_s) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return stalled_ >= count; });
+}
+
+void IoFaults::on_release(IoQueue* queue) {
+  const std::lock_guard lock(mutex_);
+  queues_.push_back(queue);
+}
+
+void IoFaults::forget(IoQueue* queue) {
+  const std::lock_guard lock(mutex_);
+  std::erase(queues_, queue);
+}
+
+FaultyQueue::FaultyQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<IoFaults> faults, int32_t disk)
+    : inner_(std::move(inner)), faults_(std::move(faults)), disk_(disk) {
+  faults_->on_release(inner_.get());
+}
+
+FaultyQueue::~FaultyQueue() { faults_->forget(inner_.get()); }
+
+void FaultyQueue::submit(const IoRequest& request) {
+  const int64_t now = faults_->generation();
+  const auto rule = faults_->match(request, disk_);
+  if (!rule) {
+    inner_->submit(request);
+    return;
+  }
+  switch (rule->action) {
+    case IoFaultAction::kFail:
+      ready_.push_back({request.cookie, -rule->error});
+      return;
+    case IoFaultAction::kStall:
+      held_.push_back({request, now});
+      faults_->count_stalled(1);
+      return;
+    case IoFaultAction::kShort: {
+      IoRequest less = request;
+      less.bytes = std::min(rule->bytes, request.bytes);
+      if (less.bytes == 0) {
+        ready_.push_back({request.cookie, 0});
+      } else {
+        inner_->submit(less);
+      }
+      return;
+    }
+    case IoFaultAction::kCorrupt:
+      marked_.push_back({request, *rule});
+      // A write is spoilt while it moves: its buffer is the only place to do so.
+      if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
+      inner_->submit(request);
+  }
+}
+
+void FaultyQueue::let_go() {
+  std::vector<Held> still;
+  for (const Held& held : held_) {
+    if (!faults_->released_since(held.since)) {
+      still.push_back(held);
+      continue;
+    }
+    faults_->count_stalled(-1);
+    inner_->submit(held.request);
+  }
+  held_ = std::move(still);
+}
+
+void FaultyQueue::spoil(IoDone& done) {
+  const auto found = std::find_if(marked_.begin(), marked_.end(),
+                                  [&](const Marked& m) { return m.request.cookie == done.cookie; });
+  if (found == marked_.end()) return;
+  found->request.buffer[found->rule.bytes] ^= std::byte{1};  // damages what was read, mends what was written
+  marked_.erase(found);
+}
+
+void FaultyQueue::wait(std::vector<IoDone>& done) {
+  if (!ready_.empty()) {
+    inner_->wake();  // so that the wait below takes what has ended, if any, and returns
+  }
+  let_go();
+  const size_t before = done.size();
+  inner_->wait(done);
+  for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
+  done.insert(done.end(), ready_.begin(), ready_.end());
+  ready_.clear();
+}
+
+}  // namespace flexkv

@@ -1,0 +1,49 @@
+// Reads and writes under way on one disk. One owner thread submits and waits; any thread may wake it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flexkv {
+
+struct IoRequest {
+  bool write = false;
+  int fd = -1;
+  std::byte* buffer = nullptr;
+  int64_t bytes = 0;
+  int64_t offset = 0;
+  uint64_t cookie = 0;  // comes back in IoDone; below kReservedCookie
+};
+inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
+
+struct IoDone {
+  uint64_t cookie = 0;
+  int64_t result = 0;  // bytes moved, which may be fewer than asked for, or -errno
+};
+
+class IoQueue {
+ public:
+  virtual ~IoQueue() = default;
+  virtual const char* name() const = 0;
+  // I/Os that may be under way at once.
+  virtual int32_t depth() const = 0;
+  // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait().
+  virtual void submit(const IoRequest& request) = 0;
+  // Owner only. Appends what has ended; returns when there is something or somebody called wake(). Throws
+  // DiskError when the kernel refuses to go on: what is under way may then never be heard of.
+  virtual void wait(std::vector<IoDone>& done) = 0;
+  virtual void wake() = 0;
+};
+
+enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
+
+// Why this process cannot use io_uring; empty if it can. Asks the kernel each time.
+std::string uring_refusal();
+
+// To be called in the owner's thread: some rings belong to the thread that made them. Throws DiskError when
+// kUring is asked for and refused.
+std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth);
+
+}  // namespace flexkv

@@ -1,0 +1,41 @@
+// I/Os by pread and pwrite in threads of their own, where io_uring is refused.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "io/io_queue.h"
+
+namespace flexkv {
+
+// Unit: threads. Enough to keep a disk busy with large pages; each waits in the kernel most of the time.
+inline constexpr int32_t kMostIoThreads = 8;
+
+class ThreadQueue : public IoQueue {
+ public:
+  explicit ThreadQueue(int32_t depth);
+  // Waits for what is under way.
+  ~ThreadQueue() override;
+
+  const char* name() const override { return "threads"; }
+  int32_t depth() const override { return depth_; }
+  void submit(const IoRequest& request) override;
+  void wait(std::vector<IoDone>& done) override;
+  void wake() override;
+
+ private:
+  void run();
+
+  const int32_t depth_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable ended_;
+  std::deque<IoRequest> requests_;
+  std::vector<IoDone> done_;
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace flexkv

@@ -1,0 +1,45 @@
+// An io_uring by its three system calls: no library, so that a wheel runs wherever the kernel has it.
+#pragma once
+#include <linux/io_uring.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flexkv {
+
+// For one thread, the one that made it.
+class Uring {
+ public:
+  // Throws DiskError with the kernel's reason.
+  explicit Uring(uint32_t entries);
+  ~Uring();
+  Uring(const Uring&) = delete;
+  Uring& operator=(const Uring&) = delete;
+
+  // The next free submission entry, zeroed; null when the ring is full until enter().
+  io_uring_sqe* next_sqe();
+  // Submits what next_sqe() gave out and waits until `min_complete` have ended. 0 or -errno.
+  int enter(uint32_t min_complete);
+  // The oldest completion not seen yet, or null; seen() lets it go.
+  const io_uring_cqe* peek_cqe() const;
+  void seen();
+
+ private:
+  struct Mapping {
+    void* base = nullptr;
+    size_t bytes = 0;
+  };
+  uint32_t* at(const Mapping& mapping, uint32_t offset) const {
+    return reinterpret_cast<uint32_t*>(static_cast<std::byte*>(mapping.base) + offset);
+  }
+  void release();
+
+  int fd_ = -1;
+  Mapping sq_ring_;
+  Mapping cq_ring_;
+  Mapping sqe_ring_;
+  io_uring_params params_{};
+  uint32_t queued_ = 0;  // given out, not submitted
+};
+
+}  // namespace flexkv

@@ -1,0 +1,107 @@
+// A disk as others see it: its queue, and how it is taken out. The I/O thread is in disk_io.cpp.
+#include "storage/disk.h"
+
+#include <utility>
+
+namespace flexkv {
+
+Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
+           std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options,
+           std::shared_ptr<IoFaults> faults, std::function<void()> on_room)
+    : number_(number),
+      slabs_(std::move(slabs)),
+      groups_(std::move(groups)),
+      options_(options),
+      faults_(std::move(faults)),
+      on_room_(std::move(on_room)),
+      jobs_(static_cast<size_t>(options.depth)) {}
+
+void Disk::add(std::vector<Ended>& ended, const PageTask& task, MoveResult result) {
+  if (ended.empty() || ended.back().piece != task.piece) ended.push_back({task.piece, {}, {}});
+  ended.back().indices.push_back(task.index);
+  ended.back().results.push_back(std::move(result));
+}
+
+void Disk::report(const std::vector<Ended>& ended, WorkSource& source) {
+  for (const Ended& one : ended) source.finish_pages(one.piece, one.indices, one.results);
+}
+
+MoveResult Disk::lost_result() const {
+  return {Status::kLaneDown, "disk " + std::to_string(number_) + " was taken out: " + lost_reason_};
+}
+
+void Disk::push(std::vector<PageTask> tasks, WorkSource& source) {
+  std::vector<Ended> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    ++pushes_;
+    for (PageTask& task : tasks) {
+      if (lost_) {
+        ++counts_.misses[static_cast<size_t>(PageMiss::kDiskLost)];
+        add(ended, task, lost_result());
+      } else {
+        (task.move.kind == OpKind::kDiskRead ? reads_ : writes_).push_back(std::move(task));
+      }
+    }
+    if (queue_ != nullptr) queue_->wake();
+  }
+  work_.notify_one();
+  report(ended, source);
+}
+
+size_t Disk::queued() const {
+  const std::lock_guard lock(mutex_);
+  return reads_.size() + writes_.size();
+}
+
+bool Disk::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_;
+}
+
+std::string Disk::lost_reason() const {
+  const std::lock_guard lock(mutex_);
+  return lost_reason_;
+}
+
+std::string Disk::backend() const {
+  const std::lock_guard lock(mutex_);
+  return backend_;
+}
+
+void Disk::take_out(const std::string& reason, WorkSource* source) {
+  std::vector<Ended> ended;
+  {
+    const std::lock_guard lock(mutex_);
+    if (lost_) return;
+    lost_ = true;
+    lost_reason_ = reason;
+    for (std::deque<PageTask>* queue : {&reads_, &writes_}) {
+      for (const PageTask& task : *queue) {
+        ++counts_.misses[static_cast<size_t>(PageMiss::kDiskLost)];
+        add(ended, task, lost_result());
+      }
+      queue->clear();
+    }
+  }
+  if (source != nullptr) report(ended, *source);
+  on_room_();
+}
+
+bool Disk::look(int32_t looks) {
+  const uint64_t oldest = oldest_.load(std::memory_order_relaxed);
+  quiet_looks_ = oldest != 0 && oldest == seen_oldest_ ? quiet_looks_ + 1 : 0;
+  seen_oldest_ = oldest;
+  return quiet_looks_ >= looks;
+}
+
+void Disk::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    if (queue_ != nullptr) queue_->wake();
+  }
+  work_.notify_all();
+}
+
+}  // namespace flexkv

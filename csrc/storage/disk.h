@@ -1,0 +1,156 @@
+// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes; what is
+// read is checked, what is written is sealed, both in that thread while other I/Os are under way.
+#pragma once
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "io/faulty_queue.h"
+#include "io/io_queue.h"
+#include "storage/layer_reads.h"
+#include "storage/page_codec.h"
+#include "storage/slab_file.h"
+#include "transfer/host_pool.h"
+#include "transfer/lane.h"
+
+namespace flexkv {
+
+// One KV group: the same on all disks.
+struct DiskGroup {
+  std::shared_ptr<const PageCodec> codec;
+  std::vector<LayerReads> layer_reads;
+  std::shared_ptr<HostPool> pool;
+};
+
+struct DiskOptions {
+  IoBackend io = IoBackend::kAuto;
+  int32_t depth = 32;
+  double stuck_s = 30.0;
+};
+
+struct DiskCounts {
+  std::atomic<int64_t> read_pages{0}, read_bytes{0}, written_pages{0}, written_bytes{0}, write_errors{0};
+  std::array<std::atomic<int64_t>, kPageMisses> misses{};
+};
+
+// A page that a lane took: one of a piece.
+struct PageTask {
+  std::shared_ptr<Piece> piece;
+  size_t index = 0;
+  PageMove move;
+  int64_t slot = 0;  // of the disk's slab
+};
+
+class Disk {
+ public:
+  // `on_room` is called, from any thread and without a lock, when queued() has become less.
+  Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
+       std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options,
+       std::shared_ptr<IoFaults> faults, std::function<void()> on_room);
+
+  // Takes tasks; those of a lost disk end at once.
+  void push(std::vector<PageTask> tasks, WorkSource& source);
+  size_t queued() const;
+  bool lost() const;
+  std::string lost_reason() const;
+  std::string backend() const;
+  // No I/O is begun any more: what is queued ends with LANE_DOWN, what is under way when it is over.
+  void take_out(const std::string& reason, WorkSource* source);
+  // The watchdog's look. True when no I/O has ended for `looks` looks in a row although some are under way.
+  bool look(int32_t looks);
+
+  // The I/O thread's whole life; ends after stop(), when nothing is queued or under way.
+  void run(const std::shared_ptr<WorkSource>& source);
+  void stop();
+
+  const DiskCounts& counts() const { return counts_; }
+  // Lets the files go. Only after run() has returned, or was never called.
+  void close_files() { slabs_.clear(); }
+
+ private:
+  struct Job {
+    PageTask task;
+    const DiskGroup* group = nullptr;
+    bool write = false;
+    uint64_t sequence = 0;  // 0: free
+    int64_t bytes = 0;      // of all its I/Os
+    int32_t open_ios = 0;
+    int32_t error = 0;                // errno of the first I/O that failed
+    int64_t missing = 0;              // bytes that short I/Os did not move
+    std::vector<std::byte*> span_at;  // layer read: where each span of the layer went
+    std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
+  };
+  struct Io {
+    size_t job = 0;
+    IoRequest request;
+  };
+  struct Ended {
+    std::shared_ptr<Piece> piece;
+    std::vector<size_t> indices;
+    std::vector<MoveResult> results;
+  };
+
+  void work(IoQueue& queue, WorkSource& source);
+  void begin_picked(std::vector<Ended>& ended);
+  bool pick(PageTask& task);
+  void begin(const PageTask& task);
+  void add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset);
+  void begin_layer(size_t job);
+  void submit_ios(IoQueue& queue);
+  void io_done(const IoDone& done, std::vector<Ended>& ended);
+  MoveResult end(Job& job);
+  MoveResult end_read(Job& job);
+  PageCheck check(Job& job, std::byte* image);
+  MoveResult miss(const Job& job, const PageCheck& check);
+  void disk_error(bool write, int32_t error);
+  static void report(const std::vector<Ended>& ended, WorkSource& source);
+  static void add(std::vector<Ended>& ended, const PageTask& task, MoveResult result);
+  MoveResult lost_result() const;
+
+  const int32_t number_;
+  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one a group
+  const std::shared_ptr<const std::vector<DiskGroup>> groups_;
+  const DiskOptions options_;
+  const std::shared_ptr<IoFaults> faults_;
+  const std::function<void()> on_room_;
+  DiskCounts counts_;
+
+  mutable std::mutex mutex_;  // guards what follows, to the blank line
+  std::condition_variable work_;
+  std::deque<PageTask> reads_;
+  std::deque<PageTask> writes_;
+  IoQueue* queue_ = nullptr;  // while the thread may be in its wait()
+  std::string backend_;
+  uint64_t pushes_ = 0;
+  bool stopping_ = false;
+  bool lost_ = false;
+  std::string lost_reason_;
+
+  // The watchdog reads the first, and keeps the others.
+  std::atomic<uint64_t> oldest_{0};  // the sequence of the oldest job under way; 0 for none
+  uint64_t seen_oldest_ = 0;
+  int32_t quiet_looks_ = 0;
+
+  // The I/O thread's own.
+  std::vector<Job> jobs_;
+  std::vector<Io> ios_;
+  std::vector<size_t> free_ios_;
+  std::deque<size_t> unsubmitted_;
+  uint64_t next_sequence_ = 1;
+  int32_t under_way_ = 0;  // I/Os
+  int32_t running_jobs_ = 0;
+  int32_t running_writes_ = 0;
+  int64_t running_bytes_ = 0;
+  int32_t reads_in_row_ = 0;  // that a waiting write had to let pass
+  int32_t read_errors_in_row_ = 0;
+  int32_t write_errors_in_row_ = 0;
+  std::string pending_out_;  // a reason to be taken out, found while ending a job
+};
+
+}  // namespace flexkv

@@ -1,0 +1,245 @@
+#include "storage/disk_lane.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <utility>
+
+#include "base/error.h"
+#include "transfer/deadline.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: pages. Queued before all disks together, when one hangs and has not been found out: a few MiB.
+constexpr size_t kMostQueuedPages = 65536;
+// A disk that keeps up has at most this many pages queued for each that may be under way, so that a load
+// which comes now does not wait behind many.
+constexpr size_t kQueuedPerDepth = 2;
+// Unit: looks. See kLooksUntilStuck of the engine's watchdog: counted, so that a stopped process finds no
+// disk hung when it wakes up.
+constexpr int32_t kLooksUntilStuck = 4;
+
+}  // namespace
+
+struct DiskLane::Shared {
+  std::shared_ptr<const std::vector<DiskGroup>> groups;
+  DiskOptions options;
+  std::vector<std::shared_ptr<Disk>> disks;
+  std::vector<int64_t> places;  // of each group
+  std::mutex mutex;             // guards what follows
+  std::condition_variable changed;
+  std::shared_ptr<WorkSource> source;  // once started
+  uint64_t room_seen = 0;
+  bool stopping = false;
+  bool files_closed = false;
+
+  void on_room() {
+    {
+      const std::lock_guard lock(mutex);
+      ++room_seen;
+    }
+    changed.notify_all();
+  }
+  // Whether a disk that keeps up could take more now.
+  bool has_room() const {
+    size_t total = 0;
+    bool some = false;
+    bool alive = false;
+    for (const auto& disk : disks) {
+      const size_t queued = disk->queued();
+      total += queued;
+      alive |= !disk->lost();
+      some |= !disk->lost() && queued < kQueuedPerDepth * static_cast<size_t>(options.depth);
+    }
+    return (some || !alive) && total < kMostQueuedPages;
+  }
+  void wait_room() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      const uint64_t seen = room_seen;
+      lock.unlock();
+      if (has_room()) return;
+      lock.lock();
+      changed.wait(lock, [&] { return room_seen != seen; });
+    }
+  }
+};
+
+DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
+                   const DiskOptions& options, std::shared_ptr<IoFaults> faults)
+    : shared_(std::make_shared<Shared>()) {
+  if (groups.empty() || slabs.empty()) throw ContractError("a disk lane needs a group and a disk");
+  if (options.depth < 1 || options.depth > 1024) {
+    throw ConfigError("depth=" + std::to_string(options.depth) + ": must be in [1, 1024]");
+  }
+  if (options.io == IoBackend::kUring) {
+    if (const std::string refusal = uring_refusal(); !refusal.empty()) throw DiskError(refusal);
+  }
+  shared_->places.resize(groups.size(), INT32_MAX);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    groups[g].layer_reads = plan_layer_reads(*groups[g].codec);
+    const int64_t image = groups[g].codec->image_bytes();
+    const int64_t slot = groups[g].pool->geometry().slot_bytes;
+    if (slot != image) {
+      throw GeometryError("group " + std::to_string(g) + ": host slots of " + std::to_string(slot) +
+                          " bytes for slot images of " + std::to_string(image));
+    }
+    for (const auto& of_disk : slabs) {
+      if (of_disk.empty()) continue;
+      if (of_disk.size() != groups.size()) throw ContractError("a disk lane needs a slab for each group");
+      const SlabShape& shape = of_disk[g]->shape();
+      if (shape.slot_bytes != image) {
+        throw GeometryError(of_disk[g]->path() + ": slots of " + std::to_string(shape.slot_bytes) +
+                            " bytes for slot images of " + std::to_string(image));
+      }
+      const int64_t places = shape.slots * static_cast<int64_t>(slabs.size());
+      shared_->places[g] = std::min(shared_->places[g], places);
+    }
+  }
+  shared_->groups = std::make_shared<const std::vector<DiskGroup>>(std::move(groups));
+  shared_->options = options;
+  for (size_t d = 0; d < slabs.size(); ++d) {
+    const bool usable = !slabs[d].empty();
+    const std::weak_ptr<Shared> weak = shared_;
+    shared_->disks.push_back(std::make_shared<Disk>(static_cast<int32_t>(d), std::move(slabs[d]),
+                                                    shared_->groups, options, faults, [weak] {
+                                                      if (const auto shared = weak.lock()) shared->on_room();
+                                                    }));
+    if (!usable) shared_->disks.back()->take_out("it could not be opened", nullptr);
+  }
+}
+
+int32_t DiskLane::concurrency() const { return disks() * shared_->options.depth; }
+
+int32_t DiskLane::disks() const { return static_cast<int32_t>(shared_->disks.size()); }
+
+PageSizes DiskLane::check(const OpSpec& op) const {
+  const std::string name = "op " + std::to_string(op.op_id);
+  if (op.group < 0 || static_cast<size_t>(op.group) >= shared_->groups->size()) {
+    throw ContractError(name + ": group " + std::to_string(op.group) + ": the disks have groups [0, " +
+                        std::to_string(shared_->groups->size()) + ")");
+  }
+  const DiskGroup& group = (*shared_->groups)[static_cast<size_t>(op.group)];
+  if (op.layerwise && op.kind == OpKind::kDiskWrite) {
+    throw ContractError(name + ": a DISK_WRITE is never layerwise: whole slot images are written");
+  }
+  if (group.pool->closed()) throw ClosedError(name + ": the host pool of its group was closed");
+  const auto require = [&](const std::vector<int32_t>& ids, int64_t end, const char* what) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] >= 0 && ids[i] < end) continue;
+      throw BlockRangeError(std::string(what) + " " + std::to_string(ids[i]) + " at page " +
+                            std::to_string(i) + " of " + name + ": allowed are [0, " + std::to_string(end) +
+                            ")");
+    }
+  };
+  require(op.slots, group.pool->ready_slots(), "slot");
+  require(op.places, shared_->places[static_cast<size_t>(op.group)], "place");
+  return {group.codec->image_bytes(), group.codec->layers()};
+}
+
+void DiskLane::dispatch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source,
+                        int32_t lane) {
+  const auto disks = static_cast<int32_t>(shared->disks.size());
+  for (;;) {
+    shared->wait_room();
+    const std::shared_ptr<Piece> piece = source->take(lane);
+    if (!piece) break;
+    std::vector<std::vector<PageTask>> tasks(shared->disks.size());
+    for (size_t i = 0; i < piece->positions().size(); ++i) {
+      const PageMove move = piece->page(i);
+      tasks[static_cast<size_t>(move.place % disks)].push_back({piece, i, move, move.place / disks});
+    }
+    for (size_t d = 0; d < tasks.size(); ++d) {
+      if (!tasks[d].empty()) shared->disks[d]->push(std::move(tasks[d]), *source);
+    }
+  }
+  for (const auto& disk : shared->disks) disk->stop();
+  {
+    const std::lock_guard lock(shared->mutex);
+    shared->stopping = true;
+  }
+  shared->changed.notify_all();
+}
+
+void DiskLane::watch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source) {
+  const auto step = to_duration(shared->options.stuck_s / kLooksUntilStuck);
+  std::unique_lock lock(shared->mutex);
+  while (!shared->stopping) {
+    shared->changed.wait_for(lock, step, [&] { return shared->stopping; });
+    lock.unlock();
+    for (const auto& disk : shared->disks) {
+      if (!disk->look(kLooksUntilStuck)) continue;
+      disk->take_out("an I/O has not ended for " + std::to_string(shared->options.stuck_s) + " s",
+                     source.get());
+    }
+    lock.lock();
+  }
+}
+
+void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->source = source;
+  }
+  std::vector<std::pair<const char*, std::function<void()>>> bodies;
+  for (const auto& disk : shared_->disks) {
+    bodies.emplace_back("flexkv-disk", [disk, source] { disk->run(source); });
+  }
+  if (shared_->options.stuck_s > 0) {
+    bodies.emplace_back("flexkv-dwatch", [shared = shared_, source] { watch(shared, source); });
+  }
+  bodies.emplace_back("flexkv-dtake", [shared = shared_, source, lane] { dispatch(shared, source, lane); });
+  while (threads_.size() < bodies.size()) {  // also after a start that ran out of threads
+    auto& [name, body] = bodies[threads_.size()];
+    threads_.emplace_back(std::move(body));
+    pthread_setname_np(threads_.back().native_handle(), name);
+  }
+}
+
+void DiskLane::join() {
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  for (const auto& disk : shared_->disks) disk->close_files();
+  const std::lock_guard lock(shared_->mutex);
+  shared_->source.reset();
+  shared_->files_closed = true;
+}
+
+bool DiskLane::files_closed() const {
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->files_closed;
+}
+
+void DiskLane::abandon() {
+  for (std::thread& thread : threads_) thread.detach();
+  threads_.clear();
+  const std::lock_guard lock(shared_->mutex);
+  shared_->source.reset();
+}
+
+void DiskLane::take_out(int32_t disk, const std::string& reason) {
+  std::shared_ptr<WorkSource> source;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    source = shared_->source;
+  }
+  shared_->disks.at(static_cast<size_t>(disk))->take_out(reason, source.get());
+}
+
+std::vector<DiskState> DiskLane::states() const {
+  std::vector<DiskState> states;
+  for (const auto& disk : shared_->disks) {
+    states.push_back({disk->lost(), disk->lost_reason(), disk->backend()});
+  }
+  return states;
+}
+
+const DiskCounts& DiskLane::counts(int32_t disk) const {
+  return shared_->disks.at(static_cast<size_t>(disk))->counts();
+}
+
+}  // namespace flexkv

@@ -1,0 +1,56 @@
+// DISK_READ and DISK_WRITE of one ownership unit: spreads pages over its disks, which work at the same time
+// and fail alone.
+#pragma once
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "storage/disk.h"
+#include "transfer/lane.h"
+
+namespace flexkv {
+
+struct DiskState {
+  bool lost = false;
+  std::string reason = {};   // why it was taken out
+  std::string backend = {};  // "io_uring" or "threads"; empty before first use
+};
+
+class DiskLane : public Lane {
+ public:
+  // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk
+  // p % disks. A disk without slabs is lost from the start. Throws GeometryError when a pool's slots or a
+  // slab's are no images of its group, DiskError when io_uring is asked for and refused.
+  DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
+           const DiskOptions& options, std::shared_ptr<IoFaults> faults = nullptr);
+  ~DiskLane() override { abandon(); }
+
+  const char* name() const override { return "disk"; }
+  KindSet kinds() const override { return kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite); }
+  int32_t concurrency() const override;
+  PageSizes check(const OpSpec& op) const override;
+  bool watches_itself() const override { return true; }
+  void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
+  void join() override;
+  void abandon() override;
+
+  // Its places are misses from now on.
+  void take_out(int32_t disk, const std::string& reason);
+  std::vector<DiskState> states() const;
+  const DiskCounts& counts(int32_t disk) const;
+  int32_t disks() const;
+  // Whether join() has let the files go.
+  bool files_closed() const;
+
+ private:
+  struct Shared;
+  static void dispatch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source,
+                       int32_t lane);
+  static void watch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source);
+
+  std::shared_ptr<Shared> shared_;  // with threads that may outlive this
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace flexkv

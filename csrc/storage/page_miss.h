@@ -1,0 +1,35 @@
+// Why a page that was asked for is not served.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+enum class PageMiss : int32_t {
+  kNone = 0,    // it is
+  kTrailer,     // the trailer is damaged, or was never written
+  kVersion,     // written by another version of the format
+  kElsewhere,   // another slot's or slab's image
+  kKey,         // another block
+  kGeneration,  // the block, from another write than the index names
+  kEpoch,       // of other weights
+  kTokens,      // another number of valid tokens
+  kExpired,     // past its time to live
+  kData,        // the trailer is good and the bytes of a run are not
+  kShort,       // the file ended, or the disk gave less than was asked for
+  kIo,          // the disk said no
+  kDiskLost,    // its disk was taken out
+};
+inline constexpr int kPageMisses = 13;
+
+inline constexpr std::array<const char*, kPageMisses> kMissNames = {
+    "none",   "trailer", "version", "elsewhere", "key", "generation", "epoch",
+    "tokens", "expired", "data",    "short",     "io",  "disk_lost"};
+
+struct PageCheck {
+  PageMiss miss = PageMiss::kNone;
+  std::string reason = {};  // for a person; empty when kNone
+};
+
+}  // namespace flexkv

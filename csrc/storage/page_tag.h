@@ -1,0 +1,30 @@
+// What a slot holds or must hold; the twin of flexkv/storage/tags.py. Little-endian, as in the trailer.
+#pragma once
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#include "transfer/op.h"
+
+namespace flexkv {
+
+static_assert(std::endian::native == std::endian::little, "the disk format is read and written as it lies");
+
+struct PageTag {
+  std::array<uint8_t, 16> key{};
+  uint64_t generation = 0;
+  uint64_t expiry = 0;  // unix seconds; 0: never
+  uint32_t epoch = 0;
+  uint32_t tokens = 0;
+
+  static PageTag read(const uint8_t* bytes) {
+    PageTag tag;
+    std::memcpy(&tag, bytes, sizeof(tag));
+    return tag;
+  }
+  bool operator==(const PageTag&) const = default;
+};
+static_assert(sizeof(PageTag) == kTagBytes);
+
+}  // namespace flexkv

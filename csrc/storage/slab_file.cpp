@@ -1,0 +1,76 @@
+#include "storage/slab_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/align.h"
+#include "base/error.h"
+
+namespace flexkv {
+namespace {
+
+// Throws GeometryError when direct I/O on `fd` needs more than 4 KiB boundaries.
+void check_alignment([[maybe_unused]] int fd, [[maybe_unused]] const std::string& path) {
+#ifdef STATX_DIOALIGN
+  struct statx info{};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return;  // an old kernel: 4 KiB is the rule
+  if ((info.stx_mask & STATX_DIOALIGN) == 0 || info.stx_dio_offset_align == 0) return;
+  if (kIoAlignBytes % info.stx_dio_offset_align == 0 && kIoAlignBytes % info.stx_dio_mem_align == 0) return;
+  throw GeometryError(path + ": direct I/O needs offsets on " + std::to_string(info.stx_dio_offset_align) +
+                      " and memory on " + std::to_string(info.stx_dio_mem_align) +
+                      " bytes; slots lie on multiples of " + std::to_string(kIoAlignBytes));
+#endif
+}
+
+}  // namespace
+
+SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd)
+    : path_(std::move(path)), shape_(shape) {
+  if (shape.header_bytes <= 0 || shape.header_bytes % kIoAlignBytes != 0 || shape.slot_bytes <= 0 ||
+      shape.slot_bytes % kIoAlignBytes != 0 || shape.slots < 0) {
+    throw GeometryError(path_ + ": header of " + std::to_string(shape.header_bytes) + " bytes, slots of " +
+                        std::to_string(shape.slot_bytes) + ": must be multiples of " +
+                        std::to_string(kIoAlignBytes));
+  }
+  fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
+  if (fd_ < 0 && errno == EINVAL) {
+    direct_ = false;
+    fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  }
+  if (fd_ < 0) throw DiskError(path_ + ": " + std::strerror(errno));
+  try {
+    if (direct_) check_alignment(fd_, path_);
+    if (lock_fd >= 0 && (lock_fd_ = fcntl(lock_fd, F_DUPFD_CLOEXEC, 0)) < 0) {
+      throw DiskError(path_ + ": copying the folder's lock: " + std::strerror(errno));
+    }
+  } catch (...) {
+    close(fd_);
+    throw;
+  }
+}
+
+SlabFile::~SlabFile() {
+  close(fd_);
+  if (lock_fd_ >= 0) close(lock_fd_);
+}
+
+int SlabFile::sync() const {
+  while (fdatasync(fd_) != 0) {
+    if (errno != EINTR) return -errno;
+  }
+  return 0;
+}
+
+bool SlabFile::in_place() const {
+  struct stat open_file{};
+  struct stat named{};
+  return fstat(fd_, &open_file) == 0 && stat(path_.c_str(), &named) == 0 &&
+         open_file.st_ino == named.st_ino && open_file.st_dev == named.st_dev;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,45 @@
+// One open slab: a header, then slot images, numbered from 0.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+struct SlabShape {
+  int64_t header_bytes = 0;  // a multiple of 4 KiB
+  int64_t slot_bytes = 0;    // a multiple of 4 KiB
+  int64_t slots = 0;
+  uint64_t id = 0;
+};
+
+// Open for as long as anybody holds it: an I/O that hangs keeps the file, and its folder's lock.
+class SlabFile {
+ public:
+  // Opens for reading and writing, past the page cache where the file system allows it. `lock_fd`: the
+  // folder's lock, of which a copy is kept, or -1. Throws DiskError, GeometryError when 4 KiB are not enough
+  // for the disk.
+  SlabFile(std::string path, const SlabShape& shape, int lock_fd);
+  ~SlabFile();
+  SlabFile(const SlabFile&) = delete;
+  SlabFile& operator=(const SlabFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  const SlabShape& shape() const { return shape_; }
+  int fd() const { return fd_; }
+  // Whether I/O goes past the page cache.
+  bool direct() const { return direct_; }
+  int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
+  // What was written before is on the disk when it returns 0; else -errno.
+  int sync() const;
+  // Whether the name still leads to this file.
+  bool in_place() const;
+
+ private:
+  std::string path_;
+  SlabShape shape_;
+  int fd_ = -1;
+  int lock_fd_ = -1;
+  bool direct_ = true;
+};
+
+}  // namespace flexkv

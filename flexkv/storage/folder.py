@@ -1,0 +1,130 @@
+"""The folder of one ownership unit on one disk: its name, its lock, and what lies in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexkv.errors import ConfigError, DiskError
+from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.header import format_digest
+
+LOCK_NAME = "lock"
+INDEX_NAME = "index.sqlite"
+DAMAGED_INDEX_NAME = "index.damaged"
+EPOCH_NAME = "epoch"
+DIGEST_DIGITS = 16
+"""Hex digits of a digest in a folder's name; the header holds all of it."""
+
+UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class FolderLockedError(DiskError):
+    """Another process, or another tier of this one, uses the folder."""
+
+
+def slab_name(group: int) -> str:
+    return f"group{group}.slab"
+
+
+def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup]) -> Path:
+    """Where a unit's slabs lie under `root`: a folder for the model in this encoding, in it one for the unit.
+
+    Raises:
+        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32.
+    """
+    if not UNIT_NAME.fullmatch(identity.unit):
+        raise ConfigError(f"disk unit {identity.unit!r}: letters, digits, '-', '_' and '.', at most 64")
+    if len(identity.fingerprint) != 32:
+        raise ConfigError(f"a fingerprint has 32 bytes, given {len(identity.fingerprint)}")
+    formats = hashlib.sha256(b"".join(format_digest(group) for group in groups)).hexdigest()
+    words = re.sub(r"[^A-Za-z0-9._-]+", "-", identity.model).strip("-.")[-48:] or "model"
+    name = f"{words}-{identity.fingerprint.hex()[:DIGEST_DIGITS]}-{formats[:DIGEST_DIGITS]}"
+    return root / name / identity.unit
+
+
+class FolderLock:
+    """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
+
+    Raises:
+        FolderLockedError: somebody has it; names the process.
+        DiskError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / LOCK_NAME
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DiskError(f"{path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            holder = os.pread(self.fd, 32, 0).decode(errors="replace").strip()
+            os.close(self.fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise FolderLockedError(
+                    f"{folder} is in use by process {holder or 'unknown'}: give each unit a name or a folder of its own"
+                ) from error
+            raise DiskError(f"{path}: {error.strerror}") from error
+
+    def release(self) -> None:
+        """The lock ends when the slabs' copies are closed too. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def write_epoch(folder: Path, epoch: int) -> None:
+    """Writes the epoch down, durably, apart from the index: so that no rebuilt index goes back behind it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    new = folder / f"{EPOCH_NAME}.new"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, f"{epoch}\n".encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(new, folder / EPOCH_NAME)
+    sync_folder(folder)
+
+
+def read_epoch(folder: Path) -> int:
+    """The last epoch written down, 0 if there is none.
+
+    Raises:
+        DiskError: what is there is no number.
+    """
+    path = folder / EPOCH_NAME
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise DiskError(f"{path}: {error.strerror}") from error
+    if not text.isdecimal():
+        raise DiskError(
+            f"{path}: {text[:40]!r} is no epoch; remove the folder, its pages may be of other weights"
+        )
+    return int(text)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,253 @@
+"""The journal thread of one disk: makes publishes durable, many at a time.
+
+A group commit: fdatasync of the slabs that were written, then one transaction of the index, then the pages count as
+durable. In this order, whatever happens in between, the index never names a page that is not on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.errors import DiskError
+from flexkv.storage.folder import write_epoch
+from flexkv.storage.index import DiskIndex
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.02
+"""How long a commit waits for more rows, seconds: a sync takes about as long on a busy disk."""
+
+USE_FLUSH_S = 5.0
+"""How often uses are written down, seconds: what a crash may forget of their order."""
+
+USE_FLUSH_CHUNKS = 512
+"""At most this many chunks (2 MiB) at a time, so that uses cost little of the disk."""
+
+RETRIES = 5
+RETRY_S = 0.2
+"""A commit that failed is tried again so often and so much later, each time twice as long: 6 s in all."""
+
+
+@dataclass(slots=True)
+class Publish:
+    group: int
+    slots: NDArray[np.int64]
+    keys: NDArray[np.uint8]
+    generations: NDArray[np.uint64]
+    expiries: NDArray[np.uint64]
+    tokens: NDArray[np.int32]
+    since: float
+
+
+@dataclass(slots=True)
+class Evict:
+    group: int
+    slots: NDArray[np.int64]
+    generations: NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class Use:
+    group: int
+    slots: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Reset:
+    epoch: int
+    done: threading.Event
+
+
+Record = Publish | Evict | Use | Reset
+Durable = Callable[[int, NDArray[np.int64], NDArray[np.uint64]], None]
+"""Called with group, slots of this disk and generations."""
+
+
+class Journal:
+    """Owns `index` from here to `close`. Every method but `close` and `wait` returns at once.
+
+    Args:
+        on_durable: called in the journal's thread.
+        most_rows: bound of what may wait.
+    """
+
+    def __init__(
+        self, index: DiskIndex, slabs: Sequence[c_ext.SlabFile], on_durable: Durable, most_rows: int
+    ) -> None:
+        self._index = index
+        self._slabs = list(slabs)
+        self._on_durable = on_durable
+        self._most_rows = most_rows
+        self._lock = threading.Condition()
+        self._queue: deque[Record] = deque()
+        self._waiting_rows = 0
+        self._oldest = 0.0
+        self._stopping = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name="flexkv-journal", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record, rows: int) -> bool:
+        """Whether the record was taken: not when too much waits, or after the journal has failed."""
+        with self._lock:
+            full = self._waiting_rows + rows > self._most_rows and not isinstance(record, Reset)
+            if self.failure or self._stopping or full:
+                return False
+            self._queue.append(record)
+            self._waiting_rows += rows
+            self._lock.notify()
+        return True
+
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest publish that is not durable, seconds."""
+        oldest = self._oldest
+        if not oldest:
+            with self._lock:
+                oldest = next((r.since for r in self._queue if isinstance(r, Publish)), 0.0)
+        return time.monotonic() - oldest if oldest else 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Its thread has, and with it every use of slabs and index."""
+        return not self._thread.is_alive()
+
+    def fail(self, reason: str) -> None:
+        """Takes nothing more and writes nothing more."""
+        with self._lock:
+            self.failure = self.failure or reason
+            self._let_go_of_queue()
+            self._lock.notify()
+
+    def close(self, deadline_s: float) -> bool:
+        """Writes what waits and closes the index; whether both were done within the deadline."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        self._thread.join(max(0.0, deadline_s))
+        return not self._thread.is_alive() and not self.failure
+
+    def _let_go_of_queue(self) -> None:
+        for record in self._queue:
+            if isinstance(record, Reset):
+                record.done.set()
+        self._queue.clear()
+        self._waiting_rows = 0
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # whatever it is: the disk must not be taken for durable any more
+            if not isinstance(error, DiskError):
+                logger.exception("journal of %s", self._index.path)
+            self.fail(str(error) or type(error).__name__)
+        try:
+            self._index.close()
+        except DiskError as error:
+            self.fail(str(error))
+        self._slabs.clear()  # with them goes the folder's lock
+
+    def _turn(self) -> bool:
+        """One group commit; False when there will be no more."""
+        with self._lock:
+            if not self._queue and not self._stopping and not self.failure:
+                self._lock.wait(USE_FLUSH_S)
+            if self._queue and not self._stopping:
+                self._lock.wait_for(lambda: self._stopping or self._urgent(), GATHER_S)
+            batch, self._queue = self._queue, deque()
+            stopping, failed = self._stopping, bool(self.failure)
+        if failed:
+            return False
+        self._oldest = next((record.since for record in batch if isinstance(record, Publish)), 0.0)
+        self._write(batch)
+        self._oldest = 0.0
+        with self._lock:
+            self._waiting_rows -= sum(_rows(record) for record in batch)
+            return not (stopping and not self._queue)
+
+    def _urgent(self) -> bool:
+        return bool(self.failure) or any(isinstance(record, Reset) for record in self._queue)
+
+    def _write(self, batch: Sequence[Record]) -> None:
+        published = [record for record in batch if isinstance(record, Publish)]
+        resets = [record for record in batch if isinstance(record, Reset)]
+        try:
+            self._check_files()
+            self._sync_data({record.group for record in published})
+            now_ms = int(time.time() * 1000)
+            for record in batch:
+                self._apply(record, now_ms)
+            if self._index.flush_uses(USE_FLUSH_CHUNKS) or resets:
+                self._commit()
+            for record in published:
+                held = self._index.rows[record.group]["generation"][record.slots] == record.generations
+                if held.any():
+                    self._on_durable(record.group, record.slots[held], record.generations[held])
+        except BaseException as error:
+            # Before those that wait for a reset hear of its end: it has not been carried out.
+            self.failure = self.failure or str(error)
+            raise
+        finally:
+            for reset in resets:
+                reset.done.set()
+
+    def _check_files(self) -> None:
+        for slab in self._slabs:
+            if not slab.in_place:
+                raise DiskError("a slab was deleted or replaced while in use")
+        if not self._index.path.exists():
+            raise DiskError(f"{self._index.path} was deleted while in use")
+
+    def _sync_data(self, groups: set[int]) -> None:
+        for group in groups:
+            error = self._slabs[group].sync()
+            if error:
+                # The kernel has forgotten what it could not write: it is no use to try again.
+                raise DiskError(f"fdatasync of the slab of group {group}: {os.strerror(-error)}")
+
+    def _apply(self, record: Record, now_ms: int) -> None:
+        if isinstance(record, Publish):
+            self._index.publish(
+                record.group,
+                record.slots,
+                record.keys,
+                record.generations,
+                record.expiries,
+                record.tokens,
+                now_ms,
+            )
+        elif isinstance(record, Evict):
+            self._index.evict(record.group, record.slots, record.generations)
+        elif isinstance(record, Use):
+            self._index.use(record.group, record.slots, now_ms)
+        else:
+            self._index.clear()
+            self._index.epoch = record.epoch
+            write_epoch(self._index.path.parent, record.epoch)
+
+    def _commit(self) -> None:
+        pause = RETRY_S
+        for attempt in range(RETRIES + 1):
+            try:
+                return self._index.commit()
+            except DiskError as error:
+                if attempt == RETRIES or self._stopping:
+                    raise
+                logger.warning("journal: %s; again in %.1f s", error, pause)
+                time.sleep(pause)
+                pause *= 2
+
+
+def _rows(record: Record) -> int:
+    return 0 if isinstance(record, Reset) else len(record.slots)

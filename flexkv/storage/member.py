@@ -1,0 +1,136 @@
+"""One disk of a unit: its folder's lock, its slabs and its index, opened together."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.errors import CapacityError, DiskError
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.folder import (
+    DAMAGED_INDEX_NAME,
+    INDEX_NAME,
+    FolderLock,
+    read_epoch,
+    sync_folder,
+    unit_folder,
+)
+from flexkv.storage.generations import opens_of
+from flexkv.storage.header import codec_of
+from flexkv.storage.index import DamagedIndexError, DiskIndex
+from flexkv.storage.scan import read_slots, rows_of
+from flexkv.storage.slabs import open_slab
+
+logger = logging.getLogger(__name__)
+
+
+def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
+    """Slots that each group gets on one disk.
+
+    Raises:
+        CapacityError: not one.
+    """
+    image = sum(codec_of(group).image_bytes for group in groups)
+    slots = bytes_per_disk // image
+    if slots < 1:
+        raise CapacityError(f"{bytes_per_disk} bytes of disk hold no slot of {image} bytes; give it more")
+    return min(slots, (1 << 31) - 1)
+
+
+class DiskMember:
+    """Opens everything, in an order in which a failure changes nothing that matters.
+
+    Attributes:
+        slabs: one a group.
+
+    Raises:
+        FolderLockedError: the folder is in use.
+        DiskError: the disk cannot be used.
+        CapacityError: the budget holds no slot.
+    """
+
+    def __init__(
+        self, root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions
+    ) -> None:
+        self.folder = unit_folder(root, identity, groups)
+        self.slots = slots_of(groups, options.bytes_per_disk)
+        self._lock = FolderLock(self.folder)
+        try:
+            self.index = self._open_index([self.slots] * len(groups))
+            try:
+                self._open_slabs(identity, groups, options)
+            except BaseException:
+                self.index.close()
+                raise
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open_index(self, slots: Sequence[int]) -> DiskIndex:
+        path = self.folder / INDEX_NAME
+        try:
+            return DiskIndex(path, slots)
+        except DamagedIndexError as error:
+            logger.error("%s: it is set aside and made anew from the slabs", error)
+        try:
+            os.replace(path, self.folder / DAMAGED_INDEX_NAME)
+            path.with_name(f"{INDEX_NAME}-wal").unlink(missing_ok=True)
+        except OSError as error:
+            raise DiskError(f"{path}: {error.strerror}") from error
+        return DiskIndex(path, slots)
+
+    def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:
+        self.slabs: list[c_ext.SlabFile] = []
+        epoch = max(self.index.epoch, read_epoch(self.folder))
+        headers, kept = [], []
+        for number, group in enumerate(groups):
+            slab, header, made = open_slab(
+                self.folder,
+                number,
+                group,
+                identity,
+                self.slots,
+                epoch,
+                self._lock.fd,
+                options.preallocate,
+            )
+            self.slabs.append(slab)
+            headers.append(header)
+            kept.append(not made)
+        if self.index.epoch < epoch:
+            self.index.clear()
+            self.index.epoch = epoch
+        if self.index.is_new and any(kept):
+            self._rebuild(groups, [header.slab_id for header in headers], epoch)
+        self.index.adopt([header.slab_id for header in headers])
+        try:
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
+        except OSError as error:
+            raise DiskError(f"{self.folder}: {error.strerror}") from error
+
+    def _rebuild(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int], epoch: int) -> None:
+        found = []
+        try:
+            for slab, slab_id, group in zip(self.slabs, slab_ids, groups, strict=True):
+                reports = read_slots(slab, slab_id, codec_of(group), self.slots, data=False)
+                found.append(rows_of(reports, self.slots))
+        except OSError as error:
+            raise DiskError(f"{self.folder}: reading the slabs: {error}") from error
+        epoch = max([epoch, *(int(epochs.max(initial=0)) for _, epochs in found)])
+        self.index.epoch = epoch
+        for group_number, (rows, epochs) in enumerate(found):
+            self.index.opens = max(self.index.opens, opens_of(rows["generation"]))
+            good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
+            self.index.restore(group_number, good, rows[good])
+            logger.warning("%s: %d pages of group %d found again", self.folder, len(good), group_number)
+
+    def release(self) -> None:
+        """Lets the slabs and the lock go; a lane that still has the slabs keeps the lock. Idempotent."""
+        self.slabs = []
+        self._lock.release()

@@ -1,0 +1,62 @@
+"""What the indices of all disks together say about one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.storage.base import IndexRows
+from flexkv.storage.index import ROW, Rows
+
+
+def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
+    """The rows of all disks by place, the one used longest ago first; None for a disk that has nothing to say.
+
+    A key on several disks (they were not always used together) keeps its newest generation.
+
+    Args:
+        now: unix seconds; rows that expire until then are left out.
+    """
+    parts, places = [], []
+    for disk, rows in enumerate(disks):
+        if rows is None:
+            continue
+        slots = np.flatnonzero((rows["generation"] != 0) & ((rows["expiry"] == 0) | (rows["expiry"] > now)))
+        parts.append(rows[slots])
+        places.append(slots * len(disks) + disk)
+    found = np.concatenate(parts) if parts else np.empty(0, ROW)
+    place = np.concatenate(places) if places else np.empty(0, np.int64)
+    order = np.lexsort((found["generation"], found["used"]))
+    found, place = found[order], place[order]
+    keep = _newest_of_each_key(found)
+    if not keep.all():
+        found, place = found[keep], place[keep]
+    return IndexRows(
+        np.ascontiguousarray(found["key"]),
+        place.astype(np.int32),
+        np.ascontiguousarray(found["generation"]),
+        found["tokens"].astype(np.int32),
+        np.ascontiguousarray(found["expiry"]),
+    )
+
+
+def _newest_of_each_key(rows: Rows) -> NDArray[np.bool_]:
+    keep = np.ones(len(rows), bool)
+    halves = np.ascontiguousarray(rows["key"]).view("<u8").reshape(-1, 2)
+    # Half a key tells nearly all apart, and sorts as a number.
+    order = np.argsort(halves[:, 0], kind="stable")
+    first = halves[order, 0]
+    alike = np.flatnonzero(first[1:] == first[:-1])
+    newest: dict[bytes, int] = {}
+    for at in np.unique(np.concatenate((order[alike], order[alike + 1]))).tolist():
+        key = rows["key"][at].tobytes()
+        other = newest.get(key)
+        if other is None:
+            newest[key] = at
+            continue
+        older = other if rows["generation"][other] < rows["generation"][at] else at
+        keep[older] = False
+        newest[key] = at if older == other else other
+    return keep

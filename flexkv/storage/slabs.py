@@ -1,0 +1,128 @@
+"""Making, checking and sizing the slabs of a unit's folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from flexkv import c_ext
+from flexkv.errors import DiskError
+from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.folder import slab_name, sync_folder
+from flexkv.storage.header import (
+    DamagedHeaderError,
+    SlabHeader,
+    codec_of,
+    format_digest,
+    pack_header,
+    parse_header,
+    read_header,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def open_slab(
+    folder: Path,
+    number: int,
+    group: DiskGroup,
+    identity: DiskIdentity,
+    slots: int,
+    epoch: int,
+    lock_fd: int,
+    preallocate: bool,
+) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
+    """The slab of group `number`, made or brought to `slots` slots; and whether it was made now.
+
+    A slab whose header is damaged is replaced: nothing says any more whose pages it holds.
+
+    Raises:
+        DiskError: another model's or version's slab lies there, the disk is full, or the system says no.
+    """
+    path = folder / slab_name(number)
+    try:
+        header = _existing(path)
+        made = header is None
+        if header is None:
+            header = _make(path, number, group, identity, epoch)
+        _require_same(path, header, group, identity)
+        _resize(path, header, slots, preallocate)
+    except OSError as error:
+        if isinstance(error, DiskError):
+            raise
+        raise DiskError(f"{path}: {error.strerror}") from error
+    slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, lock_fd)
+    if not slab.direct:
+        logger.warning("%s: this file system has no direct I/O: pages go through its cache", path)
+    return slab, header, made
+
+
+def _existing(path: Path) -> SlabHeader | None:
+    if not path.exists():
+        return None
+    try:
+        return read_header(str(path))
+    except DamagedHeaderError as error:
+        logger.error("%s: its pages are lost, the slab is made anew", error)
+        path.unlink()
+        return None
+
+
+def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epoch: int) -> SlabHeader:
+    raw = pack_header(
+        group,
+        number,
+        secrets.randbits(64),
+        int(time.time()),
+        epoch,
+        identity.fingerprint,
+        identity.model,
+        identity.unit,
+    )
+    # Under another name until it is whole, so that what has the name has a header.
+    new = path.with_suffix(".new")
+    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        if os.pwrite(fd, raw, 0) != len(raw):
+            raise DiskError(f"{new}: the header was not written whole")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(new, path)
+    sync_folder(path.parent)
+    return parse_header(raw, str(path))[0]
+
+
+def _require_same(path: Path, header: SlabHeader, group: DiskGroup, identity: DiskIdentity) -> None:
+    if header.fingerprint != identity.fingerprint:
+        raise DiskError(
+            f"{path} holds another model's pages ({header.model!r}, {header.fingerprint.hex()[:16]}): it is left alone"
+        )
+    image = codec_of(group).image_bytes
+    if header.format != format_digest(group) or header.slot_bytes != image:
+        raise DiskError(f"{path} holds pages in another format ({header.format_id}): it is left alone")
+
+
+def _resize(path: Path, header: SlabHeader, slots: int, preallocate: bool) -> None:
+    size = header.header_bytes + slots * header.slot_bytes
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        had = os.fstat(fd)
+        if had.st_size != size:
+            os.ftruncate(fd, size)
+        if preallocate and had.st_blocks * 512 < size:
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                os.ftruncate(fd, had.st_size)
+                free = os.statvfs(path.parent)
+                raise DiskError(
+                    f"{path}: {size} bytes for {slots} slots: {error.strerror}; "
+                    f"{free.f_bavail * free.f_frsize} are free"
+                ) from error
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,342 @@
+"""The disk tier of one ownership unit: places striped over its disks, each with a journal of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.errors import BlockRangeError, ContractError, DiskError
+from flexkv.storage.base import (
+    DiskEvents,
+    DiskGroup,
+    DiskIdentity,
+    DiskOptions,
+    DiskStats,
+    DiskTier,
+    DurablePages,
+    Generations,
+    IndexRows,
+    Keys,
+    LostDisk,
+    Places,
+)
+from flexkv.storage.folder import FolderLockedError
+from flexkv.storage.generations import GenerationCounter
+from flexkv.storage.header import codec_of
+from flexkv.storage.index import Rows
+from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
+from flexkv.storage.member import DiskMember
+from flexkv.storage.rows import index_rows
+from flexkv.transfer.host_pool import HostPool
+
+logger = logging.getLogger(__name__)
+
+NO_EVENTS = DiskEvents()
+
+
+class DiskUnit(DiskTier):
+    """Made by `open`."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        members: Sequence[DiskMember | None],
+        groups: Sequence[DiskGroup],
+        options: DiskOptions,
+        faults: c_ext.IoFaults | None,
+    ) -> None:
+        self._folders = list(folders)
+        self._members = list(members)
+        self._options = options
+        self._faults = faults
+        self._codecs = [codec_of(group) for group in groups]
+        self._lost: dict[int, str] = {}
+        self._untold: list[LostDisk] = []
+        self._durable: deque[DurablePages] = deque()
+        self._dropped_rows = 0
+        self._lane: c_ext.DiskLane | None = None
+        self._closed = False
+        self._start_use()
+
+    @classmethod
+    def open(
+        cls,
+        folders: Sequence[Path],
+        identity: DiskIdentity,
+        groups: Sequence[DiskGroup],
+        options: DiskOptions,
+        faults: c_ext.IoFaults | None = None,
+    ) -> DiskUnit:
+        """Opens, or makes, the unit's slabs in each of `folders`: one a disk, of which each is used in full.
+
+        A disk that cannot be opened is lost (`poll` says why); the others are used.
+
+        Args:
+            faults: to inject into the lane's I/O, for drills and tests.
+
+        Raises:
+            FolderLockedError: another process or tier uses the unit's folder.
+            ConfigError, GeometryError, CapacityError: identity, groups or budget.
+            DiskError: no disk can be used.
+        """
+        members: list[DiskMember | None] = []
+        reasons: dict[int, str] = {}
+        try:
+            for disk, folder in enumerate(folders):
+                try:
+                    members.append(DiskMember(Path(folder), identity, groups, options))
+                except FolderLockedError:
+                    raise
+                except DiskError as error:
+                    members.append(None)
+                    reasons[disk] = str(error)
+            if not any(members):
+                raise DiskError("no disk can be used: " + "; ".join(reasons.values()))
+            unit = cls([Path(folder) for folder in folders], members, groups, options, faults)
+        except BaseException:
+            for member in filter(None, members):
+                member.index.close()
+                member.release()
+            raise
+        for disk, reason in reasons.items():
+            unit._lose(disk, reason)
+        return unit
+
+    def _start_use(self) -> None:
+        alive = [member for member in self._members if member is not None]
+        self._slots = min(member.slots for member in alive)
+        self._epoch = max(member.index.epoch for member in alive)
+        opens = 1 + max(member.index.opens for member in alive)
+        self._generations = GenerationCounter(opens)
+        self._rows: list[list[Rows | None]] = []
+        self._journals: list[Journal | None] = [None] * len(self._members)
+        for disk, member in enumerate(self._members):
+            if member is None:
+                self._rows.append([None] * len(self._codecs))
+                continue
+            try:
+                member.index.begin_use(opens, self._epoch)
+            except DiskError as error:
+                self._lose(disk, str(error))
+                self._rows.append([None] * len(self._codecs))
+                continue
+            self._rows.append([rows[: self._slots].copy() for rows in member.index.rows])
+            self._journals[disk] = Journal(
+                member.index, member.slabs, self._on_durable(disk), self._options.journal_rows
+            )
+        if not any(self._journals):
+            raise DiskError("no disk can be used: " + "; ".join(self._lost.values()))
+
+    @property
+    def disks(self) -> int:
+        return len(self._members)
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        return tuple(disk not in self._lost for disk in range(self.disks))
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def _require_group(self, group: int) -> None:
+        if not 0 <= group < len(self._codecs):
+            raise BlockRangeError(f"group {group}: the disk tier has groups [0, {len(self._codecs)})")
+
+    def slots(self, group: int) -> int:
+        self._require_group(group)
+        return self._slots * self.disks
+
+    def image_bytes(self, group: int) -> int:
+        self._require_group(group)
+        return self._codecs[group].image_bytes
+
+    def digest_offsets(self, group: int) -> tuple[int, ...]:
+        self._require_group(group)
+        codec = self._codecs[group]
+        return tuple(codec.digest_offset(rank) for rank in range(codec.ranks))
+
+    def rows(self, group: int) -> IndexRows:
+        self._require_group(group)
+        found = [rows[group] for rows in self._rows]
+        for rows in self._rows:
+            rows[group] = None
+        return index_rows(found, int(time.time()))
+
+    def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
+        if self._lane is not None:
+            raise ContractError("the disk tier's lane was given away already")
+        slabs = [
+            member.slabs if member is not None and disk not in self._lost else []
+            for disk, member in enumerate(self._members)
+        ]
+        self._lane = c_ext.DiskLane(
+            self._codecs,
+            [pool.native for pool in pools],
+            slabs,
+            self._options.io,
+            self._options.depth,
+            self._options.stuck_s,
+            self._faults,
+        )
+        return self._lane
+
+    def next_generations(self, count: int) -> Generations:
+        return self._generations.take(count)
+
+    def _by_disk(self, places: Places) -> Sequence[tuple[int, Any, NDArray[np.int64]]]:
+        """(disk, positions, its slots) of the disks that are named."""
+        wide = places.astype(np.int64)
+        if len(wide) and (wide.min() < 0 or wide.max() >= self._slots * self.disks):
+            raise BlockRangeError(
+                f"places {wide.min()}..{wide.max()}: allowed are [0, {self._slots * self.disks})"
+            )
+        if self.disks == 1:
+            return [(0, slice(None), wide)] if len(wide) else []
+        on_disk, slots = wide % self.disks, wide // self.disks
+        parts = []
+        for disk in np.unique(on_disk).tolist():
+            positions = np.flatnonzero(on_disk == disk)
+            parts.append((disk, positions, slots[positions]))
+        return parts
+
+    def _put(self, disk: int, record: Record, rows: int) -> bool:
+        journal = self._journals[disk]
+        return journal is not None and journal.put(record, rows)
+
+    def record_publish(
+        self,
+        group: int,
+        keys: Keys,
+        places: Places,
+        generations: Generations,
+        tokens: NDArray[np.int32],
+        expiries: NDArray[np.uint64] | None = None,
+    ) -> bool:
+        self._require_group(group)
+        if expiries is None:
+            expiries = np.zeros(len(places), np.uint64)
+        if not len(keys) == len(places) == len(generations) == len(tokens) == len(expiries):
+            raise ContractError(
+                f"{len(keys)} keys, {len(places)} places, {len(generations)} generations, {len(tokens)} tokens, "
+                f"{len(expiries)} expiries: must be as many"
+            )
+        taken = True
+        now = time.monotonic()
+        for disk, at, slots in self._by_disk(places):
+            record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
+            if not self._put(disk, record, len(slots)):
+                self._dropped_rows += len(slots)
+                taken = False
+        return taken
+
+    def record_evict(self, group: int, places: Places, generations: Generations) -> None:
+        self._require_group(group)
+        for disk, at, slots in self._by_disk(places):
+            self._put(disk, Evict(group, slots, generations[at]), len(slots))
+
+    def record_use(self, group: int, places: Places) -> None:
+        self._require_group(group)
+        for disk, _, slots in self._by_disk(places):
+            self._put(disk, Use(group, slots), len(slots))
+
+    def _on_durable(self, disk: int) -> Durable:
+        def tell(group: int, slots: NDArray[np.int64], generations: Generations) -> None:
+            places = (slots * self.disks + disk).astype(np.int32)
+            self._durable.append(DurablePages(group, places, generations))
+
+        return tell
+
+    def _lose(self, disk: int, reason: str) -> None:
+        """Takes a disk out of everything, once, and tells the operator."""
+        if disk in self._lost:
+            return
+        self._lost[disk] = reason
+        folder = self._folders[disk]
+        self._untold.append(LostDisk(disk, folder, reason))
+        logger.error("disk %d (%s) was taken out, its pages are misses: %s", disk, folder, reason)
+        journal = self._journals[disk]
+        if journal is not None:
+            journal.fail(reason)
+        if self._lane is not None:
+            self._lane.take_out(disk, reason)
+
+    def _find_lost(self) -> None:
+        if self._lane is not None:
+            for disk, (lost, reason, _) in enumerate(self._lane.states()):
+                if lost:
+                    self._lose(disk, reason)
+        for disk, journal in enumerate(self._journals):
+            if journal is not None and journal.failure:
+                self._lose(disk, journal.failure)
+
+    def poll(self) -> DiskEvents:
+        self._find_lost()
+        if not self._durable and not self._untold and not self._dropped_rows:
+            return NO_EVENTS
+        durable = tuple(self._durable.popleft() for _ in range(len(self._durable)))
+        lost, self._untold = tuple(self._untold), []
+        dropped, self._dropped_rows = self._dropped_rows, 0
+        return DiskEvents(durable, lost, dropped)
+
+    def stats(self) -> DiskStats:
+        lag_s = max(journal.lag_s for journal in self._journals if journal is not None)
+        if self._lane is None:
+            return DiskStats(journal_lag_s=lag_s)
+        counts = [self._lane.counts(disk) for disk in range(self.disks)]
+        misses = {name: sum(c["misses"][name] for c in counts) for name in counts[0]["misses"]}
+        return DiskStats(
+            read_pages=sum(c["read_pages"] for c in counts),
+            read_bytes=sum(c["read_bytes"] for c in counts),
+            written_pages=sum(c["written_pages"] for c in counts),
+            written_bytes=sum(c["written_bytes"] for c in counts),
+            misses=misses,
+            write_errors=sum(c["write_errors"] for c in counts),
+            journal_lag_s=lag_s,
+        )
+
+    def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
+        if epoch <= self._epoch:
+            raise ContractError(f"reset to epoch {epoch}: the current one is {self._epoch}")
+        self._epoch = epoch
+        deadline = time.monotonic() + deadline_s
+        waiting: list[tuple[int, Journal, threading.Event]] = []
+        for disk, journal in enumerate(self._journals):
+            done = threading.Event()
+            if journal is not None and journal.put(Reset(epoch, done), 0):
+                waiting.append((disk, journal, done))
+        for disk, journal, done in waiting:
+            if not done.wait(max(0.0, deadline - time.monotonic())):
+                self._lose(disk, f"a reset was not durable after {deadline_s:g} s")
+            elif journal.failure:
+                self._lose(disk, journal.failure)
+
+    def close(self, deadline_s: float) -> bool:
+        if self._closed:
+            return True
+        deadline = time.monotonic() + deadline_s
+        self._find_lost()
+        all_done = True
+        for disk, (member, journal) in enumerate(zip(self._members, self._journals, strict=True)):
+            if member is None or journal is None:
+                continue
+            done = journal.close(max(0.0, deadline - time.monotonic()))
+            all_done &= done or disk in self._lost
+            if journal.ended:
+                member.release()
+            else:
+                all_done = False
+        if self._lane is not None and not self._lane.files_closed:
+            logger.error("disk tier: its engine was not closed, or an I/O hangs: the folders stay locked")
+            all_done = False
+        self._closed = all_done
+        return all_done

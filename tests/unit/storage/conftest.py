@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.storage.disk_world import DiskWorld
+
+
+@pytest.fixture
+def make_disks(tmp_path: Path) -> Iterator[Callable[..., DiskWorld]]:
+    """Makes worlds on `disks` folders of this test: called again, it opens the same ones."""
+    worlds: list[DiskWorld] = []
+
+    def make(disks: int = 1, **kwargs: object) -> DiskWorld:
+        folders = [tmp_path / f"disk{i}" for i in range(disks)]
+        worlds.append(DiskWorld(folders, **kwargs))  # type: ignore[arg-type]
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

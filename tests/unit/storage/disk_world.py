@@ -1,0 +1,213 @@
+"""A disk tier with a host pool and a transfer engine, and no engine's pool: pages are made up in host slots."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.storage.base import DiskEvents, DiskGroup, DiskIdentity, DiskOptions, IndexRows
+from flexkv.storage.folder import unit_folder
+from flexkv.storage.tags import make_tags
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, OpResult, Priority, TransferGraph, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+GENEROUS_S = 60.0
+FAIL, SHORT, CORRUPT, STALL = range(4)
+IDENTITY = DiskIdentity("a/model", bytes(range(32)))
+BLOCK_TOKENS = 16
+
+
+def make_group(
+    layers: int = 4, run_bytes: int = 4096, kv: int = 2, ranks: int = 1, host_digests: bool = False
+) -> DiskGroup:
+    """`layers` layers of `kv` runs each, layer-major, the same on every rank."""
+    count = layers * kv
+    runs = np.array([(i * run_bytes, run_bytes, i // kv) for i in range(count)], np.int64)
+    return DiskGroup(
+        "test", (count * run_bytes,) * ranks, (runs,) * ranks, BLOCK_TOKENS, "uint8", host_digests
+    )
+
+
+def ids(values: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def key_of(number: int) -> NDArray[np.uint8]:
+    return np.frombuffer(number.to_bytes(16, "big"), np.uint8)
+
+
+def keys_of(numbers: Sequence[int]) -> NDArray[np.uint8]:
+    return np.stack([key_of(number) for number in numbers])
+
+
+class DiskWorld:
+    """Blocks are numbers: block n has key n, and bytes that its number and the group's size decide."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        group: DiskGroup | None = None,
+        slots: int = 32,
+        identity: DiskIdentity = IDENTITY,
+        host_slots: int = 64,
+        faults: c_ext.IoFaults | None = None,
+        **options: object,
+    ) -> None:
+        self.group = group or make_group()
+        self.folders = list(folders)
+        self.identity = identity
+        image = self.codec.image_bytes
+        self.options = replace(
+            DiskOptions(slots * image, **options),  # type: ignore[arg-type]
+        )
+        self.faults = faults
+        self.unit = DiskUnit.open(self.folders, identity, [self.group], self.options, faults)
+        self.pool = HostPool(image, host_slots)
+        assert self.pool.wait_ready(host_slots, GENEROUS_S)
+        self.engine = TransferEngine(lanes=[self.unit.lane([self.pool])])
+        self.op_ids = itertools.count(1)
+        self.durable: set[tuple[int, int]] = set()
+        self.events: list[DiskEvents] = []
+
+    @property
+    def codec(self) -> c_ext.PageCodec:
+        return c_ext.PageCodec(list(self.group.stripe_bytes), list(self.group.runs), self.group.host_digests)
+
+    @property
+    def folder(self) -> Path:
+        return unit_folder(self.folders[0], self.identity, [self.group])
+
+    @property
+    def stripes(self) -> list[tuple[int, int]]:
+        """Offset and bytes of each rank's stripe."""
+        codec = self.codec
+        return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.group.stripe_bytes)]
+
+    def payload(self, number: int) -> NDArray[np.uint8]:
+        """The stripes of block `number`: everything of its image before the trailer."""
+        size = self.codec.trailer_offset
+        words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
+        return words.view(np.uint8)
+
+    def fill(self, slot: int, number: int) -> None:
+        view = self.pool.slot(slot)
+        view[: self.codec.trailer_offset] = self.payload(number)
+
+    def run(
+        self,
+        kind: OpKind,
+        slots: Sequence[int],
+        places: Sequence[int],
+        tags: NDArray[np.uint8],
+        layerwise: bool = False,
+    ) -> OpResult:
+        op = TransferOp(
+            OpId(next(self.op_ids)),
+            kind,
+            0,
+            Priority.LOAD if kind is OpKind.DISK_READ else Priority.STORE,
+            ids([]),
+            ids(slots),
+            layerwise,
+            ids(places),
+            tags,
+        )
+        ticket = self.engine.submit(TransferGraph((op,)))
+        assert ticket is not None
+        assert self.engine.wait(ticket, GENEROUS_S)
+        (result,) = self.engine.poll()
+        return result
+
+    def write(
+        self, numbers: Sequence[int], places: Sequence[int], publish: bool = True, epoch: int | None = None
+    ) -> tuple[OpResult, NDArray[np.uint64]]:
+        """Writes blocks to places; publishes those that ended OK."""
+        slots = list(range(len(numbers)))
+        for slot, number in zip(slots, numbers, strict=True):
+            self.fill(slot, number)
+        generations = self.unit.next_generations(len(numbers))
+        keys = keys_of(numbers)
+        at = self.unit.epoch if epoch is None else epoch
+        result = self.run(OpKind.DISK_WRITE, slots, places, make_tags(keys, at, generations, BLOCK_TOKENS))
+        good = np.setdiff1d(np.arange(len(numbers)), result.failed)
+        if publish and len(good):
+            assert self.unit.record_publish(
+                0,
+                keys[good],
+                ids(places)[good],
+                generations[good],
+                np.full(len(good), BLOCK_TOKENS, np.int32),
+            )
+        return result, generations
+
+    def read(
+        self,
+        numbers: Sequence[int],
+        places: Sequence[int],
+        generations: NDArray[np.uint64],
+        layerwise: bool = False,
+        epoch: int | None = None,
+        tokens: int = BLOCK_TOKENS,
+    ) -> OpResult:
+        """Reads blocks to the pool's upper slots; what ended OK must be their bytes."""
+        base = self.pool.slots // 2
+        slots = [base + i for i in range(len(numbers))]
+        for slot in slots:
+            self.pool.slot(slot)[:] = 0xEE
+        at = self.unit.epoch if epoch is None else epoch
+        tags = make_tags(keys_of(numbers), at, generations, tokens)
+        result = self.run(OpKind.DISK_READ, slots, places, tags, layerwise)
+        failed = set(result.failed.tolist())
+        for i, (slot, number) in enumerate(zip(slots, numbers, strict=True)):
+            if i not in failed:
+                got, wanted = self.pool.slot(slot), self.payload(number)
+                for begin, size in self.stripes:
+                    part = slice(begin, begin + size)
+                    np.testing.assert_array_equal(got[part], wanted[part], f"block {number}: wrong bytes")
+        return result
+
+    def poll(self) -> DiskEvents:
+        events = self.unit.poll()
+        self.events.append(events)
+        for pages in events.durable:
+            self.durable.update(zip(pages.places.tolist(), pages.generations.tolist(), strict=True))
+        return events
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + GENEROUS_S
+        while not condition():
+            assert time.monotonic() < deadline, what
+            self.poll()
+            time.sleep(0.005)
+
+    def wait_durable(self, places: Sequence[int], generations: NDArray[np.uint64]) -> None:
+        wanted = set(zip(list(places), generations.tolist(), strict=True))
+        self.until(lambda: wanted <= self.durable, f"{wanted - self.durable} did not become durable")
+
+    def read_rows(self, rows: IndexRows) -> dict[int, str]:
+        """Reads every row; block -> reason of those that failed."""
+        failed = {}
+        step = self.pool.slots // 2
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys[part]]
+            result = self.read(numbers, rows.places[part].tolist(), rows.generations[part])
+            failed.update({numbers[i]: result.reason for i in result.failed.tolist()})
+        return failed
+
+    def close(self) -> bool:
+        if self.faults is not None:
+            self.faults.release()
+        assert self.engine.close(GENEROUS_S)
+        done = self.unit.close(GENEROUS_S)
+        self.pool.close()
+        return done
