@@ -249,3 +249,32 @@ TEST_CASE("a closed manager, unknown files and blocks named twice are refused; f
   CHECK_THROWS_AS(RawFiles(Paths{Names{}}), ConfigError);
   CHECK(open_files() == files_before);
 }
+
+TEST_CASE(
+    "transfers of several threads take turns at the staging, with lent buffers beside it, and all arrive") {
+  GdsWorld world;
+  const auto content = world.stored();
+  std::vector<std::thread> threads;
+  std::vector<char> ended_well(4, 0);
+  std::vector<unsigned char> memory(static_cast<size_t>(3 * GdsWorld::kImage));
+  for (int32_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const int32_t each = GdsWorld::kBlocks / 4;
+      const auto all = GdsWorld::pages();
+      const std::vector<StagedPage> mine(all.begin() + t * each, all.begin() + (t + 1) * each);
+      const auto lent =
+          t == 0 ? std::make_shared<StagingBuffer>(memory.data(), static_cast<int64_t>(memory.size()))
+                 : nullptr;
+      bool good = true;
+      for (int round = 0; round < 5; ++round) {
+        good = good && world.manager->transfer(*world.map, mine, true, lent).ok();
+        good = good && world.manager->transfer(*world.map, mine, false, lent).ok();
+      }
+      ended_well[static_cast<size_t>(t)] = good;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(ended_well == std::vector<char>(4, 1));
+  CHECK(world.pool == content);
+  CHECK(world.manager->totals().transfers == 41);
+}
