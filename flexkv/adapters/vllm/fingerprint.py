@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from flexkv.adapters.vllm.extra_keys import framed
@@ -10,9 +11,15 @@ from flexkv.adapters.vllm.weights import weights_identity
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import KeySchemeError
+from flexkv.observe import get_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+
+logger = get_logger(__name__)
+
+RUN_BYTES = 16
+"""Random bytes that tell one run from all others."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
@@ -48,6 +55,11 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
         ConfigError: nothing identifies the weights.
     """
     check_hash(config.cache_config.prefix_caching_hash_algo)
+    if _scales_of_the_run(config):
+        logger.warning(
+            "calculate_kv_scales: the KV scales come from the first forward of this run, so what is stored is of use "
+            "to this run alone; it can be shared with no other engine and found by none after a restart"
+        )
     return namespace_digest(
         {name: framed(value) for name, value in _fields(config, geometry, settings).items()}
     )
@@ -56,7 +68,7 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
 def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
-    weights = settings.identity.model or weights_identity(model.model, model.revision)
+    weights = settings.identity.model or _weights_of(model)
     return {
         "engine": "vllm",
         "weights": weights,
@@ -66,14 +78,43 @@ def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig)
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "kv_dtype_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers],
+        "run": os.urandom(RUN_BYTES) if _scales_of_the_run(config) else None,
         "layers": list(geometry.layer_names),
         "block_tokens": geometry.block_tokens,
         "hash": cache.prefix_caching_hash_algo,
         # A draft model's layers have KV in the same blocks.
-        "draft": str(speculative.model) if speculative is not None else None,
+        "draft": _draft(speculative) if speculative is not None else None,
         "namespace": settings.identity.namespace,
     }
+
+
+def _scales_of_the_run(config: VllmConfig) -> bool:
+    """Whether the scales of quantised KV are measured at run time; not every version of vLLM can."""
+    return bool(getattr(config.cache_config, "calculate_kv_scales", False))
+
+
+def _weights_of(model: ModelConfig) -> str:
+    """For a model of the hub the commit that was resolved at load, which a branch's name does not tell."""
+    commit = getattr(model.hf_text_config, "_commit_hash", None) or getattr(
+        getattr(model, "hf_config", None), "_commit_hash", None
+    )
+    return weights_identity(model.model, model.revision, commit)
+
+
+def _draft(speculative: SpeculativeConfig) -> dict[str, Any]:
+    """Method and, where drafts come from a model, that model's weights, shape and data types."""
+    draft = speculative.draft_model_config
+    fields: dict[str, Any] = {"method": str(speculative.method), "model": str(speculative.model)}
+    if draft is not None:
+        fields |= {
+            "weights": _weights_of(draft),
+            "architecture": _plain(draft.hf_text_config.to_dict()),
+            "dtype": str(draft.dtype),
+            "quantization": str(draft.quantization),
+            "kv_dtype": str(speculative.kv_cache_dtype),
+        }
+    return fields
 
 
 def _plain(value: Any) -> Any:

@@ -95,6 +95,12 @@ def required_layout(config: VllmConfig) -> str | None:
     return None if current_platform.is_cpu() else BLOCK_FIRST_ORDER
 
 
+def is_replicated(config: KVCacheConfig) -> bool:
+    """Whether tensor-parallel ranks hold copies of the same KV: MLA's latent belongs to no head, so no rank has a part
+    of its own. (Context parallelism, which would split it by tokens, is refused.)"""
+    return isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+
+
 def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> tuple[Any, FormatId]:
     """The view of this rank's pool and the format of its pages.
 
@@ -113,7 +119,7 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
                 "host memory (vLLM on a CPU); it has no lanes for device memory"
             )
     on_cpu = current_platform.is_cpu()
-    is_latent = isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+    is_latent = is_replicated(config)
     interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None
     handler = VllmHandler(
         caches=caches,
@@ -123,6 +129,6 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
         ],
         num_blocks=config.num_blocks,
         order=str(config.kv_cache_layout),
-        ranks=ranks,
+        ranks=1 if is_latent else ranks,
     )
     return handler.view(0), handler.format_id(0)

@@ -22,6 +22,7 @@ class Handshake(KVConnectorHandshakeMetadata):
         stripe_bytes: bytes of one block on this rank.
         runs: contiguous pieces of one block on this rank; each has a digest of its own where stored pages are verified.
         num_blocks: blocks of the engine's pool on this rank.
+        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
     """
 
@@ -30,6 +31,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     stripe_bytes: int
     runs: int
     num_blocks: int
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

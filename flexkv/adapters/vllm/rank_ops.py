@@ -66,6 +66,7 @@ class RankOps:
         engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
         refusal: why there is none and never will be.
         stripe_bytes: what one page moves on this rank.
+        stores: False where another rank stores the same bytes: a store then ends here at once.
         step: the last forward that was ordered.
     """
 
@@ -77,6 +78,7 @@ class RankOps:
         self.engine: Any = None
         self.refusal = ""
         self.stripe_bytes = 0
+        self.stores = True
         self._ops: dict[OpId, RankOp] = {}
         self._waiting: list[LoadJob] = []
         self.step = 0
@@ -109,6 +111,10 @@ class RankOps:
 
     def submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
         """Starts a store; one that finds no place is dropped and reported so."""
+        if not self.stores:
+            nothing = np.empty(0, dtype=np.int32)
+            self._ended += [Ended(OpResult(op.op_id, OpStatus.OK, nothing), self.step) for op in graph.ops]
+            return
         if urgent:
             ops = tuple(_with_priority(op, Priority.LOAD) for op in graph.ops)
             graph = TransferGraph(ops, graph.edges)

@@ -79,11 +79,15 @@ class HostUnit:
                 f"the ranks have {sorted(counts)} blocks, the scheduler {geometry.num_blocks}"
             )
         said = [handshakes[rank] for rank in range(ranks)]
+        if len({(rank.replicated, rank.stripe_bytes if rank.replicated else 0) for rank in said}) != 1:
+            raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {said}")
+        if said[0].replicated:
+            del said[1:]
         trailer_bytes, digests = digest_areas([rank.runs for rank in said]) if config.host.verify else (0, [])
         image = SlotImage([rank.stripe_bytes for rank in said], trailer_bytes)
         places = tuple(
             RankPlace(image.stripe_offset(rank), image.trailer_offset + digests[rank] if digests else None)
-            for rank in range(ranks)
+            for rank in (range(ranks) if len(said) == ranks else [0] * ranks)
         )
         memory = read_memory()
         size = resolve_host_bytes(

@@ -17,11 +17,12 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 
 
-def weights_identity(model: str, revision: str | None) -> str:
+def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
     """A string that differs for different weights of the model: the hub's commit, else a digest of sampled content.
 
     Args:
-        model: a folder, a file, or a hub name; a hub name stands for itself with its revision.
+        model: a folder, a file, or a hub name; a hub name stands for itself with its commit, else its revision.
+        resolved: commit of the hub that the engine found behind the revision.
 
     Raises:
         ConfigError: the folder holds no weights that we know; says what to set.
@@ -30,7 +31,7 @@ def weights_identity(model: str, revision: str | None) -> str:
     if commit := COMMIT.search(str(path)):
         return f"commit:{commit.group(1)}"
     if not path.exists():
-        return f"hub:{model}@{revision or 'default'}"
+        return f"hub:{model}@{resolved or revision or 'default'}"
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
         raise ConfigError(

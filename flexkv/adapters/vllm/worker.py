@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from flexkv.adapters.vllm.geometry import build_view
+from flexkv.adapters.vllm.geometry import build_view, is_replicated
 from flexkv.adapters.vllm.metadata import (
     ConnectorMetadata,
     Handshake,
@@ -77,6 +77,7 @@ class WorkerSide:
         self._view, self.format_id = build_view(caches, config, self._ranks)
         self._caches = tuple(caches.values())
         self._ops.stripe_bytes = self._view.stripe_bytes
+        self._ops.stores = self.rank == 0 or not is_replicated(config)
         self.kv_config = config
 
     def handshake(self) -> Handshake | None:
@@ -84,7 +85,14 @@ class WorkerSide:
         if self.kv_config is None:
             return None
         view = self._view
-        return Handshake(self.rank, os.getpid(), view.stripe_bytes, len(view.runs), self.kv_config.num_blocks)
+        return Handshake(
+            self.rank,
+            os.getpid(),
+            view.stripe_bytes,
+            len(view.runs),
+            self.kv_config.num_blocks,
+            is_replicated(self.kv_config),
+        )
 
     def attach(self, pool: HostPool, place: RankPlace) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool."""

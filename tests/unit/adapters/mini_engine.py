@@ -13,7 +13,13 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -32,12 +38,17 @@ LAYERS, HEADS, CONTENT = 2, 2, 8
 NAMESPACE = namespace_digest({"model": "mini"})
 
 
-def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS) -> KVCacheConfig:
-    """One group of full attention in LBHNC, float32."""
+def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
+    """One group of full attention in LBHNC, float32; with `latent` of MLA, which has one head and no V."""
+    heads = 1 if latent else heads
     names = [f"layer.{i}" for i in range(layers)]
     page = heads * BLOCK_TOKENS * CONTENT * 4
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
+    spec = (
+        MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=CONTENT, dtype=torch.float32)
+        if latent
+        else FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
+        )
     )
     tensor = KVCacheTensor(
         size=layers * blocks * page, layers=names, layer_stride=blocks * page, block_stride=page
@@ -83,12 +94,14 @@ class MiniEngine:
         worker_class: type[WorkerSide] = WorkerSide,
         with_events: bool = False,
         use: Use = Use(),  # noqa: B008 - frozen
+        latent: bool = False,
         **settings: Any,
     ) -> None:
         config = load_config(
             {"host.bytes": "2MiB", "host.extent_bytes": "2MiB", "host.huge_pages": "off"} | settings, {}
         )
-        self.kv_config = kv_config(blocks)
+        self.kv_config = kv_config(blocks, latent=latent)
+        self.latent = latent
         self.pool: BlockPool = make_pool(blocks)
         engine_id = f"mini-{id(self)}"
         self.caches = [make_caches(self.kv_config) for _ in range(ranks)]
@@ -228,7 +241,7 @@ class MiniEngine:
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
         """KV depends on everything before."""
-        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank}/{layer}"
+        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{0 if self.latent else rank}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
     def write(self, rank: int, live: Live, first: int, end: int) -> None:

@@ -40,6 +40,9 @@ def config(folder: Path, **changes: Any) -> Any:
         "hash": "sha256",
         "load_format": "auto",
         "draft": None,
+        "skipped": [],
+        "scales": False,
+        "commit": None,
         "text": TextConfig(),
     } | changes
     return SimpleNamespace(
@@ -50,15 +53,31 @@ def config(folder: Path, **changes: Any) -> Any:
             dtype=values["dtype"],
             quantization=values["quantization"],
             hf_text_config=values["text"],
+            hf_config=SimpleNamespace(_commit_hash=values["commit"]),
         ),
         cache_config=SimpleNamespace(
             cache_dtype=values["cache_dtype"],
             prefix_caching_hash_algo=values["hash"],
-            calculate_kv_scales=False,
+            kv_cache_dtype_skip_layers=values["skipped"],
+            calculate_kv_scales=values["scales"],
         ),
         load_config=SimpleNamespace(load_format=values["load_format"]),
-        speculative_config=SimpleNamespace(model=values["draft"]) if values["draft"] else None,
+        speculative_config=values["draft"],
     )
+
+
+def ngram(method: str = "ngram") -> Any:
+    return SimpleNamespace(method=method, model=None, draft_model_config=None, kv_cache_dtype=None)
+
+
+def draft(folder: Path, content: bytes = b"d", text: TextConfig | None = None, **changes: Any) -> Any:
+    """A draft model with weights of its own."""
+    place = folder / f"draft-{content.hex()}"
+    place.mkdir(exist_ok=True)
+    (place / "model.safetensors").write_bytes(content * 5000)
+    model = config(place, text=text or TextConfig()).model_config
+    fields = {"method": "eagle", "model": "draft", "draft_model_config": model, "kv_cache_dtype": None}
+    return SimpleNamespace(**(fields | changes))
 
 
 @pytest.fixture
@@ -78,7 +97,8 @@ def namespace(folder: Path, geometry: BlockGeometry = GEOMETRY, extra: Any = Non
         {"quantization": "fp8"},
         {"cache_dtype": "fp8_e4m3"},
         {"hash": "sha256_cbor"},
-        {"draft": "eagle"},
+        {"draft": ngram()},
+        {"skipped": ["0"]},
         {"text": TextConfig(rope_parameters={"rope_theta": 5e5})},
         {"extra": {"identity.namespace": "b"}},
         {"extra": {"identity.model": "v2"}},
@@ -105,3 +125,35 @@ def test_random_weights_are_told_apart_by_their_seed(folder: Path) -> None:
 def test_a_hash_that_can_be_forged_is_refused(folder: Path, algorithm: str) -> None:
     with pytest.raises(KeySchemeError, match=r"--prefix-caching-hash-algo .*sha256"):
         namespace(folder, hash=algorithm)
+
+
+def test_a_draft_model_is_told_apart_by_its_weights_and_shape(folder: Path) -> None:
+    one = namespace(folder, draft=draft(folder))
+    assert namespace(folder, draft=draft(folder)) == one
+    others = [
+        draft(folder, b"e"),
+        draft(folder, text=TextConfig(hidden_size=32)),
+        draft(folder, method="mtp"),
+        draft(folder, kv_cache_dtype="fp8"),
+        ngram(),
+        ngram("suffix"),
+    ]
+    assert len({one, namespace(folder), *(namespace(folder, draft=other) for other in others)}) == 8
+
+
+def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:
+    hub: dict[str, Any] = {"model": "owner/name", "revision": "main"}
+    assert namespace(folder, **hub, commit="a" * 40) != namespace(folder, **hub, commit="b" * 40)
+    assert namespace(folder, **hub, commit="a" * 40) == namespace(folder, **hub, commit="a" * 40)
+    # A folder is what it holds, whatever was resolved.
+    assert namespace(folder, commit="a" * 40) == namespace(folder)
+
+
+def test_scales_of_the_run_keep_the_keys_within_the_run(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="flexkv"):
+        assert namespace(folder) == namespace(folder)
+        assert not caplog.records
+        assert namespace(folder, scales=True) != namespace(folder, scales=True)
+    assert "calculate_kv_scales" in caplog.text

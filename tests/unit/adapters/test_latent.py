@@ -1,0 +1,62 @@
+"""MLA: every tensor-parallel rank holds the same latent, so a slot has one stripe, which rank 0 writes and all read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.adapters.vllm.geometry import build_view
+from flexkv.errors import GeometryError
+from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
+from tests.unit.adapters.mini_engine import CONTENT, LAYERS, MiniEngine, kv_config, make_caches
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+D2H = 1
+
+
+def test_a_page_is_one_latent_a_layer_for_any_number_of_ranks() -> None:
+    config = kv_config(9, latent=True)
+    one, of_one = build_view(make_caches(config), config, 1)
+    four, of_four = build_view(make_caches(config), config, 4)
+    assert one.stripe_bytes == four.stripe_bytes == LAYERS * BLOCK_TOKENS * CONTENT * 4
+    assert of_one == of_four, "the same page whatever the ranks"
+    assert of_one.ranks == 1
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bool) -> None:
+    engine = make_engine(ranks=3, remote=remote, latent=True, **{"host.verify": verify})
+    apart = make_engine(ranks=3, remote=remote, **{"host.verify": verify})
+    unit = engine.side.unit
+    assert len({place.stripe for place in unit.places}) == 1
+    assert len({place.stripe for place in apart.side.unit.places}) == 3
+    engine.run(make_request(PROMPT, "one"))
+    moved = [
+        worker.counters.value("flexkv_moved_pages_total", direction="store") for worker in engine.workers
+    ]
+    assert moved == [5, 0, 0]
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 20  # every rank's bytes are compared
+    assert engine.invalid == set()
+
+
+def test_a_store_that_fails_on_the_rank_that_writes_is_a_miss_for_all(make_engine: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, page=1, times=1))
+    engine = make_engine(ranks=2, latent=True, worker_class=worker)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 4
+
+
+def test_ranks_that_disagree_on_it_are_refused(make_engine: Make) -> None:
+    engine = make_engine(ranks=2, latent=True)
+    shaken = dict(engine.side.handshakes)
+    engine.side.close()
+    with pytest.raises(GeometryError, match="same bytes"):
+        engine.side.take_handshake({1: replace(shaken[1], replicated=False)})
