@@ -15,6 +15,8 @@ from flexkv.errors import FlexKVError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("flexkv.cli.config_command", "Show or document the settings."),
+    "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
+    "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; rebuild the index from them."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
     "simulate": (
         "flexkv.cli.simulate_command",

@@ -126,7 +126,9 @@ class DiskIndex:
                         f"{self.path}: chunk {chunk} of group {group} has {len(content)} bytes"
                     )
                 rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS] = np.frombuffer(content, ROW)
-            rows[self.slots[group] :] = np.zeros((), ROW)  # the slab may have been larger
+            if rows["generation"][self.slots[group] :].any():  # the slab was larger
+                rows[self.slots[group] :] = np.zeros((), ROW)
+                self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
         """Forgets the rows of groups whose slab is another one than they were written for."""

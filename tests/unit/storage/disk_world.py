@@ -92,15 +92,16 @@ class DiskWorld:
         codec = self.codec
         return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.group.stripe_bytes)]
 
-    def payload(self, number: int) -> NDArray[np.uint8]:
-        """The stripes of block `number`: everything of its image before the trailer."""
+    def payload(self, number: int, epoch: int = 0) -> NDArray[np.uint8]:
+        """The stripes of block `number` of these weights: everything of its image before the trailer."""
         size = self.codec.trailer_offset
-        words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
+        words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        words += np.uint64(number + (epoch << 32))
         return words.view(np.uint8)
 
-    def fill(self, slot: int, number: int) -> None:
+    def fill(self, slot: int, number: int, epoch: int = 0) -> None:
         view = self.pool.slot(slot)
-        view[: self.codec.trailer_offset] = self.payload(number)
+        view[: self.codec.trailer_offset] = self.payload(number, epoch)
 
     def run(
         self,
@@ -128,15 +129,21 @@ class DiskWorld:
         return result
 
     def write(
-        self, numbers: Sequence[int], places: Sequence[int], publish: bool = True, epoch: int | None = None
+        self,
+        numbers: Sequence[int],
+        places: Sequence[int],
+        publish: bool = True,
+        epoch: int | None = None,
+        generations: NDArray[np.uint64] | None = None,
     ) -> tuple[OpResult, NDArray[np.uint64]]:
         """Writes blocks to places; publishes those that ended OK."""
         slots = list(range(len(numbers)))
-        for slot, number in zip(slots, numbers, strict=True):
-            self.fill(slot, number)
-        generations = self.unit.next_generations(len(numbers))
-        keys = keys_of(numbers)
         at = self.unit.epoch if epoch is None else epoch
+        for slot, number in zip(slots, numbers, strict=True):
+            self.fill(slot, number, at)
+        if generations is None:
+            generations = self.unit.next_generations(len(numbers))
+        keys = keys_of(numbers)
         result = self.run(OpKind.DISK_WRITE, slots, places, make_tags(keys, at, generations, BLOCK_TOKENS))
         good = np.setdiff1d(np.arange(len(numbers)), result.failed)
         if publish and len(good):
@@ -169,7 +176,7 @@ class DiskWorld:
         failed = set(result.failed.tolist())
         for i, (slot, number) in enumerate(zip(slots, numbers, strict=True)):
             if i not in failed:
-                got, wanted = self.pool.slot(slot), self.payload(number)
+                got, wanted = self.pool.slot(slot), self.payload(number, at)
                 for begin, size in self.stripes:
                     part = slice(begin, begin + size)
                     np.testing.assert_array_equal(got[part], wanted[part], f"block {number}: wrong bytes")

@@ -1,0 +1,110 @@
+"""`flexkv disk`: what the disk tier keeps, and letting it go."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flexkv.config.sizes import format_size
+from flexkv.errors import ConfigError, DiskError
+from flexkv.storage.folder import LOCK_NAME
+from flexkv.storage.fsck import disk_bytes, remove_folder, unit_folders
+from flexkv.storage.header import read_header
+
+DAY_S = 86_400
+
+
+@click.group()
+def command() -> None:
+    """Show or delete what the disk tier keeps."""
+
+
+@command.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def ls(folder: Path, as_json: bool) -> None:
+    """List models, sizes and ages under FOLDER."""
+    entries = [_entry(unit, folder) for unit in unit_folders(folder)]
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+        return
+    table = Table(
+        "folder", "model", "format", "size", "created", "last used", "state", box=None, pad_edge=False
+    )
+    for entry in entries:
+        table.add_row(
+            str(entry["folder"]),
+            str(entry["model"]),
+            str(entry["format"]),
+            format_size(int(str(entry["bytes"]))),
+            _age(entry["created"]),
+            _age(entry["last_used"]),
+            "in use" if entry["in_use"] else "",
+        )
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+
+
+@command.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def drop(folder: Path, name: str, yes: bool) -> None:
+    """Delete the unit NAME, as `ls` shows it, under FOLDER. Not while it is in use."""
+    units = {str(unit.relative_to(folder)): unit for unit in unit_folders(folder) if unit != folder}
+    chosen = [unit for key, unit in units.items() if key == name or key.startswith(f"{name}/")]
+    if not chosen:
+        raise ConfigError(f"{name!r}: no unit of {folder}; there are {', '.join(units) or 'none'}")
+    for unit in chosen:
+        if not yes:
+            click.confirm(f"delete {unit}?", abort=True)
+        click.echo(f"{unit}: {format_size(remove_folder(unit))} freed")
+
+
+def _entry(unit: Path, root: Path) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "folder": str(unit.relative_to(root)),
+        "model": "?",
+        "format": "?",
+        "bytes": disk_bytes(unit),
+        "created": 0,
+        "last_used": int(max((path.stat().st_mtime for path in unit.iterdir()), default=0)),
+        "in_use": _in_use(unit),
+    }
+    for slab in sorted(unit.glob("group*.slab")):
+        try:
+            header = read_header(str(slab))
+        except DiskError as error:
+            entry["model"] = str(error)
+            continue
+        entry.update(model=header.model, format=header.format_id, created=header.created)
+    return entry
+
+
+def _in_use(unit: Path) -> bool:
+    try:
+        fd = os.open(unit / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _age(when: object) -> str:
+    seconds = time.time() - int(str(when))
+    if not when:
+        return "?"
+    if seconds < DAY_S:
+        return f"{seconds / 3600:.1f} h ago"
+    return f"{seconds / DAY_S:.1f} d ago"

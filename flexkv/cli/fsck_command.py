@@ -1,0 +1,58 @@
+"""`flexkv fsck`: verifies every page on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder, unit_folders
+
+NOT_CLEAN_EXIT_CODE = 1
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--repair", is_flag=True, help="Write the index anew from the pages that are whole.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def command(folder: Path, repair: bool, as_json: bool) -> int:
+    """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean."""
+    reports = [check_folder(unit, repair) for unit in unit_folders(folder)]
+    if as_json:
+        click.echo(json.dumps([{**asdict(r), "clean": r.clean} for r in reports], indent=2, default=str))
+    else:
+        console = Console(markup=False, highlight=False, soft_wrap=True)
+        if not reports:
+            console.print(f"no slabs under {folder}")
+        for report in reports:
+            _show(console, report)
+    return 0 if all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE
+
+
+def _show(console: Console, report: FsckReport) -> None:
+    console.print(f"{report.folder}: {'clean' if report.clean else 'NOT CLEAN'}")
+    for problem in report.problems:
+        console.print(f"  {problem}")
+    for slab in report.slabs:
+        console.print(
+            f"  {slab.path.name} ({slab.model}): {slab.slots} slots, {slab.good} good, {slab.empty} empty, "
+            f"{slab.stale} stale, {len(slab.orphans)} orphans, {len(slab.damaged)} damaged, "
+            f"{len(slab.missing)} missing"
+        )
+        _name(console, slab)
+    if report.repaired:
+        console.print("  the index was written anew")
+
+
+def _name(console: Console, slab: SlabReport) -> None:
+    for slot, reason in slab.damaged[:MOST_NAMED]:
+        console.print(f"    slot {slot}: {reason}")
+    lists: Sequence[tuple[str, Sequence[int]]] = [("orphans", slab.orphans), ("missing", slab.missing)]
+    for name, slots in lists:
+        if slots:
+            more = f" and {len(slots) - MOST_NAMED} more" if len(slots) > MOST_NAMED else ""
+            console.print(f"    {name}: {', '.join(map(str, slots[:MOST_NAMED]))}{more}")

@@ -1,0 +1,223 @@
+"""Checking a unit's folder slot by slot, and making its index anew from what is there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.errors import DiskError
+from flexkv.storage.folder import DAMAGED_INDEX_NAME, INDEX_NAME, FolderLock, read_epoch
+from flexkv.storage.generations import opens_of
+from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of, read_group
+from flexkv.storage.index import DamagedIndexError, DiskIndex, Rows
+from flexkv.storage.scan import SlotReport, read_slots, rows_of
+
+MOST_NAMED = 20
+"""Problems of one kind that a report names; the rest is counted."""
+
+
+@dataclass(slots=True)
+class SlabReport:
+    """What a slab holds.
+
+    Attributes:
+        good: pages that are whole and that the index names.
+        empty: slots never written.
+        stale: whole pages that nobody asks for: evicted, overwritten in the index, or of an older epoch.
+        orphans: whole pages of the current epoch that the index does not know: `--repair` brings them back.
+        damaged: slots with something else than a whole page, and why.
+        missing: slots of which the index names a page that is not there: misses.
+    """
+
+    path: Path
+    model: str
+    slots: int = 0
+    good: int = 0
+    empty: int = 0
+    stale: int = 0
+    orphans: list[int] = field(default_factory=list)
+    damaged: list[tuple[int, str]] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class FsckReport:
+    """What `check_folder` found; `problems` are those that no slab's counts show."""
+
+    folder: Path
+    slabs: list[SlabReport] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    repaired: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is damaged and the index is right. Orphans, stale and empty slots are what crashes leave."""
+        return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)
+
+
+def unit_folders(root: Path) -> list[Path]:
+    """Folders of ownership units under `root`, or `root` itself if it is one, by name."""
+    if any(root.glob("group*.slab")) or (root / INDEX_NAME).exists():
+        return [root]
+    found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
+    return sorted(found)
+
+
+def check_folder(folder: Path, repair: bool = False) -> FsckReport:
+    """Reads and verifies every slot of every slab in `folder`, and compares the index.
+
+    Args:
+        repair: write the index anew from the pages that are whole; of several with one key the newest stays.
+
+    Raises:
+        FolderLockedError: the folder is in use.
+        DiskError: it cannot be read.
+    """
+    lock = FolderLock(folder)
+    try:
+        return _check(folder, repair)
+    except OSError as error:
+        if isinstance(error, DiskError):
+            raise
+        raise DiskError(f"{folder}: {error}") from error
+    finally:
+        lock.release()
+
+
+def _check(folder: Path, repair: bool) -> FsckReport:
+    report = FsckReport(folder)
+    found: dict[int, tuple[SlabHeader, list[SlotReport]]] = {}
+    for path in sorted(folder.glob("group*.slab")):
+        try:
+            header, group = read_group(str(path))
+        except DamagedHeaderError as error:
+            report.problems.append(str(error))
+            continue
+        slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
+        slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+        reports = list(read_slots(slab, header.slab_id, codec_of(group), slots, data=True))
+        found[header.group] = (header, reports)
+        report.slabs.append(SlabReport(path, header.model, slots))
+    if not found:
+        return report
+    slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
+    index = _open_index(folder, slots_of, report)
+    try:
+        if index is not None:
+            index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
+        epoch = _epoch(folder, index, found)
+        for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
+            rows = index.rows[header.group] if index is not None else None
+            _compare(slab_report, reports, rows, epoch)
+        if repair:
+            if index is None:
+                if (folder / INDEX_NAME).exists():
+                    (folder / INDEX_NAME).replace(folder / DAMAGED_INDEX_NAME)
+                (folder / f"{INDEX_NAME}-wal").unlink(missing_ok=True)
+                index = DiskIndex(folder / INDEX_NAME, slots_of)
+                index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
+            _rewrite(index, found, epoch)
+            report.repaired = True
+    finally:
+        if index is not None:
+            index.close()
+    return report
+
+
+def _open_index(folder: Path, slots: list[int], report: FsckReport) -> DiskIndex | None:
+    path = folder / INDEX_NAME
+    if not path.exists():
+        report.problems.append(f"{path} is missing")
+        return None
+    try:
+        return DiskIndex(path, slots)
+    except DamagedIndexError as error:
+        report.problems.append(str(error))
+        return None
+
+
+def _epoch(
+    folder: Path, index: DiskIndex | None, found: dict[int, tuple[SlabHeader, list[SlotReport]]]
+) -> int:
+    """The current one: what was written down, or, where the index is gone, the highest of any page."""
+    epoch = max(read_epoch(folder), index.epoch if index is not None else 0)
+    if index is None or index.is_new:
+        tags = [r.tag for _, reports in found.values() for r in reports if r.tag is not None]
+        epoch = max([epoch, *(int(tag["epoch"]) for tag in tags)])
+    return epoch
+
+
+def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, epoch: int) -> None:
+    for slot in reports:
+        row = rows[slot.slot] if rows is not None and rows["generation"][slot.slot] else None
+        whole = slot.miss == "none" and slot.tag is not None
+        named = (
+            whole
+            and row is not None
+            and slot.tag is not None
+            and row["generation"] == slot.tag["generation"]
+            and bytes(row["key"]) == bytes(slot.tag["key"])
+            and int(slot.tag["epoch"]) == epoch
+        )
+        if named:
+            report.good += 1
+        elif row is not None:
+            report.missing.append(slot.slot)
+        if named:
+            continue
+        if slot.empty:
+            report.empty += 1
+        elif not whole:
+            report.damaged.append((slot.slot, slot.reason))
+        elif row is None and slot.tag is not None and int(slot.tag["epoch"]) == epoch:
+            report.orphans.append(slot.slot)
+        else:
+            report.stale += 1
+
+
+def _rewrite(index: DiskIndex, found: dict[int, tuple[SlabHeader, list[SlotReport]]], epoch: int) -> None:
+    used = [rows["used"].copy() for rows in index.rows]
+    index.clear()
+    opens = index.opens
+    for group, (_, reports) in found.items():
+        rows, epochs = rows_of(iter(reports), len(reports))
+        opens = max(opens, opens_of(rows["generation"]))
+        good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
+        rows["used"] = np.where(used[group][: len(rows)] != 0, used[group][: len(rows)], rows["used"])
+        index.restore(group, good, rows[good])
+    index.opens, index.epoch = opens, epoch
+    index.commit()
+
+
+def remove_folder(folder: Path) -> int:
+    """Deletes a unit's folder; returns the bytes that its files took.
+
+    Raises:
+        FolderLockedError: it is in use; nothing was deleted.
+        DiskError: something could not be deleted.
+    """
+    lock = FolderLock(folder)
+    freed = 0
+    try:
+        # The lock file goes last: until then nobody else can start to use the folder.
+        files = sorted(folder.iterdir(), key=lambda path: path.name == "lock")
+        for path in files:
+            freed += path.stat().st_blocks * 512
+            path.unlink()
+        folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+    except OSError as error:
+        raise DiskError(f"{folder}: {error}") from error
+    finally:
+        lock.release()
+    return freed
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that the files in `folder` take on the disk."""
+    return sum(os.stat(path).st_blocks * 512 for path in folder.iterdir())

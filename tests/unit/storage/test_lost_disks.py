@@ -1,0 +1,279 @@
+"""Disks that fail, fill up, hang or cannot be opened are taken out alone."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv import c_ext
+from flexkv.errors import DiskError
+from flexkv.storage.base import LostDisk
+from flexkv.storage.journal import Journal
+from flexkv.storage.tags import make_tags
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+from tests.unit.storage.disk_world import (
+    CORRUPT,
+    FAIL,
+    GENEROUS_S,
+    SHORT,
+    STALL,
+    DiskWorld,
+    ids,
+    keys_of,
+)
+
+MakeDisks = Callable[..., DiskWorld]
+BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
+
+
+def lost_of(world: DiskWorld) -> list[LostDisk]:
+    world.poll()
+    return [lost for events in world.events for lost in events.lost]
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_a_read_error_is_a_miss_of_that_page(make_disks: MakeDisks, io: str) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=False, nth=1)])
+    world = make_disks(faults=faults, io=io)
+    _, generations = world.write(range(4), range(4))
+    result = world.read(range(4), range(4), generations)
+    assert result.failed.tolist() == [1]
+    assert "disk miss (io) at place 1: Input/output error" in result.reason
+    assert lost_of(world) == []
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+@pytest.mark.parametrize("moved", [0, 4096, 20480])
+def test_a_short_read_is_a_miss(make_disks: MakeDisks, io: str, moved: int) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(SHORT, write=False, nth=0, bytes=moved)])
+    world = make_disks(faults=faults, io=io)
+    _, generations = world.write([1], [0])
+    assert "disk miss (short)" in world.read([1], [0], generations).reason
+    assert world.read([1], [0], generations).status is OpStatus.OK
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_bytes_that_change_on_the_way_are_a_miss(make_disks: MakeDisks, write: bool) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(CORRUPT, write=write, nth=0, bytes=12_345)])
+    world = make_disks(faults=faults)
+    _, generations = world.write([1], [0])
+    assert "disk miss (data)" in world.read([1], [0], generations).reason
+
+
+@pytest.mark.parametrize("action", [FAIL, SHORT])
+def test_a_failed_write_is_not_published(make_disks: MakeDisks, action: int) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(action, write=True, nth=1, bytes=4096)])
+    world = make_disks(faults=faults)
+    result, generations = world.write(range(3), range(3))
+    assert result.failed.tolist() == [1]
+    good = np.array([0, 2])
+    world.wait_durable(good.tolist(), generations[good])
+    assert world.close()
+    assert sorted(make_disks().unit.rows(0).places.tolist()) == [0, 2]
+
+
+@pytest.mark.parametrize(("error", "text"), [(28, "No space left"), (30, "Read-only")])
+def test_a_full_or_read_only_disk_is_taken_out_and_the_other_goes_on(
+    make_disks: MakeDisks, error: int, text: str
+) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, disk=1, error=error)])
+    world = make_disks(2, faults=faults)
+    result, generations = world.write(range(6), range(6))
+    assert result.failed.tolist() == [1, 3, 5]
+    (lost,) = lost_of(world)
+    assert lost.disk == 1
+    assert text in lost.reason
+    assert world.unit.alive == (True, False)
+    # Its slots are not tried again: the pages fail without an I/O.
+    acted = faults.acted
+    result, _ = world.write([10, 11], [10, 11], publish=False)
+    assert result.failed.tolist() == [1]
+    assert "was taken out" in result.reason
+    assert faults.acted == acted
+    world.wait_durable([0, 2, 4], generations[[0, 2, 4]])
+    assert lost_of(world) == [lost]  # told once
+
+
+def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=False, disk=0)])
+    world = make_disks(2, faults=faults)
+    _, generations = world.write(range(30), range(30))
+    result = world.read(range(30), range(30), generations)
+    assert result.failed.tolist() == list(range(0, 30, 2))
+    (lost,) = lost_of(world)
+    assert "times in a row" in lost.reason
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(STALL, write=False, disk=0)])
+    world = make_disks(2, faults=faults, io=io, stuck_s=0.4)
+    _, generations = world.write(range(8), range(8))
+    tags = make_tags(keys_of([0]), 0, generations[:1], 16)
+    hung = TransferOp(
+        OpId(9_001), OpKind.DISK_READ, 0, Priority.LOAD, ids([]), ids([0]), places=ids([0]), tags=tags
+    )
+    ticket = world.engine.submit(TransferGraph((hung,)))
+    assert ticket is not None
+    assert faults.wait_stalled(1, GENEROUS_S)
+    world.until(lambda: not world.unit.alive[0], "the hung disk was not found")
+    assert "has not ended" in lost_of(world)[0].reason
+    assert all(lane.up for lane in world.engine.lanes())
+    result = world.read(range(8), range(8), generations)
+    assert result.failed.tolist() == [0, 2, 4, 6]
+    # Its own op ends when its I/O does, and not before: the slot may still be written.
+    assert not world.engine.wait(ticket, 0)
+    faults.release()
+    assert world.engine.wait(ticket, GENEROUS_S)
+
+
+def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault put into the journal: fdatasync says EIO."""
+
+    def fail(self: Journal, groups: set[int]) -> None:
+        if groups:
+            raise DiskError("fdatasync of the slab of group 0: Input/output error")
+
+    monkeypatch.setattr(Journal, "_sync_data", fail)
+    world = make_disks()
+    world.write([1], [0])
+    world.until(lambda: not world.unit.alive[0], "the disk was not taken out")
+    assert world.durable == set()
+    monkeypatch.undo()
+    world.close()
+    assert len(make_disks().unit.rows(0)) == 0
+
+
+def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault put into the index: SQLite says that the disk is full, twice."""
+    from flexkv.storage.index import DiskIndex
+
+    commit, failures = DiskIndex.commit, iter([True, True])
+
+    def sometimes(self: DiskIndex) -> None:
+        if next(failures, False):
+            raise DiskError("index.sqlite: database or disk is full")
+        commit(self)
+
+    world = make_disks()
+    monkeypatch.setattr(DiskIndex, "commit", sometimes)
+    _, generations = world.write([1, 2], [0, 1])
+    world.wait_durable([0, 1], generations)
+    assert lost_of(world) == []
+
+
+def test_a_full_journal_drops_rows_and_says_so(make_disks: MakeDisks) -> None:
+    world = make_disks(journal_rows=3)
+    result, generations = world.write(range(8), range(8), publish=False)
+    assert result.status is OpStatus.OK
+    assert not world.unit.record_publish(
+        0, keys_of(range(8)), ids(range(8)), generations, np.full(8, 16, np.int32)
+    )
+    assert world.unit.poll().dropped_rows == 8
+    assert world.read(range(8), range(8), generations).status is OpStatus.OK
+
+
+def test_a_disk_that_cannot_be_opened_is_lost_and_the_other_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    world = DiskWorld([tmp_path / "good", tmp_path / "file"])
+    assert [lost.disk for lost in lost_of(world)] == [1]
+    result, _ = world.write([1, 2], [0, 1], publish=False)
+    assert result.failed.tolist() == [1]
+    assert world.unit.slots(0) == 64
+    assert world.close()
+
+
+def test_without_any_disk_there_is_no_tier(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DiskError, match="no disk can be used"):
+        DiskWorld([tmp_path / "file"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a file system: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_disk_too_small_for_its_slab_is_lost_at_open(small_disk: Path, tmp_path: Path) -> None:
+    world = DiskWorld([tmp_path / "large", small_disk], slots=64)
+    (lost,) = lost_of(world)
+    assert lost.disk == 1
+    assert "No space left" in lost.reason
+    assert world.close()
+    assert sum(path.stat().st_blocks for path in small_disk.rglob("*.slab")) * 512 < 64 << 10
+
+
+def test_a_disk_that_fills_up_while_it_is_used(small_disk: Path, tmp_path: Path) -> None:
+    """Only possible when the slab did not get its space at open."""
+    world = DiskWorld([tmp_path / "large", small_disk], slots=64, preallocate=False)
+    failed: list[int] = []
+    for first in range(0, 128, 8):
+        places = list(range(first, first + 8))
+        result, _ = world.write(places, places)
+        failed += result.failed.tolist()
+    assert failed
+    world.until(lambda: not world.unit.alive[1], "the full disk was not taken out")
+    assert world.unit.alive[0]
+    _, generations = world.write([500], [2])
+    world.wait_durable([2], generations)
+    assert world.close()
+
+
+def test_a_read_only_file_system_is_lost_at_open(small_disk: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "large", small_disk]
+    world = DiskWorld(folders, slots=8)
+    _, generations = world.write(range(4), range(4))
+    world.wait_durable(range(4), generations)
+    assert world.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    world = DiskWorld(folders, slots=8)
+    (lost,) = lost_of(world)
+    assert "Read-only" in lost.reason
+    assert sorted(world.unit.rows(0).places.tolist()) == [0, 2]
+    assert world.close()
+
+
+def test_bytes_of_a_write_in_flight_at_close_are_recorded(make_disks: MakeDisks) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(STALL, write=True, nth=0)])
+    world = make_disks(faults=faults)
+    world.fill(0, 1)
+    generations = world.unit.next_generations(1)
+    write = TransferOp(
+        OpId(77),
+        OpKind.DISK_WRITE,
+        0,
+        Priority.STORE,
+        ids([]),
+        ids([0]),
+        places=ids([5]),
+        tags=make_tags(keys_of([1]), 0, generations, 16),
+    )
+    assert world.engine.submit(TransferGraph((write,))) is not None
+    assert faults.wait_stalled(1, GENEROUS_S)
+    assert not world.engine.close(0)
+    faults.release()
+    assert world.engine.close(GENEROUS_S)
+    (result,) = world.engine.poll()
+    assert result.status is OpStatus.OK
+    world.unit.record_publish(0, keys_of([1]), ids([5]), generations, np.array([16], np.int32))
+    started = time.monotonic()
+    assert world.unit.close(GENEROUS_S)
+    assert time.monotonic() - started < GENEROUS_S
+    rows = make_disks().unit.rows(0)
+    assert rows.places.tolist() == [5]
