@@ -56,13 +56,13 @@ class DiskDriver:
         """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
         if self._closed:
             return
-        if self._flow.busy:
+        if self._flow.moving:
             while results := self._plane.poll():
                 for result in results:
                     self._flow.complete(result)
-            self._flow.pump()
-            for graph in self._flow.take_orders():
-                self._submit(graph)
+        self._flow.pump()
+        for graph in self._flow.take_orders():
+            self._submit(graph)
         now_s = self._clock()
         if now_s >= self._watch_at_s:
             self._watch_at_s = now_s + WATCH_EVERY_S

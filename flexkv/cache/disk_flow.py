@@ -50,9 +50,14 @@ class DiskFlow:
         return self.index.counts
 
     @property
+    def moving(self) -> bool:
+        """Whether a read or write is in flight."""
+        return bool(len(self.reads.ops) or len(self.writes.ops))
+
+    @property
     def busy(self) -> bool:
         """Whether something is in flight, or waits to be written and can be."""
-        return bool(len(self.reads.ops) or len(self.writes.ops) or self._orders or self._may_write())
+        return self.moving or bool(self._orders) or self._may_write()
 
     def _may_write(self) -> bool:
         return not self.down and self.writes.waiting_pages > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import click
 from rich.console import Console
@@ -50,8 +51,10 @@ def docs() -> None:
 
 def show_value(row: SettingRow) -> str:
     """The value as a person reads it."""
-    if row.value is None:
+    if row.value is None or row.value == ():
         return "unset"
+    if isinstance(row.value, tuple):
+        return os.pathsep.join(row.value)
     if row.value == "":
         return '""'
     if isinstance(row.value, bool):

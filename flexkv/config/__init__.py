@@ -8,6 +8,7 @@ from flexkv.config.load import load_config
 from flexkv.config.memory import MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.model import FlexKVConfig, SettingRow
 from flexkv.config.sections import (
+    DiskConfig,
     GdsConfig,
     HostConfig,
     IdentityConfig,
@@ -19,6 +20,7 @@ from flexkv.config.sections import (
 )
 
 __all__ = [
+    "DiskConfig",
     "FlexKVConfig",
     "GdsConfig",
     "HostConfig",

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from flexkv.config.names import unknown_setting
 from flexkv.config.sections import (
+    DiskConfig,
     GdsConfig,
     HostConfig,
     IdentityConfig,
@@ -43,6 +44,7 @@ class FlexKVConfig(Section):
     store: StoreConfig = StoreConfig()
     load: LoadConfig = LoadConfig()
     transfer: TransferConfig = TransferConfig()
+    disk: DiskConfig = DiskConfig()
     gds: GdsConfig = GdsConfig()
     index: IndexConfig = IndexConfig()
     identity: IdentityConfig = IdentityConfig()

@@ -45,11 +45,28 @@ def _auto_or_count(value: object) -> object:
     return value
 
 
+def _folders(value: object) -> object:
+    """Paths joined by colons, as in PATH: one value in YAML, environment and extra config alike. A list is fine too."""
+    if _none_is_a_word(value) is None:
+        return ()
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("expected paths of folders, joined by ':'")
+    folders = tuple(part.strip() for part in parts if part.strip())
+    if relative := [folder for folder in folders if not os.path.isabs(folder)]:
+        raise ValueError(f"expected absolute paths, got {relative[0]!r}")
+    if len(set(folders)) != len(folders):
+        raise ValueError("a folder is named twice")
+    return folders
+
+
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1)]
 OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(_none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(_none_is_a_word)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+OptionalSeconds = Annotated[Count | None, BeforeValidator(_none_is_a_word)]
+Folders = Annotated[tuple[str, ...], BeforeValidator(_folders)]
 Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
 
 
@@ -188,6 +205,54 @@ class TransferConfig(Section):
             return int(self.copy_threads)
         count = cpus if cpus is not None else len(os.sched_getaffinity(0))
         return 2 if count > SMALL_MACHINE_CPUS else 1
+
+
+class DiskConfig(Section):
+    """The tier on local disks."""
+
+    folders: Folders = Field(
+        (),
+        description="Absolute paths joined by `:`, one a disk; blocks are striped over them, and a disk that fails is "
+        "taken out. Unset: no disk tier.",
+    )
+    bytes_per_folder: OptionalSizeBytes = Field(
+        None,
+        description="What one ownership unit fills in each folder. Unset: `space_share` decides.",
+    )
+    space_share: Share = Field(
+        0.5,
+        description="Share of each folder's file system that all units of the node take together when no size is "
+        "given, of what is free or in the folder already; half leaves room for others.",
+    )
+    mode: Literal["through", "back", "evict"] = Field(
+        "through",
+        description="When a block is written: `through` as soon as it is in host memory; `back` when the disks are "
+        "quiet, and before it leaves host memory; `evict` only then, which writes least and keeps least over a crash.",
+    )
+    ttl_s: OptionalSeconds = Field(
+        None,
+        description="Blocks are a miss so many seconds after they were written, for data that must not be kept longer.",
+    )
+    wait_s: Seconds = Field(
+        30.0,
+        description="A request waits so long for its blocks to come up from disk, then computes them: a slow disk must "
+        "not hold a request for good.",
+    )
+    write_pages: Count = Field(
+        4096,
+        description="Pages being written at once at most; each keeps its slot of host memory from eviction.",
+    )
+    io: Literal["auto", "uring", "threads"] = Field(
+        "auto",
+        description="`auto` takes io_uring where the kernel allows it, else threads that read and write.",
+    )
+    depth: Count = Field(
+        32, description="Reads and writes under way at once on one disk; more only queue in the device."
+    )
+    stuck_s: Seconds = Field(
+        30.0,
+        description="A disk with a read or write that takes longer is taken out; the other disks go on.",
+    )
 
 
 class GdsConfig(Section):

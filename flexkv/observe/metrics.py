@@ -115,6 +115,49 @@ _TABLE = (
         "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."
     ),
     Metric(
+        "flexkv_disk_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages written to disk, or brought up from it and verified.",
+        (("direction", ("read", "write")),),
+    ),
+    Metric(
+        "flexkv_disk_failed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that a disk did not take, or did not give back as they were: damaged, torn, of another write, an error.",
+        (("direction", ("read", "write")),),
+    ),
+    Metric(
+        "flexkv_disk_lost_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that are not on disk: the write queue was full, they left host memory first, or their disk failed.",
+        (("reason", ("busy", "evicted", "disk")),),
+    ),
+    Metric(
+        "flexkv_disk_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted from disk to make room."
+    ),
+    Metric(
+        "flexkv_disk_expired_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages found on disk past their time to live.",
+    ),
+    Metric(
+        "flexkv_disk_durable_pages_total", MetricKind.COUNTER, "pages", "Written pages that survive a crash."
+    ),
+    Metric(
+        "flexkv_disk_lookups_total",
+        MetricKind.COUNTER,
+        "lookups",
+        "Lookups that waited for blocks from disk; `late` are those that went on without them.",
+        (("outcome", ("waited", "late")),),
+    ),
+    Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Places of the disk tier."),
+    Metric("flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Places that hold a page or receive one."),
+    Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
+    Metric(
         "flexkv_lost_samples_total",
         MetricKind.COUNTER,
         "samples",

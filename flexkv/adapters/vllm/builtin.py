@@ -128,7 +128,9 @@ class FlexKVConnectorV1Impl:
 
     # --- scheduler ---
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         side = self._side()
         return side.match(request, num_computed_tokens) if side is not None else (0, False)
 
@@ -194,6 +196,8 @@ def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
         "store.tokens": "prompt",
         "store.partial_blocks": False,
         "load.mode": "sync",
+        # Not told of new weights, it would write their KV as that of the old ones, for later processes to find.
+        "disk.folders": (),
     }
     for key, value in kept.items():
         section, name = key.split(".")
@@ -203,4 +207,6 @@ def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
                 "%s=%r (%s) needs %s; here it is %r", key, given, asked.origin(key), FULL_CONNECTOR, value
             )
     store = asked.store.model_copy(update={"mode": "eager", "tokens": "prompt", "partial_blocks": False})
-    return asked.model_copy(update={"store": store, "load": asked.load.model_copy(update={"mode": "sync"})})
+    load = asked.load.model_copy(update={"mode": "sync"})
+    disk = asked.disk.model_copy(update={"folders": ()})
+    return asked.model_copy(update={"store": store, "load": load, "disk": disk})

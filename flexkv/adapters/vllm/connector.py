@@ -98,6 +98,8 @@ class FlexKVConnector(KVConnectorBase_V1):
                 stores=self._kv_transfer_config.is_kv_producer,
                 drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
             ),
+            model=str(vllm_config.model_config.model),
+            unit_name=f"dp{parallel.data_parallel_index}",
         )
 
     def _warn_of_policy(self) -> None:
@@ -185,7 +187,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         self._worker.submit_stores(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._worker.poll(idle=self._orders.idle)
+        self._worker.poll(self._orders.idle, self._orders.disk_busy)
         return None, self._worker.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -44,8 +44,13 @@ class Lookups:
         self._drop_last_block = drop_last_block
         self._counters = counters
 
-    def match(self, tracker: RequestTracker, computed_tokens: int) -> int:
-        """Tokens that host memory has beyond `computed_tokens`; they are leased until they are loaded or released."""
+    def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
+        """Tokens that host memory has beyond `computed_tokens`; they are leased until they are loaded or released.
+
+        None while more is coming up from disk: ask again with the next step.
+        """
+        if self._manager.waits(tracker.request_id):
+            return None
         request = tracker.request
         # The engine has to compute at least one token to sample from.
         wanted_end = request.num_tokens - 1
@@ -60,9 +65,13 @@ class Lookups:
         start = computed_tokens // self._block_tokens
         keys = tracker.keys()
         match = self._manager.match(tracker.request_id, [keys], start)
+        if match.reads:
+            return None
         tail = self._tail_candidates(tracker, start + match.blocks) if self._with_tails else None
         if tail is not None:
             match = self._manager.match(tracker.request_id, [keys[: tail.base_block]], start, [tail])
+            if match.reads:
+                return None
         tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)

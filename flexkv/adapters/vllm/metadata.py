@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -20,8 +22,9 @@ class Handshake(KVConnectorHandshakeMetadata):
 
     Attributes:
         stripe_bytes: bytes of one block on this rank.
-        runs: contiguous pieces of one block on this rank; each has a digest of its own where stored pages are verified.
         num_blocks: blocks of the engine's pool on this rank.
+        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
+        format_id: encoding of the pages.
         replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
     """
@@ -29,9 +32,15 @@ class Handshake(KVConnectorHandshakeMetadata):
     rank: int
     pid: int
     stripe_bytes: int
-    runs: int
     num_blocks: int
+    run_table: NDArray[np.int64]
+    format_id: str
     replicated: bool = False
+
+    @property
+    def runs(self) -> int:
+        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
+        return len(self.run_table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         cancel: loads nobody waits for any more; what was not issued is dropped.
         void: loads whose bytes must not be used, however they end.
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
+        disk_busy: the unit's disks are at work, which an idle step may wait a moment for as well.
     """
 
     step: int = 0
@@ -103,6 +113,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     cancel: list[OpId] = field(default_factory=list)
     void: list[OpId] = field(default_factory=list)
     idle: bool = False
+    disk_busy: bool = False
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.disk import UnitOwner
 from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
@@ -88,10 +89,13 @@ class SchedulerSide:
         with_events: bool = False,
         stores_end_in_step: bool = False,
         use: Use = Use(),
+        model: str = "",
+        unit_name: str = "unit0",
     ) -> None:
         self._config = config
         self._geometry = geometry
         self._namespace = namespace
+        self._owner = UnitOwner(model, namespace, unit_name)
         self._engine_id = engine_id
         self._ranks = ranks
         self._step_tokens = step_tokens
@@ -140,7 +144,9 @@ class SchedulerSide:
         watch, counters = self._watch, self.counters
         workers = local_link.workers_here(self._engine_id, self._ranks)
         listeners = Listeners(self.events)
-        unit = HostUnit.create(self._config, self._geometry, self.handshakes, not workers, listeners)
+        unit = HostUnit.create(
+            self._config, self._geometry, self.handshakes, not workers, listeners, self._owner
+        )
         for worker in workers:
             worker.attach(unit.pool, unit.places[worker.rank])
         unit.grant = None if workers else unit.make_grant()
@@ -187,18 +193,26 @@ class SchedulerSide:
 
     # --- lookups and loads ---
 
-    def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps."""
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
+
+        (None, False) while more comes up from disk: the engine asks again with its next step.
+        """
         parts = self.parts
         if parts is None or not parts.unit.usable or not self._use.loads:
             return 0, False
         parts.outcomes.collect_early()
+        self._pump(parts)
         parts.unit.grow()
         tracker = self.requests.of(request)
         # The engine asks only for requests that hold no block.
         tracker.stale = False
         tracker.own_from = computed_tokens // self._geometry.block_tokens
         tokens = parts.lookups.match(tracker, computed_tokens)
+        if tokens is None:
+            # What the lookup found on disk is asked for at once.
+            self._pump(parts)
+            return None, False
         return tokens, tokens > 0 and self._config.load.mode == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -223,6 +237,8 @@ class SchedulerSide:
             parts.unit.grow()
             parts.stores.plan_step(output, self._step, self.orders)
             self._watch_reuse(parts.watch, output)
+            self._pump(parts)
+            self.orders.disk_busy = parts.unit.disk_busy
             self.orders.grant = parts.unit.grant
             self._expire(parts.unit)
         self.orders.idle = output.total_num_scheduled_tokens == 0
@@ -276,6 +292,12 @@ class SchedulerSide:
             self.take_handshake(report.handshakes)
         if self.parts is not None:
             self.parts.outcomes.take(report)
+            self._pump(self.parts)
+
+    def _pump(self, parts: Parts) -> None:
+        """Gives the disks what there is to do, and takes what they have done."""
+        if parts.unit.pump():
+            parts.outcomes.changed = True
 
     def _watch_reuse(self, watch: StoreWatch, output: SchedulerOutput) -> None:
         reused = watch.take_reused()
@@ -300,6 +322,9 @@ class SchedulerSide:
         if parts is None or not parts.unit.usable:
             return False
         parts.outcomes.collect_early()
+        self._pump(parts)
+        if parts.unit.disk_busy:
+            return True
         if parts.unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or parts.unit.grant:
             return True
         # One more step, so that the gauges show the end of the last copy and not the state before.
@@ -340,8 +365,10 @@ class SchedulerSide:
         return self.counters.take() if self.counters else None
 
     def close(self) -> None:
-        """Ends the host pool; the workers' lanes have ended, or end by themselves."""
+        """Ends disks and host pool; the workers' lanes have ended, or end by themselves."""
         if self.parts is not None:
+            # What has ended in these workers is stored, and so goes to disk.
+            self.parts.outcomes.collect_early()
             for worker in self.parts.workers:
                 worker.close()
             self.parts.watch.close()

@@ -125,7 +125,7 @@ class StorePlanner:
         tail = request.all_token_ids[first:certain_tokens]
         key = tail_key(self._namespace, GROUP, parent, extra, tail, block)
         plan = self._manager.begin_store(
-            tracker.request_id, GROUP, key, tracker.blocks(block, block + 1), block
+            tracker.request_id, GROUP, key, tracker.blocks(block, block + 1), block, tokens
         )
         return self._watched(plan)
 

@@ -1,12 +1,13 @@
-"""The host memory of one ownership unit: slot image, pool and manager, sized when every rank is known."""
+"""The memory and disks of one ownership unit: slot image, pool and manager, sized when every rank is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.platforms import current_platform
 
+from flexkv.adapters.vllm.disk import UnitDisk, UnitOwner, disk_limits, open_tier
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import Handshake, PoolGrant, RankPlace
 from flexkv.c_ext import SlotImage
@@ -15,6 +16,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
 from flexkv.observe import Counters, get_logger
+from flexkv.storage.base import DiskTier
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.transfer.trailer import digest_areas
 
@@ -32,9 +34,37 @@ def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
     return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})
 
 
+@dataclass(frozen=True, slots=True)
+class SlotGeometry:
+    """Bytes of a slot, and each rank's share of it."""
+
+    slot_bytes: int
+    places: tuple[RankPlace, ...]
+
+    @classmethod
+    def of(cls, said: Sequence[Handshake], ranks: int, verify: bool, tier: DiskTier | None) -> SlotGeometry:
+        """Stripes, then the trailer: run digests where pages are verified, and all that a disk writes beside a page.
+
+        Args:
+            said: of each rank that has a stripe of its own; of one where all `ranks` hold the same bytes.
+        """
+        trailer_bytes, areas = digest_areas([rank.runs for rank in said]) if verify else (0, [])
+        image = SlotImage([rank.stripe_bytes for rank in said], trailer_bytes)
+        digests = [image.trailer_offset + area for area in areas]
+        if tier is not None and verify:
+            digests = list(tier.digest_offsets(0))
+        return cls(
+            tier.image_bytes(0) if tier is not None else image.total_bytes,
+            tuple(
+                RankPlace(image.stripe_offset(rank), digests[rank] if digests else None)
+                for rank in (range(ranks) if len(said) == ranks else [0] * ranks)
+            ),
+        )
+
+
 @dataclass(slots=True)
 class HostUnit:
-    """One unit's host tier.
+    """One unit's host tier, and its disk tier if it has one.
 
     Attributes:
         places: each rank's share of a slot.
@@ -42,6 +72,7 @@ class HostUnit:
         grant_needed: workers live in other processes.
         slots: of the pool, once all of it is up.
         usable: False after a rank could not use the pool: then nothing is promised and nothing stored.
+        disk: None without a disk tier.
     """
 
     pool: HostPool
@@ -51,6 +82,7 @@ class HostUnit:
     grant: PoolGrant | None = None
     usable: bool = True
     grant_needed: bool = False
+    disk: UnitDisk | None = None
     _up: int = 0
     _evictions_said: int = 0
     _ready: dict[int, int] = field(default_factory=dict)
@@ -63,12 +95,14 @@ class HostUnit:
         handshakes: Mapping[int, Handshake],
         shared: bool,
         listener: CacheListener,
+        owner: UnitOwner,
     ) -> HostUnit:
-        """Sizes and creates pool and manager.
+        """Opens the disks, sizes and creates pool and manager.
 
         Raises:
             GeometryError: a rank is missing, or the ranks count different blocks.
             CapacityError: the memory does not hold one slot, or is not there.
+            FlexKVError: a folder of the disk tier cannot be used, or another process uses it.
         """
         ranks = len(handshakes)
         if sorted(handshakes) != list(range(ranks)):
@@ -83,37 +117,27 @@ class HostUnit:
             raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {said}")
         if said[0].replicated:
             del said[1:]
-        trailer_bytes, digests = digest_areas([rank.runs for rank in said]) if config.host.verify else (0, [])
-        image = SlotImage([rank.stripe_bytes for rank in said], trailer_bytes)
-        places = tuple(
-            RankPlace(image.stripe_offset(rank), image.trailer_offset + digests[rank] if digests else None)
-            for rank in (range(ranks) if len(said) == ranks else [0] * ranks)
-        )
-        memory = read_memory()
-        size = resolve_host_bytes(
-            config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free
-        )
-        host = config.host
-        slots = size // image.total_bytes
-        if slots < 1:
-            raise CapacityError(
-                f"{size} bytes of host memory hold no slot of {image.total_bytes} bytes (one block of "
-                f"{geometry.block_tokens} tokens over {ranks} ranks); set host.bytes to more"
-            )
-        pool_extent = min(MAX_EXTENT_BYTES, max(host.extent_bytes, image.total_bytes))
-        pool = HostPool(
-            image.total_bytes,
-            slots,
-            shared=shared,
-            extent_bytes=pool_extent,
-            huge_pages=host.huge_pages,
-            numa_node=host.numa_node,
-        )
-        first_slots = min(slots, max(1, pool_extent // image.total_bytes))
-        if not pool.wait_ready(first_slots, START_WAIT_S):
-            logger.warning(
-                "host tier: not up yet after %.0f s: %s", START_WAIT_S, pool.stopped_reason or "slow memory"
-            )
+        tier = open_tier(config, geometry, said, owner) if config.disk.folders else None
+        try:
+            return cls._create(config, geometry, said, shared, listener, tier, ranks)
+        except BaseException:
+            if tier is not None:
+                tier.close(config.transfer.close_s)
+            raise
+
+    @classmethod
+    def _create(
+        cls,
+        config: FlexKVConfig,
+        geometry: BlockGeometry,
+        said: Sequence[Handshake],
+        shared: bool,
+        listener: CacheListener,
+        tier: DiskTier | None,
+        ranks: int,
+    ) -> HostUnit:
+        slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
+        pool = _make_pool(config, geometry, slot.slot_bytes, ranks, shared)
         limits = ManagerLimits(
             ranks=ranks,
             inflight_store_pages=config.store.inflight_pages,
@@ -121,17 +145,32 @@ class HostUnit:
             lease_s=config.load.lease_s,
         )
         manager = LocalCacheManager(
-            [GroupSpec(geometry.block_tokens, slots)], limits, policy=config.index.policy, listener=listener
+            [GroupSpec(geometry.block_tokens, pool.slots)],
+            limits,
+            policy=config.index.policy,
+            listener=listener,
+            disk=tier,
+            disk_limits=disk_limits(config),
         )
         logger.info(
             "host tier: %d slots of %d bytes (%.2f GiB) for %d rank(s), %d tokens a block",
-            slots,
-            image.total_bytes,
-            slots * image.total_bytes / 2**30,
+            pool.slots,
+            slot.slot_bytes,
+            pool.slots * slot.slot_bytes / 2**30,
             ranks,
             geometry.block_tokens,
         )
-        return cls(pool, places, manager, slots)
+        unit = cls(pool, slot.places, manager, pool.slots)
+        if tier is not None:
+            unit.disk = UnitDisk(config, tier, pool, manager)
+            logger.info(
+                "disk tier: %d places of %d bytes on %d disk(s), %d blocks there already",
+                tier.slots(0),
+                slot.slot_bytes,
+                tier.disks,
+                len(manager.disk.index),
+            )
+        return unit
 
     def make_grant(self) -> PoolGrant:
         """What workers in other processes need to map the pool."""
@@ -155,6 +194,15 @@ class HostUnit:
             self._up = up
             self.manager.grow(0, up)
 
+    @property
+    def disk_busy(self) -> bool:
+        """Whether the disks have something to do."""
+        return self.disk is not None and self.disk.busy
+
+    def pump(self) -> bool:
+        """Gives the disks what there is to do; whether anything may have changed. Never waits."""
+        return self.disk is not None and self.disk.pump()
+
     def disable(self, rank: int, error: str) -> None:
         """A rank cannot use the pool: the engine goes on without a cache."""
         if self.usable:
@@ -169,7 +217,38 @@ class HostUnit:
         evictions = self.manager.stats().evicted_blocks
         counters.add("flexkv_evictions_total", evictions - self._evictions_said)
         self._evictions_said = evictions
+        if self.disk is not None:
+            self.disk.count(counters)
 
     def close(self) -> None:
-        """Gives the memory back once the last worker has let go of it."""
+        """Ends the disk tier, and gives the memory back once the last worker has let go of it."""
+        if self.disk is not None:
+            self.disk.close()
         self.pool.close()
+
+
+def _make_pool(
+    config: FlexKVConfig, geometry: BlockGeometry, slot_bytes: int, ranks: int, shared: bool
+) -> HostPool:
+    memory = read_memory()
+    size = resolve_host_bytes(config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free)
+    slots = size // slot_bytes
+    if slots < 1:
+        raise CapacityError(
+            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of "
+            f"{geometry.block_tokens} tokens over {ranks} ranks); set host.bytes to more"
+        )
+    extent_bytes = min(MAX_EXTENT_BYTES, max(config.host.extent_bytes, slot_bytes))
+    pool = HostPool(
+        slot_bytes,
+        slots,
+        shared=shared,
+        extent_bytes=extent_bytes,
+        huge_pages=config.host.huge_pages,
+        numa_node=config.host.numa_node,
+    )
+    if not pool.wait_ready(min(slots, max(1, extent_bytes // slot_bytes)), START_WAIT_S):
+        logger.warning(
+            "host tier: not up yet after %.0f s: %s", START_WAIT_S, pool.stopped_reason or "slow memory"
+        )
+    return pool

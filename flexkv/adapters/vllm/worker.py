@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.platforms import current_platform
 
 from flexkv.adapters.vllm.geometry import build_view, is_replicated
@@ -85,12 +87,15 @@ class WorkerSide:
         if self.kv_config is None:
             return None
         view = self._view
+        runs = view.runs[:, [3, 2, 4]]
+        runs = runs[np.argsort(runs[:, 0])]
         return Handshake(
             self.rank,
             os.getpid(),
             view.stripe_bytes,
-            len(view.runs),
             self.kv_config.num_blocks,
+            runs.astype(np.int64),
+            str(self.format_id),
             is_replicated(self.kv_config),
         )
 
@@ -154,8 +159,10 @@ class WorkerSide:
         self.submit_stores(orders)
         self._ops.finish_stores(orders.stores)
 
-    def poll(self, idle: bool = False) -> None:
-        """Collects ended ops. With `idle`, waits a moment for one if any is under way."""
+    def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
+        """Collects ended ops. With `idle`, waits a moment for one if any is under way, here or on the disks."""
+        if idle and disk_busy and not self._ops.busy:
+            time.sleep(IDLE_WAIT_S)
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
 
     # --- reports ---

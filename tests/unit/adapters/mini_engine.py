@@ -136,7 +136,7 @@ class MiniEngine:
     def add(self, request: Request) -> int:
         """Admits a request: lookup, blocks for all of its tokens. Returns the tokens it gets from outside."""
         live = self.live[request.request_id] = Live(request)
-        tokens, is_async = self.side.match(request, 0)
+        tokens, is_async = self._ask(request)
         count = -(-request.num_tokens // BLOCK_TOKENS)
         live.blocks = self.pool.get_new_blocks(count)
         ids = [block.block_id for block in live.blocks]
@@ -146,6 +146,15 @@ class MiniEngine:
         if not is_async:
             self._cache_blocks(live, request.num_tokens)
         return tokens
+
+    def _ask(self, request: Request, steps: int = 20_000) -> tuple[int, bool]:
+        """Asks again with every step while the answer is not known."""
+        for _ in range(steps):
+            tokens, is_async = self.side.match(request, 0)
+            if tokens is not None:
+                return tokens, is_async
+            self.step({})
+        raise AssertionError(f"{request.request_id} waits for its lookup for ever")
 
     def adopt(self, request: Request, shared: list[KVCacheBlock]) -> None:
         """Admits a request whose first blocks the engine has in its own prefix cache."""
@@ -311,7 +320,7 @@ class MiniEngine:
             end = live.request.num_computed_tokens
             self.write(worker.rank, live, end - tokens, end)
         worker.submit_stores(orders)
-        worker.poll(idle=orders.idle)
+        worker.poll(orders.idle, orders.disk_busy)
         return worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
 
     def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:

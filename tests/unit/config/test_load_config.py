@@ -49,7 +49,7 @@ def test_the_stronger_source_wins_and_each_origin_is_told(tmp_path: Path) -> Non
 def test_every_setting_can_be_given_by_its_environment_name(key: str) -> None:
     section, name = key.split(".")
     default = getattr(getattr(FlexKVConfig(), section), name)
-    config = load_config(None, {environment_name(key): "none" if default is None else str(default)})
+    config = load_config(None, {environment_name(key): "none" if default in (None, ()) else str(default)})
     assert getattr(getattr(config, section), name) == default
     assert config.origin(key) == f"env {environment_name(key)}"
 

@@ -1,0 +1,162 @@
+"""The disk tier of one ownership unit: opened before host memory is sized, because a slot must hold what the disk
+writes beside a page, and driven by the scheduler's thread, which it never makes wait."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.metadata import Handshake
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode
+from flexkv.cache.disk_driver import DiskDriver
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.config import FlexKVConfig
+from flexkv.errors import GeometryError
+from flexkv.observe import Counters
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.host_pool import HostPool
+
+OPS_SHARE = 2
+"""The control plane uses at most one in so many of the lane's queue places for each direction: a lane whose results
+have not been polled yet still holds theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOwner:
+    """Whose pages the disks hold.
+
+    Attributes:
+        model: for people.
+        namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
+        unit: name of the ownership unit on this node, such as `dp0`.
+    """
+
+    model: str
+    namespace: bytes
+    unit: str
+
+
+def disk_limits(config: FlexKVConfig) -> DiskLimits:
+    """The bounds of the unit's traffic with its disks."""
+    disk = config.disk
+    return DiskLimits(
+        mode=DiskMode(disk.mode),
+        write_pages=disk.write_pages,
+        read_pages=config.load.inflight_pages,
+        waiting_pages=config.store.inflight_pages,
+        ops=max(1, config.transfer.queue_ops // OPS_SHARE),
+        wait_s=disk.wait_s,
+        ttl_s=disk.ttl_s,
+    )
+
+
+def bytes_per_folder(config: FlexKVConfig) -> int:
+    """What one unit may fill in each folder: the same in all, because blocks are striped over them.
+
+    What lies in a folder already counts as free, so that the size does not shrink with every start.
+    """
+    disk = config.disk
+    if disk.bytes_per_folder is not None:
+        return disk.bytes_per_folder
+    rooms = [_room_bytes(Path(folder)) for folder in disk.folders]
+    return int(min(rooms) * disk.space_share) // config.host.units_per_node
+
+
+def _room_bytes(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    held = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    return shutil.disk_usage(folder).free + held
+
+
+def open_tier(
+    config: FlexKVConfig, geometry: BlockGeometry, said: Sequence[Handshake], owner: UnitOwner
+) -> DiskTier:
+    """Opens the unit's folders.
+
+    Raises:
+        GeometryError: the ranks say different formats of their pages.
+        FlexKVError: a folder is in use by another process, or cannot be used; says which and why.
+    """
+    formats = {rank.format_id for rank in said}
+    if len(formats) != 1:
+        raise GeometryError(f"the ranks have pages of different formats: {', '.join(sorted(formats))}")
+    group = DiskGroup(
+        format_id=said[0].format_id,
+        stripe_bytes=tuple(rank.stripe_bytes for rank in said),
+        runs=tuple(rank.run_table for rank in said),
+        block_tokens=geometry.block_tokens,
+        host_digests=config.host.verify,
+    )
+    disk = config.disk
+    options = DiskOptions(
+        bytes_per_disk=bytes_per_folder(config), io=disk.io, depth=disk.depth, stuck_s=disk.stuck_s
+    )
+    identity = DiskIdentity(owner.model, owner.namespace, owner.unit)
+    return DiskUnit.open([Path(folder) for folder in disk.folders], identity, [group], options)
+
+
+class UnitDisk:
+    """The disk tier of a unit, running.
+
+    Args:
+        pool: the unit's host pool, made with slots of `tier.image_bytes(0)` bytes.
+    """
+
+    def __init__(
+        self, config: FlexKVConfig, tier: DiskTier, pool: HostPool, manager: LocalCacheManager
+    ) -> None:
+        self._tier = tier
+        self._flow = manager.disk
+        transfer = config.transfer
+        plane = TransferEngine(
+            queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[tier.lane([pool])]
+        )
+        self._driver = DiskDriver(self._flow, plane, tier)
+        self._close_s = transfer.close_s
+        self._said = DiskCounts()
+        self._durable_said = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being read or written, or waits for it."""
+        return self._driver.busy
+
+    def pump(self) -> bool:
+        """Hands over what there is to do and takes what was done; whether there is news for `count`."""
+        was_busy = self._driver.busy
+        self._driver.pump()
+        return was_busy or self._driver.durable_pages != self._durable_said
+
+    def count(self, counters: Counters) -> None:
+        """Adds what was counted since the last call, and sets the gauges."""
+        now = self._flow.counts
+        new = {
+            field.name: getattr(now, field.name) - getattr(self._said, field.name) for field in fields(now)
+        }
+        self._said = DiskCounts(**{field.name: getattr(now, field.name) for field in fields(now)})
+        counters.add("flexkv_disk_pages_total", new["read"], direction="read")
+        counters.add("flexkv_disk_pages_total", new["written"], direction="write")
+        counters.add("flexkv_disk_failed_pages_total", new["failed_reads"], direction="read")
+        counters.add("flexkv_disk_failed_pages_total", new["failed_writes"], direction="write")
+        counters.add("flexkv_disk_lost_pages_total", new["dropped_writes"], reason="busy")
+        counters.add("flexkv_disk_lost_pages_total", new["lost"], reason="evicted")
+        counters.add("flexkv_disk_lost_pages_total", new["gone"], reason="disk")
+        counters.add("flexkv_disk_evictions_total", new["evicted"])
+        counters.add("flexkv_disk_expired_pages_total", new["expired"])
+        counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")
+        counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
+        counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
+        self._durable_said = self._driver.durable_pages
+        entries = self._flow.index.entries
+        counters.set("flexkv_disk_slots", entries.up_slots(0))
+        counters.set("flexkv_disk_slots_used", len(entries))
+        counters.set("flexkv_disks", sum(self._tier.alive))
+
+    def close(self) -> bool:
+        """Writes what waits and makes it durable, within `transfer.close_s`."""
+        return self._driver.close(self._close_s)

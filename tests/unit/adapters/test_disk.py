@@ -1,0 +1,265 @@
+"""The disk tier under the connector's two sides: what was stored is served by later engines, from real slabs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapters.vllm.disk import bytes_per_folder
+from flexkv.config import load_config
+from flexkv.errors import ConfigError, FlexKVError
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+"""5 whole blocks of 4 tokens, and 3 more tokens."""
+
+SLAB_BYTES = 4 << 20
+
+
+def prompt(number: int) -> list[int]:
+    return [number * 1000 + token for token in range(23)]
+
+
+@pytest.fixture
+def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines with a disk tier in the test's folder; each ends the one before."""
+    engines: list[MiniEngine] = []
+
+    def make(**settings: object) -> MiniEngine:
+        if engines:
+            engines.pop().close()
+        disk = {"disk.folders": str(tmp_path), "disk.bytes_per_folder": SLAB_BYTES}
+        engines.append(make_engine(**disk | settings))
+        return engines[-1]
+
+    return make
+
+
+def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) -> None:
+    engine = make_disk_engine()
+    assert engine.run(make_request(PROMPT, "one")) == 0
+    engine = make_disk_engine()
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert engine.run(make_request([*PROMPT[:12], 7, 7, 7, 7, 7], "three")) == 12
+    assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("ranks", "remote"), [(1, True), (2, True), (2, False)])
+def test_ranks_share_one_page(make_disk_engine: Make, ranks: int, remote: bool, verify: bool) -> None:
+    settings = {"ranks": ranks, "remote": remote, "host.verify": verify}
+    engine = make_disk_engine(**settings)
+    engine.run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**settings)
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
+
+
+@pytest.mark.parametrize("mode", ["through", "back"])
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_every_mode_keeps_everything_over_an_orderly_end(
+    make_disk_engine: Make, mode: str, load: str
+) -> None:
+    settings = {"disk.mode": mode, "load.mode": load}
+    engine = make_disk_engine(**settings)
+    for number in range(3):
+        engine.run(make_request(prompt(number), f"a{number}"))
+    engine = make_disk_engine(**settings)
+    for number in range(3):
+        assert engine.run(make_request(prompt(number), f"b{number}")) == 20
+
+
+@pytest.mark.parametrize("mode", ["through", "back", "evict"])
+def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
+    # Bursts of stores must find slots that were made free before: one in 16 is kept so.
+    size = "1MiB" if mode == "evict" else "128KiB"
+    engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
+    slots = engine.side.unit.slots
+    prompts = 2 * slots // 5
+    for number in range(prompts):
+        engine.run(make_request(prompt(number), f"a{number}"))
+        engine.forget()
+    served = []
+    for number in range(prompts):
+        served.append(engine.run(make_request(prompt(number), f"b{number}")))
+        engine.forget()
+    if mode == "evict":
+        # What leaves in one burst is not all written in time; what was is served.
+        assert sum(served) > 0.5 * 20 * prompts
+    else:
+        assert served == [20] * prompts
+    assert engine.counters.data["flexkv_disk_pages_total"]["read"] > slots
+
+
+def test_the_engine_is_asked_to_wait_and_does_not_pay_for_it(
+    make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    manager, driver = engine.side.unit.manager, engine.side.unit.disk._driver
+    request = make_request(PROMPT, "two")
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    lookups = manager.stats().lookups
+    assert engine.side.match(request, 0) == (None, False)
+    assert manager.stats().lookups == lookups + 1
+    for _ in range(50):
+        assert engine.side.match(request, 0) == (None, False)
+        assert engine.side.has_work
+    assert manager.stats().lookups == lookups + 1, "a request that waits is not looked up again"
+    monkeypatch.undo()
+    assert engine.run(request) == 20
+
+
+def test_a_request_that_ends_while_it_waits_leaves_nothing(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    request = make_request(PROMPT, "two")
+    assert engine.side.match(request, 0) == (None, False)
+    engine.side.finished(request)
+    engine.drain()
+    manager = engine.side.unit.manager
+    manager.check_integrity()
+    assert manager.disk.reads.waits == {}
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_disk_that_takes_too_long_is_not_waited_for(
+    make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**{"disk.wait_s": 0.05})
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    request = make_request(PROMPT, "two")
+    assert engine.side.match(request, 0) == (None, False)
+    time.sleep(0.06)
+    assert engine.side.match(request, 0) == (0, False)
+    monkeypatch.undo()
+    engine.side.finished(request)
+    engine.drain()
+    assert engine.counters.data["flexkv_disk_lookups_total"] == {"waited": 1, "late": 1}
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def spoil(folder: Path, first: int, end: int) -> None:
+    """Flips a bit in every 512 bytes of a part of each slab."""
+    (slab,) = folder.rglob("*.slab")
+    with slab.open("r+b") as file:
+        for offset in range(first, min(end, slab.stat().st_size), 512):
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_slab_is_computed_again(make_disk_engine: Make, tmp_path: Path) -> None:
+    engine = make_disk_engine()
+    for number in range(4):
+        engine.run(make_request(prompt(number), f"a{number}"))
+    image = engine.side.unit.pool.slot_bytes
+    engine.close()
+    (slab,) = tmp_path.rglob("*.slab")
+    header = slab.stat().st_size % image or image
+    # The pages of some prompts, not those of the others, and not the header.
+    spoil(tmp_path, max(header, 4096) + 2 * image, max(header, 4096) + 9 * image)
+    engine = make_disk_engine()
+    answers = [engine.run(make_request(prompt(number), f"b{number}")) for number in range(4)]
+    assert any(tokens < 20 for tokens in answers)
+    assert any(tokens == 20 for tokens in answers)
+    assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] > 0
+    engine.forget()
+    assert [engine.run(make_request(prompt(number), f"c{number}")) for number in range(4)] == [20] * 4
+
+
+def test_a_reset_reaches_the_disk(make_disk_engine: Make) -> None:
+    engine = make_disk_engine()
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    assert engine.side.reset()
+    assert engine.run(make_request(PROMPT, "two")) == 0
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+    # Of the weights after a reset nothing is known but that this process has them.
+    engine = make_disk_engine()
+    assert engine.run(make_request(PROMPT, "four")) == 0
+    engine = make_disk_engine()
+    assert engine.run(make_request(PROMPT, "five")) == 20
+
+
+def test_a_crash_before_the_next_start_brings_nothing_back_after_a_reset(make_disk_engine: Make) -> None:
+    engine = make_disk_engine()
+    engine.run(make_request(PROMPT, "one"))
+    request = make_request(prompt(1), "two")
+    engine.add(request)
+    engine.step()
+    assert engine.side.reset()
+    assert engine.side.unit.manager.disk.index.tier.epoch % 2 == 1
+    engine.finish("two")
+    engine.drain()
+    engine = make_disk_engine()
+    assert engine.run(make_request(PROMPT, "three")) == 0
+
+
+def test_a_partial_tail_comes_back(make_disk_engine: Make) -> None:
+    engine = make_disk_engine(**{"store.partial_blocks": True})
+    engine.run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**{"store.partial_blocks": True})
+    assert engine.run(make_request([*PROMPT, 1, 2, 3], "two")) == len(PROMPT)
+
+
+def test_two_engines_do_not_share_a_unit(make_disk_engine: Make, make_engine: Make, tmp_path: Path) -> None:
+    make_disk_engine()
+    with pytest.raises(FlexKVError, match="in use"):
+        make_engine(**{"disk.folders": str(tmp_path), "disk.bytes_per_folder": SLAB_BYTES})
+
+
+def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**{"disk.ttl_s": 3600})
+    index = engine.side.unit.manager.disk.index
+    index._now_s = lambda: time.time() + 3601
+    assert engine.run(make_request(PROMPT, "two")) == 0
+    assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
+
+
+def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
+    engine = make_disk_engine()
+    engine.run(make_request(PROMPT, "one"))
+    engine.until(lambda: not engine.side.unit.manager.disk.busy)
+    engine.step({})
+    data = engine.counters.data
+    assert data["flexkv_disk_pages_total"] == {"write": 5}
+    assert data["flexkv_disks"] == {"": 1}
+    assert data["flexkv_disk_slots_used"] == {"": 5}
+    assert data["flexkv_disk_slots"][""] > 5
+
+
+def test_the_size_of_a_folder(tmp_path: Path) -> None:
+    fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
+    assert bytes_per_folder(fixed) == 3 << 20
+    half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
+    before = bytes_per_folder(half)
+    assert before > 0
+    # What the folder holds already is counted in, so that a full cache keeps its size over restarts.
+    (tmp_path / "slab").write_bytes(b"x" * (64 << 20))
+    assert abs(bytes_per_folder(half) - before) < 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("relative/path", "absolute"), ("/a:/a", "twice"), (7, "paths of folders")],
+)
+def test_folders_are_checked(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"disk.folders": value}, {})
+
+
+def test_folders_are_joined_by_colons() -> None:
+    assert load_config({"disk.folders": "/a:/b"}, {}).disk.folders == ("/a", "/b")
+    assert load_config({"disk.folders": ["/a", "/b"]}, {}).disk.folders == ("/a", "/b")
+    assert load_config({}, {"FLEXKV_DISK_FOLDERS": "/a"}).disk.folders == ("/a",)
