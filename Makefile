@@ -54,7 +54,7 @@ test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
 test-engines: build  ## tests with the real vLLM engine
 	@$(PYTEST) tests/engines
 
-soak: build-test  ## long runs of the same tests: FLEXKV_SOAK=20 stretches them
+soak: build-test  ## simulation, transfer stress and engine pressure, 20 times as long (or FLEXKV_SOAK)
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
 
 # Every program in benchmarks/ takes --json.

@@ -16,12 +16,11 @@ std::vector<BlockKey> BlockIndex::evict(uint32_t group, size_t count) {
 }
 
 void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
-  // In batches, so that the misses on the map's places overlap.
-  std::array<EntryId, kProbeBatch> victims;
-  std::array<uint32_t, kProbeBatch> hashes;
+  std::array<EntryId, kHashBatch> victims;
+  std::array<uint32_t, kHashBatch> hashes;
   size_t gone = 0;
   while (gone < count) {
-    const size_t wanted = std::min(kProbeBatch, count - gone);
+    const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;
     while (chosen < wanted) {
       const EntryId victim = group.policy->victim(table_);
@@ -33,10 +32,11 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
         continue;
       }
       hashes[chosen] = map_.hash(table_[victim].key);
-      map_.prefetch_erase(hashes[chosen]);
       victims[chosen++] = victim;
     }
+    for (size_t i = 0; i < std::min(kProbeBatch, chosen); ++i) map_.prefetch_erase(hashes[i]);
     for (size_t i = 0; i < chosen; ++i) {
+      if (i + kProbeBatch < chosen) map_.prefetch_erase(hashes[i + kProbeBatch]);
       evicted.push_back(table_[victims[i]].key);
       erase(victims[i], hashes[i]);
       free_entry(victims[i]);

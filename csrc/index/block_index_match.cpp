@@ -126,23 +126,24 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool rea
 
 size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
   group_at(group);
-  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  std::array<uint32_t, kHashBatch> hashes;
   size_t found = 0;
-  size_t hashed = 0;
-  for (size_t begin = 0; begin < keys.size(); begin += kProbeBatch) {
-    const size_t end = std::min(keys.size(), begin + kProbeBatch);
-    for (const size_t ahead = std::min(keys.size(), end + kProbeBatch); hashed < ahead; ++hashed) {
-      hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
-      map_.prefetch(hashes[hashed % hashes.size()]);
+  for (size_t begin = 0; begin < keys.size(); begin += kHashBatch) {
+    const std::span<const BlockKey> batch = keys.subspan(begin, std::min(kHashBatch, keys.size() - begin));
+    EntryId* const into = entries + begin;
+    for (size_t i = 0; i < batch.size(); ++i) {
+      hashes[i] = map_.hash(batch[i]);
+      if (i < kProbeBatch) map_.prefetch(hashes[i]);
     }
-    for (size_t k = begin; k < end; ++k) {
-      entries[k] = map_.candidate(hashes[k % hashes.size()]);
-      if (entries[k] != kNoEntry) table_.prefetch(entries[k]);
+    for (size_t i = 0; i < batch.size(); ++i) {
+      if (i + kProbeBatch < batch.size()) map_.prefetch(hashes[i + kProbeBatch]);
+      into[i] = map_.candidate(hashes[i]);
+      if (into[i] != kNoEntry) table_.prefetch(into[i]);
     }
-    for (size_t k = begin; k < end; ++k) {
-      if (entries[k] == kNoEntry) continue;
-      entries[k] = lookup(group, keys[k], hashes[k % hashes.size()]);
-      found += entries[k] != kNoEntry;
+    for (size_t i = 0; i < batch.size(); ++i) {
+      if (into[i] == kNoEntry) continue;
+      into[i] = lookup(group, batch[i], hashes[i]);
+      found += into[i] != kNoEntry;
     }
   }
   return found;
