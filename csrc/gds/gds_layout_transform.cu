@@ -45,7 +45,7 @@ __device__ uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   return folded;
 }
 
-template <bool kDigest>
+template <bool kDigest, bool kCopy>
 __global__ void __launch_bounds__(kTransformThreads) transform_kernel(const TransformBatch batch) {
   const int lane = static_cast<int>(threadIdx.x) % kTransformLanes;
   const int warps = static_cast<int>(gridDim.x) * (kTransformThreads / kTransformLanes);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kTransformThreads) transform_kernel(const Tran
     }
     if (page >= batch.num_pages) return;
     const TransformLeaf leaf = batch.leaves[leaf_number];
-    const LaneLeafSums sums = move_leaf_lane<kDigest>(leaf_ends(batch, page, leaf), leaf.bytes, lane);
+    const LaneLeafSums sums = move_leaf_lane<kDigest, kCopy>(leaf_ends(batch, page, leaf), leaf.bytes, lane);
     if (kDigest) {
       const uint64_t folded = reduce_and_fold(sums, lane);
       if (lane == 0) end_leaf<GpuAtomics>(batch, page, leaf, folded);
@@ -73,10 +73,12 @@ __global__ void __launch_bounds__(kTransformThreads) transform_kernel(const Tran
 }  // namespace
 
 cudaError_t launch_layout_transform(const TransformBatch& batch, int blocks, cudaStream_t stream) {
-  if (has_digests(batch.mode)) {
-    transform_kernel<true><<<blocks, kTransformThreads, 0, stream>>>(batch);
+  if (in_pool(batch.mode)) {
+    transform_kernel<true, false><<<blocks, kTransformThreads, 0, stream>>>(batch);
+  } else if (has_digests(batch.mode)) {
+    transform_kernel<true, true><<<blocks, kTransformThreads, 0, stream>>>(batch);
   } else {
-    transform_kernel<false><<<blocks, kTransformThreads, 0, stream>>>(batch);
+    transform_kernel<false, true><<<blocks, kTransformThreads, 0, stream>>>(batch);
   }
   return cudaGetLastError();
 }

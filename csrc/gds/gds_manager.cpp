@@ -96,9 +96,9 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
         " bytes of staging, more than max_staging_bytes = " + std::to_string(options_.max_staging_bytes));
   }
   const std::lock_guard lock(mutex_);
-  // Sized by the first transfer; again only if not one block of another group would fit.
-  if (staging_ == nullptr || staging_->bytes() < slot) {
-    const int64_t blocks = std::min<int64_t>(options_.max_staging_blocks, options_.max_staging_bytes / slot);
+  const int64_t blocks = std::min<int64_t>(options_.max_staging_blocks, options_.max_staging_bytes / slot);
+  // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
+  if (staging_ == nullptr || staging_->bytes() < blocks * slot) {
     staging_ = nullptr;  // before the larger one is made
     staging_ = std::make_shared<StagingBuffer>(parts_.device, parts_.io, blocks * slot);
   }
@@ -139,10 +139,19 @@ TransferReport GDSManager::dispatch(const PageMap& map, std::span<const StagedPa
     return transfer_direct(parts_, map, pages, is_read, options_.threads_per_device * kDirectPagesPerThread,
                            control);
   };
+  if (const PageMap* beside = map.beside_slots(); beside && can_go_direct(*parts_.io, *beside, pages)) {
+    return dispatch_staged(*beside, pages, is_read, std::move(staging), control);
+  }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return direct();
   // A page in one piece gains nothing from a slot, unless its calls would be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return direct();
+  return dispatch_staged(map, pages, is_read, std::move(staging), control);
+}
+
+TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const StagedPage> pages,
+                                           bool is_read, std::shared_ptr<StagingBuffer> staging,
+                                           const TransferControl& control) {
   if (staging) {
     return transfer_staged(parts_, map, pages, is_read, staging, staging->slots_of(map.slot_bytes()),
                            control);

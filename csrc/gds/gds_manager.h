@@ -88,6 +88,8 @@ class FLEXKV_EXPORT GDSManager {
   TransferReport dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging, bool force_direct,
                           const TransferControl& control);
+  TransferReport dispatch_staged(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                                 std::shared_ptr<StagingBuffer> staging, const TransferControl& control);
 
   const GdsOptions options_;
   std::shared_ptr<const RawFiles> files_;

@@ -54,7 +54,7 @@ class HostTransformer : public Transformer {
   int32_t move_verified(const TransformPage& page) const {
     auto* slot = reinterpret_cast<unsigned char*>(page.slot);
     auto* digests = reinterpret_cast<uint64_t*>(slot + tables_.digest_offset);
-    const bool into_pool = to_pool(tables_.mode);
+    const bool from_slot = tables_.mode == TransformMode::kToPoolVerified;
     int32_t bad = kNoBadRun;
     for (size_t i = 0; i < tables_.runs.size(); ++i) {
       const TransformRun& run = tables_.runs[i];
@@ -64,12 +64,12 @@ class HostTransformer : public Transformer {
       uint64_t terms = 0;
       for (int64_t at = 0; at < run.bytes; at += kDigestStepBytes) {
         const auto bytes = static_cast<size_t>(std::min(kDigestStepBytes, run.bytes - at));
-        const unsigned char* src = (into_pool ? in_slot : pool) + at;
+        const unsigned char* src = (from_slot ? in_slot : pool) + at;
         terms += run_terms(src, bytes, static_cast<uint64_t>(at / kLeafBytes));
-        copy_run((into_pool ? pool : in_slot) + at, src, bytes);
+        if (!in_pool(tables_.mode)) copy_run((from_slot ? pool : in_slot) + at, src, bytes);
       }
       const uint64_t digest = finish_run(terms, static_cast<uint64_t>(run.bytes));
-      if (!into_pool) {
+      if (!verifies(tables_.mode)) {
         digests[i] = digest;
       } else if (digests[i] != digest) {
         bad = std::min(bad, static_cast<int32_t>(i));

@@ -44,13 +44,21 @@ enum class TransformMode : int32_t {
   kToSlot,          // pool -> slot
   kToPoolVerified,  // and compare every run's digest with the one in the slot
   kToSlotDigested,  // and write every run's digest into the slot
+  kVerifyInPool,    // nothing moves: compare the digests of the runs in the pool with those in the slot
+  kDigestInPool,    // nothing moves: write the digests of the runs in the pool into the slot
 };
 
 FLEXKV_HD constexpr bool to_pool(TransformMode mode) {
   return mode == TransformMode::kToPool || mode == TransformMode::kToPoolVerified;
 }
+FLEXKV_HD constexpr bool in_pool(TransformMode mode) {
+  return mode == TransformMode::kVerifyInPool || mode == TransformMode::kDigestInPool;
+}
+FLEXKV_HD constexpr bool verifies(TransformMode mode) {
+  return mode == TransformMode::kToPoolVerified || mode == TransformMode::kVerifyInPool;
+}
 FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
-  return mode == TransformMode::kToPoolVerified || mode == TransformMode::kToSlotDigested;
+  return mode != TransformMode::kToPool && mode != TransformMode::kToSlot;
 }
 
 // A page whose runs were all good.
@@ -83,6 +91,7 @@ FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, c
       run.base + static_cast<uintptr_t>(where.block * run.block_stride) + in_run);
   auto* slot =
       reinterpret_cast<unsigned char*>(where.slot + static_cast<uintptr_t>(run.slot_offset) + in_run);
+  if (in_pool(batch.mode)) return {pool, pool};
   return to_pool(batch.mode) ? LeafEnds{pool, slot} : LeafEnds{slot, pool};
 }
 
@@ -124,12 +133,19 @@ FLEXKV_HD inline int64_t copy_units(unsigned char* dst, const unsigned char* src
   return end * kUnit;
 }
 
+FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, int64_t from, int64_t bytes,
+                                int lane) {
+  from = copy_units<uint64_t>(dst, src, from, bytes, lane);
+  from = copy_units<uint32_t>(dst, src, from, bytes, lane);
+  copy_units<uint8_t>(dst, src, from, bytes, lane);
+}
+
 }  // namespace transform_detail
 
-// Copies and sums what falls to `lane` of one leaf of 1..4096 bytes. Aligned ends move in 16-byte vectors,
-// all of a lane's loads before its first store, so that eight are in flight; others in 8-, 4- or 1-byte
-// units. No size is refused and no tail dropped.
-template <bool kDigest>
+// Copies (unless !kCopy) and sums what falls to `lane` of one leaf of 1..4096 bytes. Aligned ends move in
+// 16-byte vectors, all of a lane's loads before its first store, so that eight are in flight; others in 8-,
+// 4- or 1-byte units. No size is refused and no tail dropped.
+template <bool kDigest, bool kCopy = true>
 FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int64_t bytes, int lane) {
   namespace detail = transform_detail;
   constexpr int kHeld = static_cast<int>(kLeafBytes / 16 / kTransformLanes);
@@ -146,22 +162,18 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int64_t bytes
     for (int k = 0; k < kHeld; ++k) {
       const int64_t i = lane + int64_t{k} * kTransformLanes;
       if (i < vectors) {
-        reinterpret_cast<Vector16*>(dst)[i] = held[k];
+        if constexpr (kCopy) reinterpret_cast<Vector16*>(dst)[i] = held[k];
         if constexpr (kDigest) detail::add_vector(sums, held[k].low, held[k].high, i);
       }
     }
-    int64_t done = detail::copy_units<uint64_t>(dst, src, vectors * 16, bytes, lane);
-    done = detail::copy_units<uint32_t>(dst, src, done, bytes, lane);
-    detail::copy_units<uint8_t>(dst, src, done, bytes, lane);
+    if constexpr (kCopy) detail::copy_rest(dst, src, vectors * 16, bytes, lane);
     if constexpr (kDigest) {
       if (vectors * 16 < bytes && vectors % kTransformLanes == lane) {
         detail::add_partial_vector(sums, src, bytes, vectors);
       }
     }
   } else {
-    int64_t done = detail::copy_units<uint64_t>(dst, src, 0, bytes, lane);
-    done = detail::copy_units<uint32_t>(dst, src, done, bytes, lane);
-    detail::copy_units<uint8_t>(dst, src, done, bytes, lane);
+    if constexpr (kCopy) detail::copy_rest(dst, src, 0, bytes, lane);
     if constexpr (kDigest) {
       for (int64_t i = lane; i * 16 < bytes; i += kTransformLanes) {
         detail::add_partial_vector(sums, src, bytes, i);
@@ -195,7 +207,7 @@ FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const 
   const uint64_t digest = finish_run(Atomics::add(&progress.terms, 0), static_cast<uint64_t>(run.bytes));
   auto* digests =
       reinterpret_cast<uint64_t*>(batch.pages[page].slot + static_cast<uintptr_t>(batch.digest_offset));
-  if (!to_pool(batch.mode)) {
+  if (!verifies(batch.mode)) {
     digests[leaf.run] = digest;
   } else if (digests[leaf.run] != digest) {
     Atomics::min(&batch.bad_run[page], leaf.run);

@@ -1,7 +1,9 @@
 #include "gds/page_map.h"
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "base/align.h"
 #include "base/error.h"
@@ -135,6 +137,18 @@ PageMap PageMap::image(const KvView& view, int64_t stripe_offset, int64_t digest
   map.segments_ = coalesce(map.runs_);
   map.extents_ = {{0, 0, image_bytes}};
   if (digest_offset == kNoDigestOffset) map.pieces_ = map.segments_;
+  if (digest_offset != kNoDigestOffset && map.segments_.size() == 1 && stripe_offset == 0 &&
+      stripe_end % kIoAlignBytes == 0) {
+    auto beside = std::shared_ptr<PageMap>(new PageMap());
+    beside->runs_ = map.runs_;
+    beside->segments_ = beside->pieces_ = map.segments_;
+    beside->slot_bytes_ = image_bytes - stripe_end;
+    beside->extents_ = {{stripe_end, 0, beside->slot_bytes_}};
+    beside->digest_offset_ = digest_offset - stripe_end;
+    beside->page_bytes_ = image_bytes;
+    beside->in_place_ = true;
+    map.beside_slots_ = std::move(beside);
+  }
   map.slot_bytes_ = image_bytes;
   map.digest_offset_ = digest_offset;
   map.page_bytes_ = image_bytes;

@@ -1,6 +1,7 @@
 // How one block moves: its runs in the engine's pool, its bytes in a staging slot, and its bytes in a file.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -57,8 +58,13 @@ class PageMap {
   // Coalesced: what a copy between pool and slot loops over.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
-  // Empty for images with digests: these always pass through a slot.
+  // Empty for images with digests: these pass through a slot, but for what beside_slots() says.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
+  // The same page without its stripe in the slot, where the stripe is one whole piece: the piece goes
+  // straight between file and pool, only the rest of the image (its digests) passes through the slot, and the
+  // transform digests in the pool. Null for other pages.
+  const PageMap* beside_slots() const { return beside_slots_.get(); }
+  bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }
   // A multiple of 4 KiB.
   int64_t slot_bytes() const { return slot_bytes_; }
@@ -77,6 +83,8 @@ class PageMap {
   int64_t slot_bytes_ = 0;
   int64_t digest_offset_ = kNoDigestOffset;
   int64_t page_bytes_ = 0;
+  bool in_place_ = false;
+  std::shared_ptr<const PageMap> beside_slots_;
 };
 
 }  // namespace flexkv

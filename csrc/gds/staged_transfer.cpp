@@ -29,7 +29,7 @@ class Transfer {
 
   void use_staging(const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots) {
     staging_ = staging;
-    report_.staged = true;
+    report_.staged = !map_.in_place();
     const int32_t slots = std::min({staging->slots_of(map_.slot_bytes()), std::max(max_slots, 1),
                                     static_cast<int32_t>(std::max<size_t>(pages_.size(), 1))});
     // The lowest slot first: fewer slots than that stay in the caches.
@@ -101,16 +101,18 @@ class Transfer {
   void submit(int32_t position) {
     const StagedPage& page = pages_[static_cast<size_t>(position)];
     PageJob job;
+    if (!staging_ || map_.in_place()) {
+      for (const DirectPiece& piece : map_.pieces()) {
+        job.calls.push_back({!is_read_, page.device, page.file, page.file_offset + piece.page_offset,
+                             reinterpret_cast<void*>(run_address(piece, page.block)), piece.run_bytes});
+      }
+    }
+    // The digests last: a write that fails before them leaves an image that no read takes for good.
     if (staging_) {
       job.staging = staging_;
       for (const FileExtent& extent : map_.extents()) {
         job.calls.push_back({!is_read_, page.device, page.file, page.file_offset + extent.file_offset,
                              slot(position) + extent.slot_offset, extent.bytes});
-      }
-    } else {
-      for (const DirectPiece& piece : map_.pieces()) {
-        job.calls.push_back({!is_read_, page.device, page.file, page.file_offset + piece.page_offset,
-                             reinterpret_cast<void*>(run_address(piece, page.block)), piece.run_bytes});
       }
     }
     io_.submit(position, std::move(job));
@@ -181,7 +183,7 @@ class Transfer {
 
   // True if the transfer ends here although I/O has not: its memory is kept by the I/O, never by the engine.
   bool give_up() {
-    if (!staging_ || staging_->lent() || io_.in_flight() == 0 || !batches_.empty() ||
+    if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {
       return false;
     }

@@ -35,12 +35,12 @@ uint64_t reduce_and_fold(WarpSums& sums) {
   return folded;
 }
 
-template <bool kDigest>
+template <bool kDigest, bool kCopy>
 void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
   const LeafEnds ends = leaf_ends(batch, page, leaf);
   WarpSums sums;
   for (int lane = kTransformLanes - 1; lane >= 0; --lane) {
-    sums[static_cast<size_t>(lane)] = move_leaf_lane<kDigest>(ends, leaf.bytes, lane);
+    sums[static_cast<size_t>(lane)] = move_leaf_lane<kDigest, kCopy>(ends, leaf.bytes, lane);
   }
   if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold(sums));
 }
@@ -50,10 +50,12 @@ void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
 void transform_lane_by_lane(const TransformBatch& batch) {
   for (int32_t page = batch.num_pages - 1; page >= 0; --page) {
     for (int32_t i = batch.num_leaves - 1; i >= 0; --i) {
-      if (has_digests(batch.mode)) {
-        run<true>(batch, page, batch.leaves[i]);
+      if (in_pool(batch.mode)) {
+        run<true, false>(batch, page, batch.leaves[i]);
+      } else if (has_digests(batch.mode)) {
+        run<true, true>(batch, page, batch.leaves[i]);
       } else {
-        run<false>(batch, page, batch.leaves[i]);
+        run<false, true>(batch, page, batch.leaves[i]);
       }
     }
   }

@@ -8,7 +8,8 @@
 namespace flexkv {
 namespace {
 
-TransformMode mode_of(bool into_pool, bool digests) {
+TransformMode mode_of(bool into_pool, bool digests, bool in_place) {
+  if (in_place) return into_pool ? TransformMode::kVerifyInPool : TransformMode::kDigestInPool;
   if (into_pool) return digests ? TransformMode::kToPoolVerified : TransformMode::kToPool;
   return digests ? TransformMode::kToSlotDigested : TransformMode::kToSlot;
 }
@@ -16,7 +17,7 @@ TransformMode mode_of(bool into_pool, bool digests) {
 }  // namespace
 
 TransformTables::TransformTables(const PageMap& map, bool into_pool)
-    : digest_offset(map.digest_offset()), mode(mode_of(into_pool, map.has_digests())) {
+    : digest_offset(map.digest_offset()), mode(mode_of(into_pool, map.has_digests(), map.in_place())) {
   // Digests are the runs'; a copy alone may take what is contiguous as one.
   for (const Segment& run : map.has_digests() ? map.runs() : map.segments()) {
     const int64_t count = (run.run_bytes + kLeafBytes - 1) / kLeafBytes;
