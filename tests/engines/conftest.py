@@ -23,7 +23,12 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
 # where the machine has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-OPERATIONS = (f"{PACKAGE}.block_ops", f"{PACKAGE}.request_ops", f"{PACKAGE}.fault_ops")
+OPERATIONS = (
+    f"{PACKAGE}.block_ops",
+    f"{PACKAGE}.request_ops",
+    f"{PACKAGE}.fault_ops",
+    f"{PACKAGE}.listen_ops",
+)
 POOL_BLOCKS = 129
 """Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
 HOST_BYTES = 96 << 20

@@ -131,6 +131,27 @@ class EngineSession:
         spoiled = self.call("scribble", seed=seed)
         assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
 
+    def abort_while_loading(self, stream: int) -> None:
+        """Aborts one of two requests while its async load runs; then its blocks serve another at once."""
+        prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
+        later = Prompt.of(900, stream + 2)
+        self.check(*prompts)
+        self.forget()
+        reply = self.call(
+            "abort",
+            requests=[prompt.wire() for prompt in prompts],
+            victim=0,
+            status="WAITING_FOR_REMOTE_KVS",
+            later=[later.wire()],
+        )
+        assert reply["aborted"], reply
+        for prompt, result in zip((prompts[1], later), reply["requests"][1:], strict=True):
+            assert tuple(result["tokens"]) == self.reference.tokens(prompt)
+        self.settle()
+        assert self.call("requests_held")["held"] == 0
+        self.forget()
+        self.check(*prompts)
+
     def metric(self, name: str) -> float:
         """The sum of a counter or gauge over its labels, or one labelled series; 0 when it does not exist."""
         family = name.partition("{")[0]

@@ -16,13 +16,16 @@ FAULTY = FLEXKV | {
     "kv_connector": "FaultyConnector",
     "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
 }
+CARELESS = FAULTY | {"kv_connector": "CarelessConnector"}
 FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 
 
-def faulty(engines: Engines, rules: list[dict[str, Any]], **settings: Any) -> EngineSession:
+def faulty(
+    engines: Engines, rules: list[dict[str, Any]], kind: dict[str, Any] = FAULTY, **settings: Any
+) -> EngineSession:
     """A fresh engine: rules count operations from its start."""
     engines.close()
-    return engines.get(connector(FAULTY, **settings), {"FAULT_RULES": json.dumps(rules)})
+    return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)})
 
 
 def acted(session: EngineSession) -> int:
@@ -60,11 +63,12 @@ def test_every_page_of_a_load_fails(engines: Engines, stream: int, load_mode: st
     ]
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
-def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: int, load_mode: str) -> None:
-    """The step of a load that fails at layer 2 also computes new blocks: none of these may ever be served."""
-    rules = [{"action": "fail", "kind": "load", "nth_op": 0, "layer": 2, "page": 3}]
-    session = faulty(engines, rules, load__mode=load_mode)
+LAYER_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "layer": 2, "page": 3}]
+
+
+def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
+    """A load fails at layer 2, and the same step computes new blocks from it. Returns the prompt of all these blocks;
+    the engine has gone back and answered right, and has nothing of it in its own cache."""
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
     session.check_one(prompt)
@@ -72,9 +76,52 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
     session.check_one(longer)
     assert acted(session) >= 1
     session.forget()
+    return longer
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: int, load_mode: str) -> None:
+    session = faulty(engines, LAYER_FAILS, load__mode=load_mode)
+    longer = compute_from_a_failed_load(session, stream)
     session.check_one(longer)
     session.forget()
     assert session.check_one(longer).cached == longer.whole_blocks
+
+
+def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
+    """What the test above would see if nothing were barred."""
+    session = faulty(engines, LAYER_FAILS, CARELESS, load__mode="sync")
+    longer = compute_from_a_failed_load(session, stream)
+    [answer] = session.ask(longer)
+    assert answer.cached == longer.whole_blocks
+    assert answer.tokens != session.reference.tokens(longer)
+
+
+def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
+    """One page of a store fails, and one page of a load within a step."""
+    rules = [
+        {"action": "fail", "kind": "store", "nth_op": 0, "page": 1},
+        {"action": "fail", "kind": "load", "nth_op": 0, "page": 2},
+    ]
+    engines.close()
+    session = engines.get(
+        connector(FAULTY, store__mode="lazy", load__mode="sync"),
+        {"FAULT_RULES": json.dumps(rules)},
+        num_gpu_blocks_override=41,
+        max_model_len=1024,
+        max_num_batched_tokens=160,
+        max_num_seqs=4,
+    )
+    prompt = Prompt.of(500, stream)
+    for round_number in range(3):
+        session.check_one(prompt)
+        for other in range(1, 4):
+            session.check_one(Prompt.of(700, stream + 10 * round_number + other))
+        session.settle()
+        session.call("shuffle", seed=round_number)
+        session.call("scribble", seed=round_number)
+    assert acted(session) == 2
+    assert session.check_one(prompt).cached == prompt.whole_blocks
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:

@@ -46,24 +46,7 @@ def test_two_ranks_serve_slow_loads_and_one_that_fails_on_one_rank(engines: Engi
 
 
 def test_an_abort_while_one_rank_is_still_loading(engines: Engines, stream: int) -> None:
-    session = two_ranks(engines, SLOW_SECOND_RANK)
-    prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
-    session.check(*prompts)
-    session.forget()
-    reply = session.call(
-        "abort",
-        requests=[prompt.wire() for prompt in prompts],
-        victim=0,
-        status="WAITING_FOR_REMOTE_KVS",
-        later=[Prompt.of(900, stream + 2).wire()],
-    )
-    assert reply["aborted"], reply
-    for prompt, result in zip((prompts[1], Prompt.of(900, stream + 2)), reply["requests"][1:], strict=True):
-        assert tuple(result["tokens"]) == session.reference.tokens(prompt)
-    session.settle()
-    assert session.call("requests_held")["held"] == 0
-    session.forget()
-    session.check(*prompts)
+    two_ranks(engines, SLOW_SECOND_RANK).abort_while_loading(stream)
 
 
 def test_two_engines_on_one_node_from_one_file(engines: Engines, stream: int, tmp_path: Path) -> None:

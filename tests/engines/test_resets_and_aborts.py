@@ -81,20 +81,4 @@ def test_aborts_at_any_step_leave_nothing_behind(
 def test_an_abort_during_an_async_load(engines: Engines, stream: int) -> None:
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.02}]
     session = engines.get(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)})
-    prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
-    session.check(*prompts)
-    session.forget()
-    reply = session.call(
-        "abort",
-        requests=[prompt.wire() for prompt in prompts],
-        victim=0,
-        status="WAITING_FOR_REMOTE_KVS",
-        later=[Prompt.of(900, stream + 2).wire()],
-    )
-    assert reply["aborted"], reply
-    for prompt, result in zip((prompts[1], Prompt.of(900, stream + 2)), reply["requests"][1:], strict=True):
-        assert tuple(result["tokens"]) == session.reference.tokens(prompt)
-    session.settle()
-    assert session.call("requests_held")["held"] == 0
-    session.forget()
-    session.check(*prompts)
+    session.abort_while_loading(stream)

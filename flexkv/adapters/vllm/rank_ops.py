@@ -161,10 +161,13 @@ class RankOps:
                 continue
             mine.given_up = PAST_DEADLINE
             self.engine.cancel(mine.ticket)
-            if not self._wait(mine, time.monotonic() + 2 * self._stuck_s):
+            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
+            recall_s = 2 * self._stuck_s
+            if not self._wait(mine, time.monotonic() + recall_s):
                 raise ClosedError(
-                    f"rank {self._rank}: a load of {mine.pages} pages is stuck since "
-                    f"{time.monotonic() - mine.started_s:.1f} s (load.deadline_s and transfer.stuck_s have passed)"
+                    f"rank {self._rank}: a load of {mine.pages} pages ended neither within load.deadline_s "
+                    f"({self._load_deadline_s:g} s) nor, recalled, within twice transfer.stuck_s ({recall_s:g} s); "
+                    "its blocks may be written at any time"
                 )
         self.poll()
 

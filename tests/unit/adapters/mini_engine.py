@@ -202,6 +202,11 @@ class MiniEngine:
         self._take = held.append  # type: ignore[method-assign, assignment]
         return tell
 
+    @property
+    def stored_pages(self) -> int:
+        """Pages that have become visible so far."""
+        return int(self.side.unit.manager.stats().stored_pages)
+
     def until(self, done: Callable[[], bool], steps: int = 2000) -> None:
         """Empty steps until something is so."""
         for _ in range(steps):

@@ -19,10 +19,6 @@ PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
 
 
-def stored(engine: MiniEngine) -> int:
-    return engine.side.unit.manager.stats().stored_pages
-
-
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
     """A step whose sync load fails under two requests that share its target, and what tells the scheduler of it."""
     # The first store is that of "one"; the next ends after the step has made its report.
@@ -33,14 +29,7 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     engine.forget()
     assert engine.add(make_request(PROMPT[:16], "two")) == 8
     engine.adopt(make_request([*PROMPT[:8], *range(9)], "three"), engine.live["two"].blocks[:2])
-    take = engine._take
-    late: list[Any] = []
-    engine._take = late.append  # type: ignore[method-assign,assignment]
-
-    def hear() -> None:
-        engine._take = take  # type: ignore[method-assign]
-        take(late[0])
-
+    hear = engine.hold_reports()
     engine.step()
     worker.movers[0].release()
     time.sleep(0.05)
@@ -52,7 +41,7 @@ def test_no_store_overtakes_the_report_of_a_failed_load(make_engine: Make) -> No
     engine.side.match(make_request(PROMPT, "four"), 0)
     hear()
     engine.drain()
-    assert stored(engine) == 2
+    assert engine.stored_pages == 2
 
 
 def test_a_request_that_ends_before_the_report_leaves_no_wrong_store(make_engine: Make) -> None:
@@ -60,7 +49,7 @@ def test_a_request_that_ends_before_the_report_leaves_no_wrong_store(make_engine
     engine.finish("three", keep_blocks=True)
     hear()
     engine.drain()
-    assert stored(engine) == 2
+    assert engine.stored_pages == 2
 
 
 def test_a_request_may_end_when_its_computed_tokens_were_taken_back(make_engine: Make) -> None:
@@ -71,14 +60,14 @@ def test_a_request_may_end_when_its_computed_tokens_were_taken_back(make_engine:
     request.num_computed_tokens, request.num_in_flight_tokens = 0, 3
     engine.finish("one")
     engine.drain()
-    assert stored(engine) == 5
+    assert engine.stored_pages == 5
 
 
 def test_an_early_store_of_a_block_that_is_cleared_first_is_void(make_engine: Make) -> None:
     engine = make_engine(remote=True, **{"store.partial_blocks": True})
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    engine.until(lambda: stored(engine) == 5)
+    engine.until(lambda: engine.stored_pages == 5)
     engine.finish("one")
     engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
     output: Any = engine._output({})

@@ -15,10 +15,6 @@ PROMPT = list(range(100, 123))
 LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
-def stored(engine: MiniEngine) -> int:
-    return engine.side.unit.manager.stats().stored_pages
-
-
 def quiet(engine: MiniEngine) -> None:
     """The worker's copies have ended, and whatever may be published without a report is published."""
     while engine.workers[0]._ops._ops:
@@ -35,10 +31,10 @@ def run_with_sibling_failure(engine: MiniEngine, between: Callable[[], object]) 
     hear = engine.hold_reports()
     engine.step()
     quiet(engine)
-    assert stored(engine) == 0, "published before the step's outcome was heard"
+    assert engine.stored_pages == 0, "published before the step's outcome was heard"
     between()
     quiet(engine)
-    assert stored(engine) == 0, "published before the step's outcome was heard"
+    assert engine.stored_pages == 0, "published before the step's outcome was heard"
     engine.sibling_failed = {blocks[1]}
     hear()
 
@@ -53,7 +49,7 @@ def test_nothing_computed_from_a_siblings_failed_load_is_published(make_engine: 
     engine = make_engine()
     run_with_sibling_failure(engine, lambda: None)
     engine.drain()
-    assert (stored(engine), served(engine)) == (1, 1)
+    assert (engine.stored_pages, served(engine)) == (1, 1)
     engine.live["one"].request.num_computed_tokens = 0
     engine.step()
     engine.check("one")
