@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.model import PRESETS, write_model
 
 HOST_BYTES = 512 << 20
+DISK_BYTES = 512 << 20
 
 
 def main() -> int:
@@ -66,13 +68,18 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     flexkv = FLEXKV | {
-        "kv_connector_extra_config": {"host.bytes": HOST_BYTES, "load.mode": arguments.load_mode}
+        "kv_connector_extra_config": {
+            "host.bytes": HOST_BYTES,
+            "load.mode": arguments.load_mode,
+            "disk.folders": str(_empty_folder(arguments.out / "disk")),
+            "disk.bytes_per_folder": DISK_BYTES,
+        }
     }
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
     )
     with bar:
-        task = bar.add_task(f"writing a random {arguments.model} Llama", total=turn_count() + 3)
+        task = bar.add_task(f"writing a random {arguments.model} Llama", total=turn_count() + 4)
         model = write_model(arguments.out / "models", arguments.model)
         environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with ExitStack() as stack:
@@ -85,19 +92,32 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             def advance(turn: str) -> None:
                 bar.update(task, description=f"both engines: {turn}", advance=1)
 
-            script = Script(engines[0], engines[1], shape, advance)
+            def restart() -> EngineProcess:
+                bar.update(task, description="starting vLLM with flexkv again", advance=1)
+                engines[0].close()
+                again = EngineProcess(_engine_arguments(model, flexkv), log, environment=environment)
+                return stack.enter_context(again)
+
+            script = Script(engines[0], engines[1], shape, advance, restart)
             script.play()
-        bar.update(task, description="done", completed=turn_count() + 3)
+        bar.update(task, description="done", completed=turn_count() + 4)
     facts = {
         "model": f"random Llama {arguments.model}: {shape.layers} layers, hidden {shape.hidden}, float32, "
         f"{shape.kv_bytes_per_token} KV bytes a token",
         "prompt": f"random words; blocks of {BLOCK_TOKENS} tokens, engine pool of {POOL_BLOCKS - 1} blocks, "
-        f"host tier of {HOST_BYTES >> 20} MiB, {arguments.load_mode} loads, "
+        f"host tier of {HOST_BYTES >> 20} MiB, disk tier of {DISK_BYTES >> 20} MiB, {arguments.load_mode} loads, "
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}",
         "log": str(log),
         "kv_transfer_config": flexkv,
     }
     return script.turns, script.reference, facts
+
+
+def _empty_folder(folder: Path) -> Path:
+    """Nothing of a run before: its first answers are to be cold."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder.resolve()
 
 
 def _engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[str, Any]:

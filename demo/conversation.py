@@ -1,4 +1,5 @@
-"""The demo's script: one conversation cold, the same after the engine forgot it, then more than its pool holds."""
+"""The demo's script: one conversation cold, the same after the engine forgot it, then more than its pool holds, and the
+first conversation again after the engine's process has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Turn:
     """One prompt and what its answer took.
 
     Attributes:
-        phase: cold, warm (the engine's own cache was dropped before) or crowd.
+        phase: cold, warm (the engine's own cache was dropped before), crowd, or disk (a new process answers).
         served: prompt tokens that came from flexkv.
         expects: fewest prompt tokens that flexkv must have served.
         load_seconds: from the submission of the loads until the engine saw them ended.
@@ -70,13 +71,15 @@ class Script:
     shape: ModelShape
     advance: Callable[[str], None]
     """Called before each turn with its name."""
+    restart: Callable[[], EngineProcess]
+    """Ends the engine with flexkv, and starts it anew in another process."""
     turns: list[Turn] = field(default_factory=list)
     reference: list[Turn] = field(default_factory=list)
     _prompts: list[list[int]] = field(default_factory=list)
 
     def play(self) -> None:
         """Fills `turns` (with flexkv) and `reference` (without), in the same order."""
-        self._warm_up()
+        self._warm_up(self.engine, self.alone)
         for phase in PHASES:
             phase.play(self)
 
@@ -85,9 +88,9 @@ class Script:
             engine.call("drain")
             engine.call("reset")
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, *engines: EngineProcess) -> None:
         """The first requests of a process are slow for reasons of their own: allocators, thread pools."""
-        for engine in (self.engine, self.alone):
+        for engine in engines:
             engine.generate([{"ids": self._tokens(WARM_UP_TOKENS, 99), "max_tokens": 2}])
             engine.call("drain")
 
@@ -113,6 +116,14 @@ class Script:
             for talk, prompt in prompts.items():
                 answer = self._turn("crowd", talk, number, prompt, expects=BLOCK_TOKENS if number else 0)
                 prompts[talk] = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 2000 + 10 * talk + number)]
+
+    def disk(self) -> None:
+        """The first conversation again, by a process that was not there when it was computed."""
+        self.engine = self.restart()
+        self._warm_up(self.engine)
+        for number, prompt in enumerate(self._prompts):
+            self._forget()
+            self._turn("disk", 0, number, prompt, expects=whole_blocks(len(prompt)))
 
     def _turn(self, phase: str, talk: int, number: int, prompt: list[int], expects: int = 0) -> list[int]:
         self.advance(f"{phase} {talk}.{number}")
@@ -162,6 +173,7 @@ PHASES = (
     Phase(TURNS, Script.cold),
     Phase(TURNS, Script.warm),
     Phase(CROWD * CROWD_TURNS, Script.crowd),
+    Phase(TURNS, Script.disk),
 )
 
 

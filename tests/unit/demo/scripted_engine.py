@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ BYTES_A_TOKEN = 1000
 
 
 class ScriptedEngine:
-    """Answers follow from the prompt; a cache of prompts outlives `reset` where there is a connector.
+    """Answers follow from the prompt; a cache of prompts outlives `reset` where there is a connector, and lies in the
+    folder of its disk tier when the engine is closed.
 
     `spoil` changes an answer of the engine with a connector, `serve` says how many of the tokens found it serves.
     """
@@ -25,6 +27,11 @@ class ScriptedEngine:
     def __init__(self, engine: Mapping[str, Any], log: Path, **others: Any) -> None:
         self._connector = "kv_transfer_config" in engine
         self._stored: list[list[int]] = []
+        if self._connector:
+            folder = engine["kv_transfer_config"]["kv_connector_extra_config"]["disk.folders"]
+            self._file = Path(folder) / "prompts.json"
+            if self._file.exists():
+                self._stored = json.loads(self._file.read_text())
         self._values = {SERVED_TOKENS: 0.0, LOADED_BYTES: 0.0, STORED_BYTES: 0.0, LOAD_SECONDS: 0.0}
 
     def __enter__(self) -> ScriptedEngine:
@@ -34,6 +41,10 @@ class ScriptedEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
+
+    def close(self) -> None:
+        if self._connector:
+            self._file.write_text(json.dumps(self._stored))
 
     def generate(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [self._answer(request["ids"], request["max_tokens"]) for request in requests]

@@ -47,11 +47,13 @@ def test_a_good_run_is_told_drawn_and_written(
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["problems"] == []
-    assert len(written["turns"]) == turn_count() == 2 * TURNS + CROWD * CROWD_TURNS
+    assert len(written["turns"]) == turn_count() == 3 * TURNS + CROWD * CROWD_TURNS
     cold, warm = written["turns"][:TURNS], written["turns"][TURNS : 2 * TURNS]
     assert [turn["phase"] for turn in warm] == ["warm"] * TURNS
     assert cold[0]["tokens_from_flexkv"] == 0
-    for turn in warm:
+    again = written["turns"][-TURNS:]
+    assert [turn["phase"] for turn in again] == ["disk"] * TURNS
+    for turn in [*warm, *again]:
         assert turn["tokens_from_flexkv"] >= whole_blocks(turn["prompt_tokens"])
         assert turn["loaded_bytes"] > 0
 
@@ -86,6 +88,7 @@ def test_tokens_that_flexkv_did_not_serve_end_with_1(
     assert run() == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "turn warm 0.0: flexkv served" in said
+    assert "turn disk 0.0: flexkv served" in said
     assert "turn crowd 8.1: flexkv served" in said
     assert "turn cold" not in said
 
