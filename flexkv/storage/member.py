@@ -61,6 +61,7 @@ class DiskMember:
         self.slots = slots_of(groups, options.bytes_per_disk)
         self._lock = FolderLock(self.folder)
         try:
+            self._remove_unfinished()
             self.index = self._open_index([self.slots] * len(groups))
             try:
                 self._open_slabs(identity, groups, options)
@@ -70,6 +71,14 @@ class DiskMember:
         except BaseException:
             self._lock.release()
             raise
+
+    def _remove_unfinished(self) -> None:
+        """Files that an earlier process was still making under another name."""
+        for path in self.folder.glob("*.new"):
+            try:
+                path.unlink()
+            except OSError as error:
+                raise DiskError(f"{path}: {error.strerror}") from error
 
     def _open_index(self, slots: Sequence[int]) -> DiskIndex:
         path = self.folder / INDEX_NAME

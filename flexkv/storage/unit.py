@@ -319,6 +319,7 @@ class DiskUnit(DiskTier):
                 self._lose(disk, f"a reset was not durable after {deadline_s:g} s")
             elif journal.failure:
                 self._lose(disk, journal.failure)
+        self._durable.clear()  # what they name is gone with the former epoch
 
     def close(self, deadline_s: float) -> bool:
         if self._closed:

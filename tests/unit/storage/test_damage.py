@@ -292,6 +292,13 @@ def test_a_reset_survives(make_disks: MakeDisks) -> None:
     np.testing.assert_array_equal(rows.keys[0], key_of(1))
 
 
+def test_nothing_that_a_reset_forgot_is_called_durable(make_disks: MakeDisks) -> None:
+    world = make_disks()
+    world.write([1], [0])
+    world.unit.reset(1)
+    assert world.unit.poll().durable == ()
+
+
 def test_pages_of_another_epoch_are_not_served(make_disks: MakeDisks) -> None:
     world = make_disks()
     _, generations = world.write([1], [0])

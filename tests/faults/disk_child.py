@@ -1,0 +1,178 @@
+"""A process that uses a disk tier at random and says, before and after, what it did: for tests that end it.
+
+Arguments: `serve`, or folder, marks file, seed, steps, and `normal`, or one of two faults that the tests must find:
+`no-sync` leaves out the data's fdatasync, `index-first` makes the index durable, and says so, before the data.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flexkv.storage.journal import Journal, Record
+from tests.unit.storage.disk_world import DiskWorld, ids, make_group
+
+SLOTS = 24
+NUMBERS = 40
+GROUP = make_group(layers=2, run_bytes=4096, kv=1)
+
+
+def break_order(how: str) -> None:
+    """Builds one of the faults in."""
+    if how == "no-sync":
+        Journal._sync_data = lambda self, groups: None  # type: ignore[method-assign]
+    elif how == "index-first":
+        write, sync = Journal._write, Journal._sync_data
+
+        late: set[int] = set()
+
+        def index_first(self: Journal, batch: Sequence[Record]) -> None:
+            due = set(late)
+            late.clear()
+            self._sync_data = late.update  # type: ignore[assignment,method-assign]
+            write(self, batch)
+            sync(self, due)  # of the batch before: wide enough a gap for a cut to meet
+
+        Journal._write = index_first  # type: ignore[method-assign]
+    else:
+        assert how == "normal", how
+
+
+class Child:
+    """Keeps what a control plane would: which block lies where."""
+
+    def __init__(self, folder: Path, marks: Path, seed: int) -> None:
+        self.folder, self.rng = folder, random.Random(seed)
+        self._marks = os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.held: dict[int, tuple[int, int]] = {}
+        self.open()
+
+    def mark(self, *lines: str) -> None:
+        os.write(self._marks, "".join(f"{line}\n" for line in lines).encode())
+
+    def open(self) -> None:
+        self.world = DiskWorld(
+            [self.folder],
+            GROUP,
+            SLOTS,
+            host_slots=16,
+            io="threads",
+            depth=self.rng.choice([1, 4, 16]),
+            preallocate=self.rng.random() < 0.5,
+        )
+        rows = self.world.unit.rows(0)
+        self.inherited = set(rows.generations.tolist())
+        self.held = {
+            int(place): (int.from_bytes(key.tobytes(), "big"), int(generation))
+            for key, place, generation in zip(rows.keys, rows.places, rows.generations, strict=True)
+        }
+        self.mark(f"open {self.world.unit.epoch}")
+
+    def poll(self) -> None:
+        for pages in self.world.poll().durable:
+            pairs = zip(pages.places.tolist(), pages.generations.tolist(), strict=True)
+            self.mark(*(f"durable {place} {generation}" for place, generation in pairs))
+
+    def write(self) -> None:
+        count = self.rng.randint(1, 4)
+        places = self.rng.sample(range(SLOTS), count)
+        known = {number for number, _ in self.held.values()}
+        numbers = self.rng.sample([n for n in range(NUMBERS) if n not in known], count)
+        self.evict([place for place in places if place in self.held])
+        epoch = self.world.unit.epoch
+        generations = self.world.unit.next_generations(count)
+        lines = zip(places, generations.tolist(), numbers, strict=True)
+        self.mark(*(f"write {p} {g} {n} {epoch}" for p, g, n in lines))
+        result, _ = self.world.write(numbers, places, generations=generations)
+        assert not len(result.failed), result.reason
+        self.held.update({p: (n, g) for p, n, g in zip(places, numbers, generations.tolist(), strict=True)})
+
+    def evict(self, places: Sequence[int]) -> None:
+        if not places:
+            return
+        generations = np.array([self.held.pop(place)[1] for place in places], np.uint64)
+        pairs = zip(places, generations.tolist(), strict=True)
+        self.mark(*(f"evict {place} {generation}" for place, generation in pairs))
+        self.world.unit.record_evict(0, ids(list(places)), generations)
+
+    def read(self) -> None:
+        if not self.held:
+            return
+        places = self.rng.sample(sorted(self.held), min(3, len(self.held)))
+        pages = [self.held[place] for place in places]
+        generations = np.array([generation for _, generation in pages], np.uint64)
+        layerwise = self.rng.random() < 0.5
+        result = self.world.read([number for number, _ in pages], places, generations, layerwise)
+        # What an earlier life was overwriting when it ended may be a miss; what this one wrote may not.
+        missed = {int(generations[i]): places[i] for i in result.failed.tolist()}
+        assert self.inherited >= missed.keys(), result.reason
+        self.evict(list(missed.values()))
+        self.world.unit.record_use(0, ids([place for place in places if place in self.held]))
+
+    def reset(self) -> None:
+        epoch = self.world.unit.epoch + 1
+        self.mark("resetting")
+        self.held.clear()
+        self.world.unit.reset(epoch)
+        assert self.world.unit.epoch == epoch
+        self.mark(f"reset {epoch}")
+
+    def restart(self) -> None:
+        assert self.world.close()
+        self.open()
+
+    def step(self) -> None:
+        chosen = self.rng.random()
+        if chosen < 0.6:
+            self.write()
+        elif chosen < 0.8:
+            self.read()
+        elif chosen < 0.9:
+            self.evict(self.rng.sample(sorted(self.held), min(2, len(self.held))))
+        elif chosen < 0.97:
+            time.sleep(self.rng.random() * 0.05)  # lets the journal get ahead, or not
+        elif chosen < 0.985:
+            self.reset()
+        else:
+            self.restart()
+        self.poll()
+
+
+def serve() -> None:
+    """Forks a life for each line `folder marks seed` of its input, because an interpreter takes long to start."""
+    for line in sys.stdin:
+        folder, marks, seed = line.split()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                live([folder, marks, seed, str(10**9), "normal"])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def live(arguments: Sequence[str]) -> None:
+    """One life, as the arguments say."""
+    folder, marks, seed, steps, how = arguments
+    break_order(how)
+    child = Child(Path(folder), Path(marks), int(seed))
+    for _ in range(int(steps)):
+        child.step()
+    assert child.world.close()
+    child.poll()
+    child.mark("end")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else live(sys.argv[1:])

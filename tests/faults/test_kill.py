@@ -1,0 +1,106 @@
+"""A process is killed over and over: its successors serve what was durable, and nothing wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexkv.storage.fsck import check_folder, unit_folders
+from tests.faults.disk_child import GROUP, SLOTS
+from tests.faults.promises import Promises, broken_promises
+from tests.soak import soak_factor
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 100
+CHECK_EVERY = 4
+"""Lives between two full checks by this process; each life begins with what the one before it left anyway."""
+LIFE_S = 120.0
+
+
+class Lives:
+    """Processes that use one folder, one after the other; each ends by SIGKILL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.said = folder / "said"
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+        self.errors = folder / "errors"
+        self.said.touch()
+        with open(self.errors, "wb") as errors:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.disk_child", "serve"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def lines(self) -> list[str]:
+        """What was said; a line cut off by the kill was not."""
+        text = self.said.read_text()
+        return text[: text.rfind("\n") + 1].splitlines()
+
+    def live(self, seed: int, marks: int, then_s: float) -> list[str]:
+        """Starts a process, kills it some time after it has made `marks` marks, and returns all of them."""
+        before = self.lines()
+        self.said.write_text("".join(f"{line}\n" for line in before))
+        server = self.server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{self.disk} {self.said} {seed}\n")
+        server.stdin.flush()
+        process = os.pidfd_open(int(server.stdout.readline()))  # a number alone could become another's
+        deadline = time.monotonic() + LIFE_S
+        ended: list[int] = []
+        while len(self.lines()) < len(before) + marks and not ended and time.monotonic() < deadline:
+            ended, _, _ = select.select([process], [], [], 0.002)
+        time.sleep(0 if ended else then_s)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself: its exit code, below, tells
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+        assert int(server.stdout.readline()) == -signal.SIGKILL, self.errors.read_text()
+        lines = self.lines()
+        assert len(lines) >= len(before) + marks, "the process says nothing"
+        return lines[len(before) :]
+
+    def close(self) -> None:
+        assert self.server.stdin is not None
+        self.server.stdin.close()
+        self.server.wait(LIFE_S)
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    made = Lives(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_what_was_durable_is_served_after_every_kill(lives: Lives) -> None:
+    rng = random.Random(1)
+    served = 0
+    promises = Promises()
+    for life in range(KILLS * soak_factor()):
+        promises.take(lives.live(life, 1 + rng.randrange(60), rng.random() * 0.03))
+        if life % CHECK_EVERY == 0:
+            served += len(promises.durable)
+            assert broken_promises(promises, lives.disk, GROUP, SLOTS) == [], f"life {life}"
+    assert served > KILLS // CHECK_EVERY
+    assert broken_promises(promises, lives.disk, GROUP, SLOTS) == []
+    # No space leaks: one slab of the size it was given, and no file that nobody counts.
+    (unit,) = unit_folders(lives.disk)
+    assert {path.name for path in unit.iterdir()} <= {"lock", "group0.slab", "index.sqlite", "epoch"}
+    assert check_folder(unit).slabs[0].slots == SLOTS

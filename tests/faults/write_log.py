@@ -1,0 +1,169 @@
+"""What a process did to its files, and the disks that a power cut at any moment of it could leave.
+
+A sync covers the writes that ended before it began. What no sync has covered yet may be on the disk, missing, torn into
+512-byte sectors, and in any order. Names (creation, rename, deletion) are covered by a sync of their folder; those that
+are not yet may be missing from some point on, as in a file system with a journal.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RECORD = struct.Struct("<IIQQQQ")
+WRITE, TRUNCATE, SYNC, CREATE, RENAME, UNLINK, END = range(1, 8)
+SECTOR_BYTES = 512
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class Call:
+    """One call: when it began and ended, and from when on it is covered, as positions in the log."""
+
+    kind: int
+    file: int
+    folder: int
+    offset: int
+    data: bytes
+    begin: int
+    end: int = NEVER
+    covered: int = NEVER
+
+
+@dataclass(slots=True)
+class WriteLog:
+    """The calls of one process, in order.
+
+    Attributes:
+        length: positions of the log.
+        marks: (position, line) of what was written to the file named `marks`.
+    """
+
+    root: Path
+    calls: list[Call]
+    length: int
+    marks: list[tuple[int, str]] = field(default_factory=list)
+
+
+def read_log(path: Path, root: Path) -> WriteLog:
+    """Reads what recorder.cpp wrote. The last record may be cut off."""
+    raw = path.read_bytes()
+    calls: list[Call] = []
+    open_calls: dict[int, Call] = {}
+    at = position = 0
+    while at + RECORD.size <= len(raw):
+        kind, size, number, file, folder, offset = RECORD.unpack_from(raw, at)
+        at += RECORD.size
+        if at + size > len(raw):
+            break
+        position += 1
+        if kind == END:
+            open_calls.pop(number).end = position
+        else:
+            call = Call(kind, file, folder, offset, raw[at : at + size], position)
+            open_calls[number] = call
+            calls.append(call)
+        at += size
+    _cover(calls)
+    log = WriteLog(root, calls, position)
+    marks = {c.file for c in calls if c.kind == CREATE and c.data.endswith(b"/marks")}
+    for call in calls:
+        if call.kind == WRITE and call.file in marks:
+            log.marks += [(call.begin, line) for line in call.data.decode().splitlines()]
+    log.calls = [c for c in calls if c.file not in marks and c.kind != SYNC]
+    return log
+
+
+def _cover(calls: list[Call]) -> None:
+    syncs: dict[int, list[Call]] = {}
+    for call in calls:
+        if call.kind == SYNC:
+            syncs.setdefault(call.file, []).append(call)
+    for call in calls:
+        names = call.kind in (CREATE, RENAME, UNLINK)
+        for sync in syncs.get(call.folder if names else call.file, ()):
+            if sync.begin > call.end:
+                call.covered = min(call.covered, sync.end)
+
+
+class Disks:
+    """Images of the disks at cuts of one log; asked for ascending cuts, so that what is settled is applied once."""
+
+    def __init__(self, log: WriteLog, rng: random.Random) -> None:
+        self._root = str(log.root)
+        self._rng = rng
+        self._files: dict[int, list[Call]] = {}
+        self._names: list[Call] = []
+        for call in log.calls:
+            if call.kind in (WRITE, TRUNCATE):
+                self._files.setdefault(call.file, []).append(call)
+            else:
+                self._names.append(call)
+        self._settled: dict[int, tuple[int, bytearray]] = {file: (0, bytearray()) for file in self._files}
+
+    def image(self, cut: int) -> dict[str, bytes]:
+        """Relative path -> content, as the disk could be when the power went at position `cut`."""
+        paths: dict[str, int] = {}
+        lost = False
+        for call in self._names:
+            if call.begin > cut:
+                break
+            # Once one change of names is missing, later ones of the same journal are too.
+            lost = lost or (call.covered > cut and self._rng.random() < 0.3)
+            if lost and call.covered > cut:
+                continue
+            text = call.data.decode()
+            if call.kind == CREATE:
+                paths[text] = call.file
+            elif call.kind == UNLINK:
+                paths.pop(text, None)
+            else:
+                old, new = text.split("\n")
+                if old in paths:
+                    paths[new] = paths.pop(old)
+        return {
+            path.removeprefix(self._root).lstrip("/"): bytes(self._content(file, cut))
+            for path, file in paths.items()
+        }
+
+    def _content(self, file: int, cut: int) -> bytearray:
+        calls = self._files.get(file, [])
+        done, base = self._settled.get(file, (0, bytearray()))
+        while done < len(calls) and calls[done].covered <= cut:
+            _apply(base, calls[done], None)
+            done += 1
+        self._settled[file] = (done, base)
+        content = bytearray(base)
+        for call in calls[done:]:
+            if call.begin > cut:
+                break
+            if call.covered <= cut:
+                _apply(content, call, None)
+                continue
+            fate = self._rng.random()
+            if fate < 0.35:
+                continue
+            _apply(content, call, self._rng if fate > 0.7 else None)
+        return content
+
+
+def _apply(content: bytearray, call: Call, torn: random.Random | None) -> None:
+    if call.kind == TRUNCATE:
+        size = call.offset
+        if size < len(content):
+            del content[size:]
+        content.extend(bytes(size - len(content)))
+        return
+    end = call.offset + len(call.data)
+    if torn is None:
+        content.extend(bytes(max(0, end - len(content))))
+        content[call.offset : end] = call.data
+        return
+    for at in range(0, len(call.data), SECTOR_BYTES):
+        if torn.random() < 0.5:
+            sector = call.data[at : at + SECTOR_BYTES]
+            begin = call.offset + at
+            content.extend(bytes(max(0, begin + len(sector) - len(content))))
+            content[begin : begin + len(sector)] = sector
