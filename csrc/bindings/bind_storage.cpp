@@ -109,8 +109,14 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
   }
   std::vector<DiskGroup> groups;
   for (size_t g = 0; g < codecs.size(); ++g) groups.push_back({codecs[g], {}, pools[g]});
+  WrapQueue wrap;
+  if (faults) {
+    wrap = [faults](std::unique_ptr<IoQueue> queue, int32_t disk) -> std::unique_ptr<IoQueue> {
+      return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
+    };
+  }
   return std::make_shared<DiskLane>(std::move(groups), std::move(slabs),
-                                    DiskOptions{to_backend(io), depth, stuck_s}, std::move(faults));
+                                    DiskOptions{to_backend(io), depth, stuck_s}, std::move(wrap));
 }
 
 py::list states(const DiskLane& lane) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -45,5 +46,8 @@ std::string uring_refusal();
 // To be called in the owner's thread: some rings belong to the thread that made them. Throws DiskError when
 // kUring is asked for and refused.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth);
+
+// Puts another queue around that of a disk; called in the owner's thread.
+using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
 }  // namespace flexkv

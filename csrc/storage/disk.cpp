@@ -6,13 +6,13 @@
 namespace flexkv {
 
 Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
-           std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options,
-           std::shared_ptr<IoFaults> faults, std::function<void()> on_room)
+           std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
+           std::function<void()> on_room)
     : number_(number),
       slabs_(std::move(slabs)),
       groups_(std::move(groups)),
       options_(options),
-      faults_(std::move(faults)),
+      wrap_(std::move(wrap)),
       on_room_(std::move(on_room)),
       jobs_(static_cast<size_t>(options.depth)) {}
 

@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "io/faulty_queue.h"
 #include "io/io_queue.h"
 #include "storage/layer_reads.h"
 #include "storage/page_codec.h"
@@ -51,8 +50,8 @@ class Disk {
  public:
   // `on_room` is called, from any thread and without a lock, when queued() has become less.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
-       std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options,
-       std::shared_ptr<IoFaults> faults, std::function<void()> on_room);
+       std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
+       std::function<void()> on_room);
 
   // Takes tasks; those of a lost disk end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
@@ -117,7 +116,7 @@ class Disk {
   std::vector<std::shared_ptr<SlabFile>> slabs_;  // one a group
   const std::shared_ptr<const std::vector<DiskGroup>> groups_;
   const DiskOptions options_;
-  const std::shared_ptr<IoFaults> faults_;
+  const WrapQueue wrap_;  // none: the queue as it is
   const std::function<void()> on_room_;
   DiskCounts counts_;
 

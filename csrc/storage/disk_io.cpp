@@ -40,7 +40,7 @@ void Disk::run(const std::shared_ptr<WorkSource>& source) {
       const std::lock_guard lock(mutex_);
       backend_ = queue->name();
     }
-    if (faults_) queue = std::make_unique<FaultyQueue>(std::move(queue), faults_, number_);
+    if (wrap_) queue = wrap_(std::move(queue), number_);
     work(*queue, *source);
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;

@@ -70,7 +70,7 @@ struct DiskLane::Shared {
 };
 
 DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
-                   const DiskOptions& options, std::shared_ptr<IoFaults> faults)
+                   const DiskOptions& options, WrapQueue wrap)
     : shared_(std::make_shared<Shared>()) {
   if (groups.empty() || slabs.empty()) throw ContractError("a disk lane needs a group and a disk");
   if (options.depth < 1 || options.depth > 1024) {
@@ -106,7 +106,7 @@ DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::s
     const bool usable = !slabs[d].empty();
     const std::weak_ptr<Shared> weak = shared_;
     shared_->disks.push_back(std::make_shared<Disk>(static_cast<int32_t>(d), std::move(slabs[d]),
-                                                    shared_->groups, options, faults, [weak] {
+                                                    shared_->groups, options, wrap, [weak] {
                                                       if (const auto shared = weak.lock()) shared->on_room();
                                                     }));
     if (!usable) shared_->disks.back()->take_out("it could not be opened", nullptr);

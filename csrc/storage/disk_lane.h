@@ -23,7 +23,7 @@ class DiskLane : public Lane {
   // p % disks. A disk without slabs is lost from the start. Throws GeometryError when a pool's slots or a
   // slab's are no images of its group, DiskError when io_uring is asked for and refused.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
-           const DiskOptions& options, std::shared_ptr<IoFaults> faults = nullptr);
+           const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }
 
   const char* name() const override { return "disk"; }
