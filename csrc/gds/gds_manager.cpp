@@ -210,6 +210,11 @@ std::string GDSManager::down_reason() const {
   return down_reason_;
 }
 
+int32_t GDSManager::threads() const {
+  const std::lock_guard lock(mutex_);
+  return parts_.threads->started();
+}
+
 int64_t GDSManager::staging_bytes() const {
   const std::lock_guard lock(mutex_);
   return staging_ ? staging_->bytes() : 0;

@@ -79,7 +79,7 @@ class FLEXKV_EXPORT GDSManager {
   // Why this manager takes no transfers any more; empty while it does.
   std::string down_reason() const;
   int64_t staging_bytes() const;
-  int32_t threads() const { return parts_.threads->started(); }
+  int32_t threads() const;
 
  private:
   class Running;
