@@ -22,7 +22,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
 # The fork server of the engines inherits it. The models are tiny: more threads only wait for each other, and for long
 # where the machine has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# torch compiles in the workers of several ranks and takes CXX for one word; "ccache g++" is for our own build.
+COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}
+UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **COMPILER}
 OPERATIONS = (
     f"{PACKAGE}.block_ops",
     f"{PACKAGE}.request_ops",
