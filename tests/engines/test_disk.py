@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from demo.engine_process import SEPARATE_CORE
+
 from .conftest import Engines, connector
-from .session import EngineSession, Prompt
+from .session import BLOCK_TOKENS, EngineSession, Prompt
+from .test_parallel import TWO_RANKS
 
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
@@ -28,12 +32,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def start(engines: Engines, folder: Path, **settings: Any) -> EngineSession:
+def start(
+    engines: Engines,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    tensor_parallel_size: int = 1,
+    **settings: Any,
+) -> EngineSession:
     """A new engine process with a disk tier; the one before it has ended."""
     engines.close()
     engines.close_others()
     disk: dict[str, Any] = {"disk__folders": str(folder), "disk__bytes_per_folder": SLAB_BYTES}
-    return engines.another(connector(None, **disk | settings))
+    connected = connector(None, **disk | settings)
+    return engines.another(connected, environment, tensor_parallel_size=tensor_parallel_size)
 
 
 def wait_durable(session: EngineSession) -> None:
@@ -62,11 +73,25 @@ def test_the_next_process_serves_what_the_last_one_stored(
         session.process.kill()
     session = start(engines, folder)
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    assert session.metric(DISK_READS) >= prompt.whole_blocks // 32
+    assert session.metric(DISK_READS) >= prompt.whole_blocks // BLOCK_TOKENS
     session.forget()
     # Several at once, of which some wait for the disk and some do not.
     answers = session.check(other, prompt, Prompt.of(300, stream + 2))
     assert [answer.cached for answer in answers] == [other.whole_blocks, prompt.whole_blocks, 0]
+
+
+@pytest.mark.timeout(900)
+def test_a_scheduler_in_a_process_of_its_own(engines: Engines, stream: int, folder: Path) -> None:
+    """As deployed: host memory is shared with the worker's process, and the scheduler spins in its own loop."""
+    prompt = Prompt.of(601, stream)
+    for served in (0, prompt.whole_blocks):
+        session = start(engines, folder, environment={**SEPARATE_CORE, **TWO_RANKS}, tensor_parallel_size=2)
+        assert session.check_one(prompt).cached == served
+        ends_s = time.monotonic() + DURABLE_WITHIN_S
+        while not served and session.metric(DURABLE) < prompt.whole_blocks // BLOCK_TOKENS:
+            assert time.monotonic() < ends_s, "written pages did not become durable"
+            session.check_one(Prompt.of(5, stream + 1, max_tokens=2))
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
