@@ -1,0 +1,31 @@
+// The loop that benchmarks/disk.py compares the disk tier with: the same ring, and nothing else.
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <vector>
+
+#include "io/io_queue.h"
+
+// Moves `bytes` between buffers[i] and offsets[i] of the file, `depth` at a time. 0 when all were whole.
+extern "C" int bare_loop(int fd, const uint64_t* buffers, const int64_t* offsets, int64_t count,
+                         int64_t bytes, int write, int depth) try {
+  const auto queue = flexkv::make_io_queue(flexkv::IoBackend::kAuto, depth);
+  std::vector<flexkv::IoDone> done;
+  int64_t next = 0;
+  int64_t ended = 0;
+  bool whole = true;
+  while (ended < count) {
+    for (; next < count && next - ended < depth; ++next) {
+      auto* buffer = reinterpret_cast<std::byte*>(buffers[next]);
+      queue->submit({write != 0, fd, buffer, bytes, offsets[next], static_cast<uint64_t>(next)});
+    }
+    done.clear();
+    queue->wait(done);
+    ended += static_cast<int64_t>(done.size());
+    for (const flexkv::IoDone& one : done) whole &= one.result == bytes;
+  }
+  return whole ? 0 : 1;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 2;
+}

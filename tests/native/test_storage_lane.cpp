@@ -1,0 +1,195 @@
+// The disk lane under a transfer engine: many ops at once on two disks, one of which fails or hangs.
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "base/error.h"
+#include "io/faulty_queue.h"
+#include "io/io_queue.h"
+#include "storage/disk_lane.h"
+#include "transfer/engine.h"
+#include "transfer/host_mover.h"
+
+namespace flexkv {
+namespace {
+
+constexpr int32_t kDisks = 2;
+constexpr int32_t kPlaces = 64;
+constexpr int32_t kSlots = 128;
+constexpr int32_t kLayers = 3;
+constexpr int64_t kRunBytes = 2304;  // no multiple of a sector: layers share some
+constexpr double kWaitS = 60;
+
+std::vector<IoBackend> backends() {
+  std::vector<IoBackend> found{IoBackend::kThreads};
+  if (uring_refusal().empty()) found.push_back(IoBackend::kUring);
+  return found;
+}
+
+struct DiskWorld {
+  explicit DiskWorld(IoBackend io, std::vector<IoFaultRule> rules = {}, double stuck_s = 30.0)
+      : faults(std::make_shared<IoFaults>(std::move(rules))) {
+    std::vector<PageRun> runs;
+    for (int32_t layer = 0; layer < kLayers; ++layer) runs.push_back({layer * kRunBytes, kRunBytes, layer});
+    codec = std::make_shared<PageCodec>(std::vector<int64_t>{kLayers * kRunBytes},
+                                        std::vector<std::vector<PageRun>>{runs}, false);
+    pool = HostPool::create({codec->image_bytes(), kSlots, kMaxExtentBytes}, {});
+    REQUIRE(pool->wait_ready(kSlots, kWaitS));
+    std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs;
+    for (int32_t disk = 0; disk < kDisks; ++disk) {
+      const std::string path = "slab" + std::to_string(disk);
+      const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0644);
+      REQUIRE(fd >= 0);
+      REQUIRE(ftruncate(fd, 4096 + kPlaces / kDisks * codec->image_bytes()) == 0);
+      close(fd);
+      const SlabShape shape{4096, codec->image_bytes(), kPlaces / kDisks, static_cast<uint64_t>(disk) + 1};
+      slabs.push_back({std::make_shared<SlabFile>(path, shape, -1)});
+    }
+    std::vector<DiskGroup> groups;
+    groups.push_back({codec, {}, pool});
+    const WrapQueue wrap = [faults = faults](std::unique_ptr<IoQueue> queue, int32_t disk) {
+      return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
+    };
+    lane = std::make_shared<DiskLane>(std::move(groups), std::move(slabs), DiskOptions{io, 8, stuck_s}, wrap);
+    engine = std::make_unique<TransferEngine>(std::make_shared<HostMover>(), EngineOptions{},
+                                              std::vector<std::shared_ptr<Lane>>{lane});
+  }
+  ~DiskWorld() {
+    faults->release();
+    CHECK(engine->close(kWaitS));
+    for (int32_t disk = 0; disk < kDisks; ++disk) std::remove(("slab" + std::to_string(disk)).c_str());
+  }
+
+  void fill(int32_t slot, uint8_t value) {
+    std::fill_n(reinterpret_cast<uint8_t*>(pool->slot(slot)), kLayers * kRunBytes, value);
+  }
+  bool holds(int32_t slot, uint8_t value) const {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(pool->slot(slot));
+    return std::all_of(bytes, bytes + kLayers * kRunBytes, [=](uint8_t byte) { return byte == value; });
+  }
+  // Pages [first, first + count): places of the same numbers, from or to slots `base` further on.
+  int64_t submit(OpKind kind, int32_t first, int32_t count, int32_t base, bool layerwise = false) {
+    OpSpec op;
+    op.op_id = next_op++;
+    op.kind = kind;
+    op.priority = kind == OpKind::kDiskRead ? Priority::kLoad : Priority::kStore;
+    op.layerwise = layerwise;
+    for (int32_t i = first; i < first + count; ++i) {
+      op.slots.push_back(base + i);
+      op.places.push_back(i);
+      PageTag tag;
+      tag.key[0] = static_cast<uint8_t>(i);
+      tag.generation = static_cast<uint64_t>(i) + 1;
+      const auto* bytes = reinterpret_cast<const uint8_t*>(&tag);
+      op.tags.insert(op.tags.end(), bytes, bytes + sizeof(tag));
+    }
+    GraphSpec graph;
+    graph.ops.push_back(std::move(op));
+    const auto ticket = engine->submit(std::move(graph));
+    REQUIRE(ticket);
+    return *ticket;
+  }
+  std::vector<OpResult> results(size_t count) {
+    std::vector<OpResult> found;
+    for (int64_t ticket = 1; ticket < next_op; ++ticket) REQUIRE(engine->wait(ticket, kWaitS));
+    while (found.size() < count) {
+      auto more = engine->poll(count);
+      REQUIRE(!more.empty());
+      std::move(more.begin(), more.end(), std::back_inserter(found));
+    }
+    return found;
+  }
+
+  std::shared_ptr<IoFaults> faults;
+  std::shared_ptr<PageCodec> codec;
+  std::shared_ptr<HostPool> pool;
+  std::shared_ptr<DiskLane> lane;
+  std::unique_ptr<TransferEngine> engine;
+  int64_t next_op = 1;
+};
+
+}  // namespace
+
+TEST_CASE("pages of many ops at once come back whole, by pages and by layers") {
+  for (const IoBackend io : backends()) {
+    DiskWorld world(io);
+    for (int32_t i = 0; i < kPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
+    for (int32_t i = 0; i < kPlaces; i += 4) world.submit(OpKind::kDiskWrite, i, 4, 0);
+    for (const OpResult& result : world.results(kPlaces / 4)) CHECK(result.status == Status::kOk);
+    for (int32_t i = 0; i < kPlaces; i += 8) world.submit(OpKind::kDiskRead, i, 8, kPlaces, i % 16 == 0);
+    for (const OpResult& result : world.results(kPlaces / 8)) {
+      CHECK(result.status == Status::kOk);
+      CHECK(result.reason.empty());
+    }
+    for (int32_t i = 0; i < kPlaces; ++i) CHECK(world.holds(kPlaces + i, static_cast<uint8_t>(i + 1)));
+  }
+}
+
+TEST_CASE("a disk that fails is taken out while ops are queued, and the other serves") {
+  for (const IoBackend io : backends()) {
+    IoFaultRule full;
+    full.write = true;
+    full.disk = 1;
+    full.nth = 5;
+    full.error = 28;  // ENOSPC
+    DiskWorld world(io, {full});
+    for (int32_t i = 0; i < kPlaces; i += 4) world.submit(OpKind::kDiskWrite, i, 4, 0);
+    for (const OpResult& result : world.results(kPlaces / 4)) {
+      for (const int32_t page : result.failed) CHECK(page % 2 == 1);  // places alternate between the disks
+    }
+    CHECK(world.lane->states()[1].lost);
+    CHECK(!world.lane->states()[0].lost);
+  }
+}
+
+TEST_CASE("a hung disk is found, its queue ends, and its I/O ends when it is let go") {
+  for (const IoBackend io : backends()) {
+    IoFaultRule hang;
+    hang.action = IoFaultAction::kStall;
+    hang.disk = 0;
+    DiskWorld world(io, {hang}, 0.2);
+    const int64_t ticket = world.submit(OpKind::kDiskWrite, 0, kPlaces, 0);
+    REQUIRE(world.faults->wait_stalled(1, kWaitS));
+    const auto deadline = deadline_in(kWaitS);
+    while (!world.lane->states()[0].lost) {
+      REQUIRE(Clock::now() < deadline);
+      usleep(1000);
+    }
+    CHECK(!world.engine->wait(ticket, 0));
+    world.faults->release();
+    const OpResult result = world.results(1).front();
+    CHECK(result.failed.size() == kPlaces / kDisks);
+    CHECK(!world.lane->states()[1].lost);
+  }
+}
+
+TEST_CASE("any flipped bit of an image is found") {
+  DiskWorld world(IoBackend::kThreads);
+  std::vector<std::byte> image(static_cast<size_t>(world.codec->image_bytes()));
+  PageTag tag;
+  tag.generation = 9;
+  const PagePlace place{1, 2};
+  world.codec->seal(image.data(), place, tag, 5);
+  const auto whole = [&] {
+    return world.codec->check_trailer(image.data(), place, tag, 0).miss == PageMiss::kNone &&
+           world.codec->check_runs(image.data()).miss == PageMiss::kNone;
+  };
+  REQUIRE(whole());
+  const auto trailer = static_cast<size_t>(world.codec->image().trailer_offset());
+  const auto end = trailer + static_cast<size_t>(world.codec->image().trailer_bytes());
+  for (size_t at = 0; at < end; at += at < trailer ? 37 : 1) {
+    if (at >= kLayers * kRunBytes && at < trailer) continue;  // padding means nothing
+    image[at] ^= std::byte{4};
+    CHECK(!whole());
+    image[at] ^= std::byte{4};
+  }
+  CHECK(whole());
+}
+
+}  // namespace flexkv
