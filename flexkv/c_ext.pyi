@@ -202,6 +202,28 @@ class FaultyMover(PageMover):
 class Lane:
     """Executes the ops of some kinds; given to a TransferEngine."""
 
+class CudaLane(Lane):
+    """Copies between a GPU and the host pool. Raises ConfigError where there is no such device."""
+
+    def __init__(self, device: int, batch: bool, kernel: bool) -> None: ...
+    @property
+    def notes(self) -> str:
+        """What is not used and why; empty when everything is."""
+    def counts(self) -> list[tuple[str, int, int, int]]:
+        """path, pieces, bytes, driver calls of each path."""
+
+class DeviceMemory:
+    """Memory of a GPU, for measurements. Raises ConfigError where there is no such device."""
+
+    def __init__(self, device: int, bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def time_copies(self, to_device: bool, call_bytes: int, calls: int) -> float:
+        """Seconds of `calls` copies of `call_bytes` to or from pinned memory, one driver call each."""
+
+CUDA_THRESHOLDS: dict[str, int]
+"""What decides how a GPU's bytes are copied; csrc/cuda/copy_plan.h says where the numbers come from."""
+
 class TransferEngine:
     """Native engine; use `flexkv.transfer.engine.TransferEngine`."""
 
@@ -234,6 +256,7 @@ class TransferEngine:
             ]
         ],
         edges: Sequence[tuple[int, int, int]],
+        stream: int | None = None,
     ) -> int | None:
         """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags. edges: before, after, kind."""
     def poll(self, max_results: int) -> list[tuple[int, int, int, NDArray[np.int32], str]]:
@@ -242,7 +265,7 @@ class TransferEngine:
     def event_fd(self) -> int: ...
     def wait(self, ticket: int, deadline_s: float) -> bool: ...
     def wait_layer(
-        self, ticket: int, layer: int, deadline_s: float
+        self, ticket: int, layer: int, deadline_s: float, stream: int | None = None
     ) -> tuple[bool, list[tuple[int, NDArray[np.int32]]]]:
         """in time, and (op_id, failed positions) of the ops that have any."""
     def cancel(self, ticket: int) -> int: ...

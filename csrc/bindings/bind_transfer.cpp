@@ -96,10 +96,11 @@ py::str to_text(const std::string& text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges) {
+std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
+                              std::optional<StreamId> stream) {
   GraphSpec graph = to_graph(ops, edges);
   const py::gil_scoped_release release;
-  return engine.submit(std::move(graph));
+  return engine.submit(std::move(graph), stream);
 }
 
 py::list poll(TransferEngine& engine, size_t max_results) {
@@ -116,10 +117,12 @@ py::list poll(TransferEngine& engine, size_t max_results) {
   return list;
 }
 
-py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s) {
+py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s,
+                     std::optional<StreamId> stream) {
   LayerWait answer;
   wait_interruptibly(deadline_s, [&](double slice_s) {
-    answer = engine.wait_layer(ticket, layer, slice_s);
+    answer = stream ? engine.wait_layer_on(ticket, layer, slice_s, *stream)
+                    : engine.wait_layer(ticket, layer, slice_s);
     return answer.in_time;
   });
   py::list failed;
@@ -222,7 +225,7 @@ void bind_transfer(py::module_& m) {
       .def("detach_view", &TransferEngine::detach_view, py::arg("group"),
            py::call_guard<py::gil_scoped_release>())
       .def("released_views", &TransferEngine::released_views, py::call_guard<py::gil_scoped_release>())
-      .def("submit", &submit, py::arg("ops"), py::arg("edges"))
+      .def("submit", &submit, py::arg("ops"), py::arg("edges"), py::arg("stream") = py::none())
       .def("poll", &poll, py::arg("max_results"))
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
       .def(
@@ -232,7 +235,8 @@ void bind_transfer(py::module_& m) {
                                       [&](double slice_s) { return engine.wait(ticket, slice_s); });
           },
           py::arg("ticket"), py::arg("deadline_s"))
-      .def("wait_layer", &wait_layer, py::arg("ticket"), py::arg("layer"), py::arg("deadline_s"))
+      .def("wait_layer", &wait_layer, py::arg("ticket"), py::arg("layer"), py::arg("deadline_s"),
+           py::arg("stream") = py::none())
       .def("cancel", &TransferEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def("lanes", &lanes)
       .def(

@@ -4,6 +4,7 @@
 
 namespace flexkv {
 
+void bind_cuda(pybind11::module_& m);
 void bind_gds(pybind11::module_& m);
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);

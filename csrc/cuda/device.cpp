@@ -18,7 +18,7 @@ class DeviceRegistrar : public Registrar {
   }
 
   void remove(void* base) override {
-    const Current current(*device_);
+    const QuietCurrent current(*device_);
     // At exit the driver may be gone already; then there is nothing left to undo.
     device_->driver().host_unregister(base);
   }
@@ -76,6 +76,14 @@ Current::Current(const Device& device) : device_(device) {
 Current::~Current() {
   ContextHandle popped = nullptr;
   device_.driver().context_pop(&popped);
+}
+
+QuietCurrent::QuietCurrent(const Device& device)
+    : device_(device), pushed_(device.driver().context_push(device.context_) == kSuccess) {}
+
+QuietCurrent::~QuietCurrent() {
+  ContextHandle popped = nullptr;
+  if (pushed_) device_.driver().context_pop(&popped);
 }
 
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device) {

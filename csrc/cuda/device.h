@@ -29,6 +29,7 @@ class Device {
 
  private:
   friend class Current;
+  friend class QuietCurrent;
   Device(int ordinal, const Driver& driver) : driver_(driver), ordinal_(ordinal) {}
 
   const Driver driver_;
@@ -53,6 +54,19 @@ class Current {
 
  private:
   const Device& device_;
+};
+
+// The same where nothing can be done about a refusal: in destructors.
+class QuietCurrent {
+ public:
+  explicit QuietCurrent(const Device& device);
+  ~QuietCurrent();
+  QuietCurrent(const QuietCurrent&) = delete;
+  QuietCurrent& operator=(const QuietCurrent&) = delete;
+
+ private:
+  const Device& device_;
+  const bool pushed_;
 };
 
 // Registers host memory with a device, for all contexts (cuMemHostRegister, portable).

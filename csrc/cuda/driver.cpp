@@ -58,6 +58,7 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuCtxGetDevice", d.context_get_device);
   need("cuStreamCreate", d.stream_create);
   need("cuStreamDestroy", d.stream_destroy);
+  need("cuStreamSynchronize", d.stream_synchronize);
   need("cuStreamWaitEvent", d.stream_wait_event);
   need("cuEventCreate", d.event_create);
   need("cuEventRecord", d.event_record);

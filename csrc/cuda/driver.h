@@ -98,6 +98,7 @@ struct Driver {
   Code (*context_get_device)(DeviceNumber*) = nullptr;
   Code (*stream_create)(StreamHandle*, unsigned flags) = nullptr;
   Code (*stream_destroy)(StreamHandle) = nullptr;
+  Code (*stream_synchronize)(StreamHandle) = nullptr;
   Code (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags) = nullptr;
   Code (*event_create)(EventHandle*, unsigned flags) = nullptr;
   Code (*event_record)(EventHandle, StreamHandle) = nullptr;

@@ -9,22 +9,63 @@
 
 namespace flexkv {
 
-// A vector register's worth, copied in one instruction by a GPU thread.
+// What a GPU thread copies in one instruction, widest first.
 struct alignas(16) Vector16 {
   uint64_t low, high;
 };
+struct alignas(8) Vector8 {
+  uint64_t word;
+};
+struct alignas(4) Vector4 {
+  uint32_t word;
+};
 
-// Copies what falls to `lane`: 16-byte vectors where both ends allow it, single bytes for the rest, so that
-// no tail is lost whatever the size and alignment.
+// Loads that a thread has under way before its first store: a load over PCIe takes about a microsecond, and a
+// warp that waited for each would move 0.5 GB/s.
+inline constexpr int kLoadsInFlight = 4;
+
+// Whether both ends are aligned for accesses of `width` bytes (a power of two).
+FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (width - 1)) == 0;
+}
+
+// Copies the whole words of a run that fall to `lane`, interleaved over the lanes; returns the bytes of all
+// of them.
+template <typename Word>
+FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
+                                    int lanes) {
+  const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
+  auto* to = reinterpret_cast<Word*>(dst);
+  const auto* from = reinterpret_cast<const Word*>(src);
+  int64_t i = lane;
+  for (; i + (kLoadsInFlight - 1) * lanes < words; i += kLoadsInFlight * lanes) {
+    Word held[kLoadsInFlight];
+    for (int k = 0; k < kLoadsInFlight; ++k) held[k] = from[i + k * lanes];
+    for (int k = 0; k < kLoadsInFlight; ++k) to[i + k * lanes] = held[k];
+  }
+  for (; i < words; i += lanes) to[i] = from[i];
+  return words * static_cast<int64_t>(sizeof(Word));
+}
+
+// Copies what falls to `lane`: words as wide as both ends allow, then a tail of at most one word of 8, one of
+// 4 and single bytes. Any size and alignment.
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                 int lanes) {
   int64_t done = 0;
-  if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
-    const int64_t vectors = bytes / 16;
-    auto* to = reinterpret_cast<Vector16*>(dst);
-    const auto* from = reinterpret_cast<const Vector16*>(src);
-    for (int64_t i = lane; i < vectors; i += lanes) to[i] = from[i];
-    done = vectors * 16;
+  if (aligned_for(dst, src, 16)) {
+    done = copy_words<Vector16>(dst, src, bytes, lane, lanes);
+  } else if (aligned_for(dst, src, 8)) {
+    done = copy_words<Vector8>(dst, src, bytes, lane, lanes);
+  } else if (aligned_for(dst, src, 4)) {
+    done = copy_words<Vector4>(dst, src, bytes, lane, lanes);
+  }
+  if (bytes - done >= 8 && aligned_for(dst, src, 8)) {
+    if (lane == 0) copy_words<Vector8>(dst + done, src + done, 8, 0, 1);
+    done += 8;
+  }
+  if (bytes - done >= 4 && aligned_for(dst, src, 4)) {
+    if (lane == lanes - 1) copy_words<Vector4>(dst + done, src + done, 4, 0, 1);
+    done += 4;
   }
   for (int64_t i = done + lane; i < bytes; i += lanes) dst[i] = src[i];
 }

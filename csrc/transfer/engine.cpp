@@ -83,7 +83,10 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
       op_stuck_s_(options.op_stuck_s),
       home_(getpid()) {
-  lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
+  // A device's lane stands in for the host copies: the engine's pool is the one or the other.
+  const bool on_device =
+      std::any_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->needs_stream(); });
+  if (!on_device) lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
   for (auto& lane : lanes) lanes_.push_back(std::move(lane));
   for (const auto& lane : lanes_) {
     scheduler_->add_lane(lane);
@@ -167,6 +170,17 @@ bool TransferEngine::wait(int64_t ticket, double deadline_s) {
 LayerWait TransferEngine::wait_layer(int64_t ticket, int32_t layer, double deadline_s) {
   require_home("wait_layer");
   return scheduler_->wait_layer(ticket, layer, deadline_s);
+}
+
+LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream) {
+  require_home("wait_layer");
+  const bool has_streams =
+      std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->needs_stream(); });
+  if (!has_streams) throw ContractError("wait_layer: this engine's lanes have no streams, but one was given");
+  LayerWait answer = scheduler_->wait_layer(ticket, layer, deadline_s, true);
+  if (!answer.in_time || !answer.failed.empty()) return answer;
+  for (const auto& [kind, event] : answer.events) lane_of(kind)->make_wait(*event, stream);
+  return answer;
 }
 
 int64_t TransferEngine::cancel(int64_t ticket) {
@@ -274,7 +288,28 @@ void TransferEngine::require_home(const char* what) const {
     throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
 }
 
-std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
+Lane* TransferEngine::lane_of(OpKind kind) const {
+  for (const auto& lane : lanes_) {
+    if ((lane->kinds() & kind_bit(kind)) != 0) return lane.get();
+  }
+  return nullptr;
+}
+
+// Recorded before the graph can be seen by a lane. An engine has one device, so one lane makes it for all.
+void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream) const {
+  for (size_t i = 0; i < graph.ops.size(); ++i) {
+    Lane* lane = lane_of(graph.ops[i].kind);
+    if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
+    if (lane->needs_stream() != stream.has_value()) {
+      throw ContractError(place(graph.ops[i], i) + ": lane " + lane->name() +
+                          (stream ? " has no streams, but one was given"
+                                  : " copies after the engine's stream, and none was given"));
+    }
+    if (stream && graph.fence == nullptr) graph.fence = lane->record(*stream);
+  }
+}
+
+std::optional<int64_t> TransferEngine::submit(GraphSpec graph, std::optional<StreamId> stream) {
   require_home("submit");
   std::vector<std::shared_ptr<const AttachedView>> views;
   views.reserve(graph.ops.size());
@@ -294,6 +329,7 @@ std::optional<int64_t> TransferEngine::submit(GraphSpec graph) {
   }
   check_edges(graph);
   start_lanes(graph);
+  make_fence(graph, stream);
   return scheduler_->submit(std::move(graph), views, sizes);
 }
 

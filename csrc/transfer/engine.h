@@ -31,7 +31,8 @@ struct EngineOptions {
 class TransferEngine {
  public:
   // Throws ConfigError for options out of range.
-  // `lanes` are run besides the host copies. Throws ContractError when two are for one kind.
+  // `lanes` are run besides the host copies, or in their
+  // place if one of them is a device's. Throws ContractError when two are for one kind.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
   // Closes. Threads whose bytes still move then go on alone, with the memory that they use.
@@ -54,11 +55,16 @@ class TransferEngine {
   // All of the graph or nothing: a ticket, or nothing when a queue is full (BUSY). Never blocks. Throws
   // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths, a
   // target that is named twice in one op), ClosedError.
-  std::optional<int64_t> submit(GraphSpec graph);
+  // `stream` is the engine's, for lanes that need one (ContractError if it is missing, or given to one that
+  // has none): copies start after what it was given until now.
+  std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   std::vector<OpResult> poll(size_t max_results);
   int event_fd() const { return scheduler_->event_fd(); }
   bool wait(int64_t ticket, double deadline_s);
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
+  // Returns when the layer's copies are enqueued, not when they have ended, and makes `stream` wait for them;
+  // if pages failed, it names them and adds no wait. ContractError for a lane without streams.
+  LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   int64_t cancel(int64_t ticket);
   std::vector<LaneState> lanes() const;
 
@@ -70,6 +76,8 @@ class TransferEngine {
   PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
   void check_edges(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
+  void make_fence(GraphSpec& graph, std::optional<StreamId> stream) const;
+  Lane* lane_of(OpKind kind) const;
   bool forked() const;
   void require_home(const char* what) const;
 

@@ -30,6 +30,8 @@ class Piece {
   int32_t layer_lo() const { return layer_lo_; }
   int32_t layer_hi() const { return layer_hi_; }
   PageMove page(size_t index) const;
+  // What the engine's stream had been given at submit; null where the graph has no fence.
+  const std::shared_ptr<StreamEvent>& fence() const;
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
  private:
@@ -58,6 +60,9 @@ class WorkSource {
   // A piece of one of the kinds in `allowed`, or null. Null also while something more urgent of another kind
   // waits: a store does not start past a load for which the lane has no room yet.
   virtual std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) = 0;
+  // The piece's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
+  // finish().
+  virtual void issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) = 0;
   // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
   // finished.
   virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;
@@ -85,6 +90,12 @@ class Lane {
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
   // There may be a piece to try_take(). Called under the scheduler's lock: only signal.
   virtual void wake() {}
+  // Whether graphs for it must name the engine's stream. Then:
+  virtual bool needs_stream() const { return false; }
+  // - a point after all that `stream` has been given so far. Throws CapacityError.
+  virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
+  // - what `stream` is given from now on starts after `event`. Throws CapacityError.
+  virtual void make_wait(StreamEvent&, StreamId) {}
   // After take() has returned null and no piece is under way: joins the threads.
   virtual void join() = 0;
   // Instead of join() when pieces are stuck: lets the threads go on alone.

@@ -2,10 +2,12 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "transfer/stream_event.h"
 
 namespace flexkv {
 
@@ -71,6 +73,8 @@ struct EdgeSpec {
 struct GraphSpec {
   std::vector<OpSpec> ops;
   std::vector<EdgeSpec> edges;
+  // What the engine's stream had been given when the graph was submitted: a device lane starts after it.
+  std::shared_ptr<StreamEvent> fence = nullptr;
 };
 
 // The terminal result of one op.

@@ -19,6 +19,9 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
   ready_.resize(stages);
   open_pages_ = pages();
   left_.assign(stages, pages());
+  unissued_ = left_;
+  issued_here_.resize(states_.size());
+  stage_events.resize(stages);
 }
 
 std::pair<int32_t, int32_t> OpState::layers_of(int32_t stage) const {
@@ -28,6 +31,17 @@ std::pair<int32_t, int32_t> OpState::layers_of(int32_t stage) const {
 
 bool OpState::stage_done(int32_t stage) const {
   return left_[static_cast<size_t>(std::min(stage, stages() - 1))] == 0;
+}
+
+void OpState::mark_issued(int32_t page) {
+  const auto at = static_cast<size_t>(page);
+  if (issued_here_[at]) return;
+  issued_here_[at] = true;
+  --unissued_[static_cast<size_t>(stage_.empty() ? 0 : stage_[at])];
+}
+
+bool OpState::stage_issued(int32_t stage) const {
+  return unissued_[static_cast<size_t>(std::min(stage, stages() - 1))] == 0;
 }
 
 void OpState::make_ready(int32_t page) {
@@ -62,6 +76,8 @@ std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
 bool OpState::advance(int32_t page) {
   const auto at = static_cast<size_t>(page);
   --moving_pages_;
+  mark_issued(page);
+  issued_here_[at] = false;
   const int32_t stage = stage_.empty() ? 0 : stage_[at]++;
   const bool done = --left_[static_cast<size_t>(stage)] == 0;
   if (stage + 1 < stages()) {
@@ -86,7 +102,9 @@ void OpState::fail(int32_t page, PageState end, const std::string& reason) {
   }
   states_[at] = end;
   --open_pages_;
+  mark_issued(page);
   for (auto later = static_cast<size_t>(stage); later < left_.size(); ++later) --left_[later];
+  for (auto later = static_cast<size_t>(stage) + 1; later < unissued_.size(); ++later) --unissued_[later];
   if (reason_.empty()) reason_ = reason;
 }
 

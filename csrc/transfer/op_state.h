@@ -60,6 +60,11 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
   // kMoving -> kReady for its next stage, or kOk after the last. Returns whether that stage is done now.
   bool advance(int32_t page);
+  // The bytes of a page at its current stage are on their way: nothing but the device decides when they
+  // arrive.
+  void mark_issued(int32_t page);
+  // Whether the bytes of every page at this stage are on their way, in place, or will never come.
+  bool stage_issued(int32_t stage) const;
   // Any open state -> `end`, one of the bad ones. The first reason given is the op's.
   void fail(int32_t page, PageState end, const std::string& reason);
 
@@ -77,6 +82,9 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::vector<int32_t> waiting_streams;  // a page, empty when there are no stream edges
   std::vector<std::pair<OpState*, EdgeKind>> successors;
   Priority effective_priority = Priority::kLoad;
+  std::shared_ptr<StreamEvent> fence;  // of its graph
+  std::vector<std::shared_ptr<StreamEvent>>
+      stage_events;  // a stage: after the last piece of it that was issued
   bool cancelled = false;
   bool ended = false;
 
@@ -94,10 +102,12 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int64_t page_bytes_ = 0;
   int32_t layers_ = 0;
   std::vector<PageState> states_;
-  std::vector<int32_t> stage_;    // a page, only when there are several stages
-  std::vector<ReadyList> ready_;  // a stage
-  std::vector<int32_t> left_;     // a stage: pages that have not passed it
-  int32_t lowest_ready_ = 0;      // no stage below has a ready page
+  std::vector<int32_t> stage_;     // a page, only when there are several stages
+  std::vector<ReadyList> ready_;   // a stage
+  std::vector<int32_t> left_;      // a stage: pages that have not passed it
+  std::vector<int32_t> unissued_;  // a stage: pages that are not on their way through it
+  std::vector<bool> issued_here_;  // a page: is on its way through its current stage
+  int32_t lowest_ready_ = 0;       // no stage below has a ready page
   int32_t ready_pages_ = 0;
   int32_t moving_pages_ = 0;
   int32_t open_pages_ = 0;

@@ -62,6 +62,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
   for (size_t i = 0; i < spec.ops.size(); ++i) {
     auto& op = graph.ops.emplace_back(
         std::make_shared<OpState>(std::move(spec.ops[i]), ticket, next_sequence_++, views[i], sizes[i]));
+    op->fence = spec.fence;
     KindQueue& queue = queue_of(*op);
     ++queue.places[static_cast<size_t>(op->spec().priority)];
     queue.open.emplace(op->sequence(), op.get());
@@ -263,7 +264,7 @@ bool Scheduler::wait(int64_t ticket, double deadline_s) {
   });
 }
 
-LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s) {
+LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued) {
   std::unique_lock lock(mutex_);
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
@@ -283,8 +284,15 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   }
   LayerWait answer;
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
-    return std::all_of(loads.begin(), loads.end(), [&](const auto& op) { return op->stage_done(layer); });
+    return std::all_of(loads.begin(), loads.end(), [&](const auto& op) {
+      return issued ? op->stage_issued(layer) : op->stage_done(layer);
+    });
   });
+  for (const auto& op : loads) {
+    if (!issued) break;
+    const auto stage = static_cast<size_t>(std::min(layer, op->stages() - 1));
+    if (const auto& event = op->stage_events[stage]) answer.events.emplace_back(op->spec().kind, event);
+  }
   for (const auto& op : loads) {
     if (auto failed = op->failed_pages(); !failed.empty()) {
       answer.failed.emplace_back(op->spec().op_id, std::move(failed));

@@ -31,6 +31,8 @@ inline constexpr int32_t kLooksUntilStuck = 4;
 struct LayerWait {
   bool in_time = false;                                          // false: the deadline passed, the ops go on
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;  // (op id, positions), of ops that have any
+  // With `issued`: after each of these the layer is in place. Kinds of the ops that gave them.
+  std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
 };
 
 struct LaneState {
@@ -63,7 +65,8 @@ class Scheduler : public WorkSource {
   std::vector<OpResult> poll(size_t max_results);
   // Throw ContractError for a ticket that was never given; wait_layer also for one forgotten.
   bool wait(int64_t ticket, double deadline_s);
-  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
+  // `issued`: the layer need not be in place, only on its way with an event behind it.
+  LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   // Drops what no lane has taken. Returns how many pages that were.
   int64_t cancel(int64_t ticket);
 
@@ -83,6 +86,7 @@ class Scheduler : public WorkSource {
 
   std::shared_ptr<Piece> take(int32_t lane) override;
   std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) override;
+  void issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) override;
   void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) override;
   void finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
                     const std::vector<MoveResult>& results) override;

@@ -47,6 +47,8 @@ PageSizes Lane::check(const OpSpec& op) const {
   throw ContractError(std::string("lane ") + name() + " needs a view for " + to_string(op.kind));
 }
 
+const std::shared_ptr<StreamEvent>& Piece::fence() const { return op_->fence; }
+
 void Scheduler::add_lane(std::shared_ptr<Lane> lane) {
   const std::lock_guard lock(mutex_);
   for (int i = 0; i < kOpKinds; ++i) {
@@ -148,6 +150,14 @@ std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
     --entry.idle;
     if (entry.woken > 0) --entry.woken;
   }
+}
+
+void Scheduler::issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) {
+  const std::lock_guard lock(mutex_);
+  OpState& op = *piece->op_;
+  for (const int32_t page : piece->positions_) op.mark_issued(page);
+  op.stage_events[static_cast<size_t>(piece->stage_)] = std::move(event);
+  if (op.stage_issued(piece->stage_)) progress_.notify_all();
 }
 
 void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) {

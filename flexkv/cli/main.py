@@ -14,6 +14,7 @@ from flexkv.config.names import nearest
 from flexkv.errors import FlexKVError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("flexkv.cli.bench_command", "Measure what this machine's copies reach."),
     "config": ("flexkv.cli.config_command", "Show or document the settings."),
     "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
     "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; rebuild the index from them."),

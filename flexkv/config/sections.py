@@ -189,6 +189,16 @@ class TransferConfig(Section):
         "auto",
         description="Threads that copy where the engine's pool is plain memory. `auto`: 1, or 2 with more than 4 CPUs.",
     )
+    batch_copies: bool = Field(
+        True,
+        description="Let a GPU's copy engine take copies in batches where its driver passes a test of them at start; "
+        "off for drivers that hang later on.",
+    )
+    copy_kernel: bool = Field(
+        True,
+        description="Let a kernel on a few multiprocessors copy a GPU's short runs; off leaves all of them to the copy "
+        "engine, which is slower for short runs and takes nothing from the model.",
+    )
     stuck_s: Seconds = Field(
         60.0,
         description="An operation that has not ended after this long takes its lane down and its slots out of use; "

@@ -63,10 +63,15 @@ class DataPlane(ABC):
     """Runs transfer graphs. Every method may be called from any thread; only the waits block, each with a deadline."""
 
     @abstractmethod
-    def submit(self, graph: TransferGraph) -> Ticket | None:
+    def submit(self, graph: TransferGraph, stream: int | None = None) -> Ticket | None:
         """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
 
         A queue place is held from here until the op's result has been polled.
+
+        Args:
+            stream: the engine's device stream (`cudaStream_t` as an integer; 0 is torch's default), where the engine's
+                pool lies on a device. Copies start after what it was given until now: a store sees what was written, a
+                load overwrites nothing that is still to be read.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
@@ -94,10 +99,14 @@ class DataPlane(ABC):
         """
 
     @abstractmethod
-    def wait_layer(self, ticket: Ticket, layer: int, deadline_s: float) -> LayerResult:
+    def wait_layer(
+        self, ticket: Ticket, layer: int, deadline_s: float, stream: int | None = None
+    ) -> LayerResult:
         """Waits until layer `layer` of all the graph's loads is in place, or has failed.
 
-        An op that is not layerwise counts when it has ended.
+        An op that is not layerwise counts when it has ended. With `stream` (the engine's, on a device) it returns when
+        the layer's copies are enqueued, and what `stream` is given from then on starts after them; if pages have failed
+        it names them and adds no wait. What fails later is in the op's `OpResult`, as always.
 
         Raises:
             ContractError: the ticket was never given, or its results were polled many graphs ago.

@@ -7,10 +7,11 @@ import ctypes
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from flexkv import c_ext
-from flexkv.errors import ContractError
+from flexkv.errors import ContractError, GeometryError
 from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
 from flexkv.transfer.host_pool import HostPool
@@ -39,6 +40,30 @@ def _close_all() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not even by the shutdown
 
 
+class OnDevice(Protocol):
+    """A tensor that says where it lies, as torch's do."""
+
+    @property
+    def device(self) -> Any: ...
+
+
+def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
+    """The CUDA device that all of an engine's tensors lie on; None for plain memory.
+
+    Raises:
+        GeometryError: they lie on different devices, or on a kind of device that has no lanes.
+    """
+    devices = sorted({(str(tensor.device.type), tensor.device.index) for tensor in tensors}, key=str)
+    if len(devices) != 1:
+        raise GeometryError(f"the KV caches lie on {devices}: all of a rank's must lie on one device")
+    kind, index = devices[0]
+    if kind not in ("cpu", "cuda"):
+        raise GeometryError(
+            f"the KV caches lie on a device of kind {kind!r}: there are lanes for 'cpu' and 'cuda'"
+        )
+    return None if kind == "cpu" else int(index or 0)
+
+
 class TransferEngine(DataPlane):
     """The data plane over the native scheduler and its lanes.
 
@@ -48,10 +73,14 @@ class TransferEngine(DataPlane):
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
         op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
         lanes: run the ops of further kinds, such as `DiskTier.lane`. A lane serves one engine.
+        device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
+        batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
+        copy_kernel: whether short runs may be copied by a kernel.
+        current_stream: what `submit` takes for the engine's stream when it is given none.
 
     Raises:
-        ConfigError: an argument is out of range.
-        ContractError: two lanes for one kind.
+        ConfigError: an argument is out of range, or there is no such device.
+        ContractError: two lanes for one kind, or a mover was given for a CUDA device.
     """
 
     def __init__(
@@ -61,8 +90,20 @@ class TransferEngine(DataPlane):
         copy_threads: int = 1,
         op_stuck_s: float = 30.0,
         lanes: Sequence[c_ext.Lane] = (),
+        device: int | None = None,
+        batch_copies: bool = True,
+        copy_kernel: bool = True,
+        current_stream: Callable[[], int] | None = None,
     ) -> None:
-        self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, list(lanes))
+        if device is not None and mover is not None:
+            raise ContractError("a mover serves plain memory: none beside a CUDA device")
+        self._current_stream = current_stream
+        self.device = device
+        self.cuda_lane = None if device is None else c_ext.CudaLane(device, batch_copies, copy_kernel)
+        if self.cuda_lane is not None and self.cuda_lane.notes:
+            logger.info("cuda:%d: %s", device, self.cuda_lane.notes)
+        own = [] if self.cuda_lane is None else [self.cuda_lane]
+        self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._detached: dict[int, Sequence[object]] = {}
         self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}
@@ -110,7 +151,7 @@ class TransferEngine(DataPlane):
         for number in self._native.released_views():
             self._detached.pop(number, None)
 
-    def submit(self, graph: TransferGraph) -> Ticket | None:
+    def submit(self, graph: TransferGraph, stream: int | None = None) -> Ticket | None:
         ops = [
             (
                 op.op_id,
@@ -126,7 +167,9 @@ class TransferEngine(DataPlane):
             for op in graph.ops
         ]
         edges = [(edge.before, edge.after, edge.kind) for edge in graph.edges]
-        ticket = self._native.submit(ops, edges)
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        ticket = self._native.submit(ops, edges, stream)
         return None if ticket is None else Ticket(ticket)
 
     def poll(self, max_results: int = 1024) -> list[OpResult]:
@@ -159,8 +202,10 @@ class TransferEngine(DataPlane):
     def wait(self, ticket: Ticket, deadline_s: float) -> bool:
         return self._native.wait(ticket, deadline_s)
 
-    def wait_layer(self, ticket: Ticket, layer: int, deadline_s: float) -> LayerResult:
-        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s)
+    def wait_layer(
+        self, ticket: Ticket, layer: int, deadline_s: float, stream: int | None = None
+    ) -> LayerResult:
+        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, stream)
         return LayerResult(in_time, {OpId(op_id): pages for op_id, pages in failed})
 
     def cancel(self, ticket: Ticket) -> int:

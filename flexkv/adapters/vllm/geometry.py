@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.vllm import VllmGroup, VllmHandler
+from flexkv.transfer.engine import cuda_device_of
 
 if TYPE_CHECKING:
     import torch
@@ -111,13 +112,7 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
         GeometryError: tensors and configuration disagree, or the pool is not plain memory.
     """
     geometry = block_geometry(config)
-    for layer, cache in caches.items():
-        # The lanes that exist copy with the CPU; a device address would be a fault, not an error.
-        if cache.device.type != "cpu":
-            raise GeometryError(
-                f"the KV cache of {layer} lies on {cache.device}: this version of flexkv moves KV caches that lie in "
-                "host memory (vLLM on a CPU); it has no lanes for device memory"
-            )
+    cuda_device_of(list(caches.values()))  # refuses what no lane can reach
     on_cpu = current_platform.is_cpu()
     is_latent = is_replicated(config)
     interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None

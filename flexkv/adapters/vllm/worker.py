@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.platforms import current_platform
 
 from flexkv.adapters.vllm.geometry import build_view, is_replicated
@@ -22,12 +24,11 @@ from flexkv.adapters.vllm.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.graph import OpResult
 from flexkv.transfer.host_pool import HostPool
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = get_logger(__name__)
@@ -60,6 +61,7 @@ class WorkerSide:
         self._ops = RankOps(config, rank, self.counters)
         self._heard_step = 0
         self._step_said = 0
+        self._device: int | None = None
         self._ready_said = -1
         self._handshake_said = False
         self._error_said = False
@@ -102,14 +104,26 @@ class WorkerSide:
     def attach(self, pool: HostPool, place: RankPlace) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool."""
         transfer = self._config.transfer
+        device = cuda_device_of(self._caches)
         engine = TransferEngine(
             mover=self.make_mover(),
+            device=device,
+            batch_copies=transfer.batch_copies,
+            copy_kernel=transfer.copy_kernel,
+            current_stream=None if device is None else partial(_current_stream, device),
             queue_ops=transfer.queue_ops,
             copy_threads=transfer.copy_thread_count(),
             op_stuck_s=transfer.stuck_s,
         )
         engine.attach_view(0, self._view, pool, place.stripe, place.digests, self._caches)
-        self._ops.engine, self._pool = engine, pool
+        if device is not None:
+            pool.pin(device)
+        self._ops.engine, self._pool, self._device = engine, pool, device
+
+    def _usable_slots(self) -> int:
+        """Slots that are up here, and known to this rank's GPU where it has one."""
+        pinned_first = self._device is not None
+        return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
 
     def _take_grant(self, grant: PoolGrant) -> None:
         if self._ops.engine is not None or self._ops.refusal:
@@ -181,7 +195,7 @@ class WorkerSide:
         if self._ops.step != self._step_said:
             report.step = self._step_said = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.take_results()]
-        if self._pool is not None and (ready := self._pool.ready_slots) != self._ready_said:
+        if self._pool is not None and (ready := self._usable_slots()) != self._ready_said:
             report.ready[self.rank] = self._ready_said = ready
         if (
             self._ops.engine is None
@@ -224,3 +238,8 @@ class WorkerSide:
 def current_device_is_host() -> bool:
     """Whether the engine's pool is plain memory."""
     return bool(current_platform.is_cpu())
+
+
+def _current_stream(device: int) -> int:
+    """The stream that this thread gives the engine's work to, as an integer."""
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.geometry import block_geometry, build_view, check_parallelism, required_layout
 from flexkv.errors import ConfigError, GeometryError
+from flexkv.transfer.engine import cuda_device_of
 from tests.unit.adapters.mini_engine import kv_config, make_caches
 
 
@@ -43,10 +45,22 @@ def test_a_tensor_of_another_dtype_is_refused() -> None:
         build_view(caches, kv_config(9), 1)
 
 
-def test_a_pool_in_device_memory_is_refused() -> None:
+def test_a_pool_on_a_device_without_lanes_is_refused() -> None:
     caches = {name: cache.to("meta") for name, cache in make_caches(kv_config(9)).items()}
-    with pytest.raises(GeometryError, match="lies on meta"):
+    with pytest.raises(GeometryError, match="kind 'meta'"):
         build_view(caches, kv_config(9), 1)
+
+
+def test_the_device_of_the_tensors_decides_which_lanes_an_engine_has() -> None:
+    def on(kind: str, index: int | None = None) -> Any:
+        return SimpleNamespace(device=SimpleNamespace(type=kind, index=index))
+
+    assert cuda_device_of([on("cpu"), on("cpu")]) is None
+    assert cuda_device_of([on("cuda", 3), on("cuda", 3)]) == 3
+    with pytest.raises(GeometryError, match="must lie on one device"):
+        cuda_device_of([on("cuda", 0), on("cuda", 1)])
+    with pytest.raises(GeometryError, match="must lie on one device"):
+        cuda_device_of([on("cuda", 0), on("cpu")])
 
 
 def test_foreign_tensors_are_refused() -> None:

@@ -1,0 +1,60 @@
+// CUDA devices for Python: the lane that copies to one, and memory on it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "bindings/interruptible.h"
+#include "cuda/cuda_lane.h"
+#include "cuda/device_memory.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel) {
+  const py::gil_scoped_release release;
+  return released_without_gil(std::make_shared<cuda::CudaLane>(
+      cuda::Device::open(device), cuda::copy_kernel_launcher(), cuda::CopySwitches{batch, kernel}));
+}
+
+// (path, pieces, bytes, driver calls) of each path.
+py::list counts(const cuda::CudaLane& lane) {
+  py::list list;
+  for (int i = 0; i < cuda::kPaths; ++i) {
+    const auto path = static_cast<cuda::Path>(i);
+    const cuda::PathCount count = lane.copier().count(path);
+    list.append(py::make_tuple(cuda::to_string(path), count.pieces, count.bytes, count.calls));
+  }
+  return list;
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  py::class_<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
+      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"))
+      .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
+      .def("counts", &counts);
+  py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
+      .def(py::init([](int device, size_t bytes) {
+             const py::gil_scoped_release release;
+             return std::make_shared<cuda::DeviceMemory>(cuda::Device::open(device), bytes);
+           }),
+           py::arg("device"), py::arg("bytes"))
+      .def_property_readonly("address", &cuda::DeviceMemory::address)
+      .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
+           py::arg("calls"), py::call_guard<py::gil_scoped_release>());
+  py::dict thresholds;
+  thresholds["kernel_below_bytes"] = cuda::kKernelBelowBytes;
+  thresholds["kernel_below_bytes_with_batch"] = cuda::kKernelBelowBytesWithBatch;
+  thresholds["most_batch_copies"] = cuda::kMostBatchCopies;
+  thresholds["kernel_multiprocessors"] = cuda::kKernelMultiprocessors;
+  thresholds["sub_batch_bytes"] = kSubBatchBytes;
+  thresholds["pieces_in_flight"] = cuda::kPiecesInFlight;
+  m.attr("CUDA_THRESHOLDS") = thresholds;
+}
+
+}  // namespace flexkv

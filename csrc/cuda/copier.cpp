@@ -1,0 +1,259 @@
+#include "cuda/copier.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "cuda/event.h"
+
+namespace flexkv::cuda {
+namespace {
+
+// Unit: bytes, copies. The self-test's copies: odd sizes at odd distances, more than one.
+constexpr size_t kTestBytes = 12'288;
+constexpr size_t kTestCopies = 5;
+
+}  // namespace
+
+// Pinned memory for the tables of one piece under way; the kernel reads it over the link, which for tables of
+// some kilobytes is cheaper than a copy.
+struct Copier::Staging {
+  explicit Staging(std::shared_ptr<Device> owner) : device(std::move(owner)) {}
+  ~Staging() {
+    const QuietCurrent here(*device);
+    if (memory != nullptr) device->driver().host_free(memory);
+  }
+  std::string reserve(size_t wanted) {
+    if (wanted <= bytes) return {};
+    const Driver& driver = device->driver();
+    if (memory != nullptr) driver.host_free(std::exchange(memory, nullptr));
+    bytes = 0;
+    const Code code = driver.host_alloc(&memory, wanted, kHostAllocPortable | kHostAllocDeviceMap);
+    if (code != kSuccess) {
+      memory = nullptr;
+      return driver.error_text(code, "cuMemHostAlloc");
+    }
+    bytes = wanted;
+    return {};
+  }
+
+  const std::shared_ptr<Device> device;
+  void* memory = nullptr;
+  size_t bytes = 0;
+};
+
+Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches)
+    : device_(std::move(device)), launcher_(launcher) {
+  means_.max_pitch_bytes = device_->max_pitch();
+  const auto note = [&](const std::string& text) { notes_ += (notes_.empty() ? "" : "; ") + text; };
+  means_.kernel = switches.kernel && launcher_ != nullptr && device_->host_addresses_work();
+  if (!switches.kernel) {
+    note("the copy kernel is switched off");
+  } else if (launcher_ == nullptr) {
+    note("no copy kernel: built without CUDA");
+  } else if (!means_.kernel) {
+    note("no copy kernel: the device has other addresses for host memory");
+  }
+  if (!switches.batch) {
+    note("batched copies are switched off");
+  } else if (!device_->driver().has_batch()) {
+    note("no batched copies: the driver is older than CUDA 12.8");
+  } else if (const std::string failure = self_test(); !failure.empty()) {
+    note("no batched copies: self-test: " + failure);
+  } else {
+    means_.batch = true;
+  }
+  for (auto& staging : stagings_) staging = std::make_unique<Staging>(device_);
+}
+
+Copier::~Copier() = default;
+
+PathCount Copier::count(Path path) const {
+  const Cell& cell = counts_[static_cast<size_t>(path)];
+  return {cell.pieces, cell.bytes, cell.calls};
+}
+
+std::string Copier::enqueue(Direction direction, std::span<const Segment> segments,
+                            std::span<const PageEnds> pages, bool registered, int staging,
+                            StreamHandle stream) {
+  if (pages.empty() || segments.empty()) return {};
+  Means means = means_;
+  means.kernel = means.kernel && registered;
+  // The driver stages pageable memory itself; what batches do with it is not documented.
+  means.batch = means.batch && registered;
+  Path path = choose_path(mean_run_bytes(segments), means);
+  std::string error;
+  int64_t calls = 0;
+  if (path == Path::kKernel) {
+    error = by_kernel(direction, segments, pages, staging, stream);
+    calls = 1;
+  } else {
+    const std::vector<Copy> copies = list_copies(segments, pages);
+    if (copies.size() == 1) {
+      path = Path::kSingle;
+      error = single(direction, copies.front(), stream);
+      calls = 1;
+    } else if (path == Path::kBatch) {
+      error = by_batch(direction, copies, stream, calls);
+    } else {
+      error = by_rows(direction, copies, stream, calls);
+    }
+  }
+  Cell& cell = counts_[static_cast<size_t>(path)];
+  cell.calls += calls;
+  if (!error.empty()) return error;
+  ++cell.pieces;
+  int64_t bytes = 0;
+  for (const Segment& segment : segments) bytes += segment.run_bytes;
+  cell.bytes += bytes * static_cast<int64_t>(pages.size());
+  return {};
+}
+
+std::string Copier::by_kernel(Direction direction, std::span<const Segment> segments,
+                              std::span<const PageEnds> pages, int staging, StreamHandle stream) {
+  const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
+  const size_t chunk_bytes = chunks.size() * sizeof(CopyChunk);
+  const size_t page_bytes = pages.size() * sizeof(CopyPage);
+  Staging& tables =
+      *stagings_[static_cast<size_t>(staging + (direction == Direction::kToHost ? kStagings : 0))];
+  if (std::string error = tables.reserve(chunk_bytes + page_bytes); !error.empty()) return error;
+  auto* chunk_table = static_cast<CopyChunk*>(tables.memory);
+  std::memcpy(chunk_table, chunks.data(), chunk_bytes);
+  auto* page_table = reinterpret_cast<CopyPage*>(chunk_table + chunks.size());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    page_table[i] = {pages[i].block, reinterpret_cast<uintptr_t>(pages[i].stripe)};
+  }
+  const CopyJob job{chunk_table, page_table, static_cast<int32_t>(chunks.size()),
+                    static_cast<int32_t>(pages.size()), direction == Direction::kToDevice};
+  return launcher_(job, std::min(kKernelMultiprocessors, device_->multiprocessors()), stream);
+}
+
+std::string Copier::single(Direction direction, const Copy& copy, StreamHandle stream) {
+  const Driver& driver = device_->driver();
+  const bool to_device = direction == Direction::kToDevice;
+  const Code code = to_device ? driver.copy_to_device(copy.device, copy.host, copy.bytes, stream)
+                              : driver.copy_to_host(copy.host, copy.device, copy.bytes, stream);
+  if (code == kSuccess) return {};
+  return driver.error_text(code, to_device ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync");
+}
+
+Code Copier::batch_call(size_t begin, size_t end, SourceOrder order, StreamHandle stream) {
+  const Driver& driver = device_->driver();
+  BatchAttributes attributes;
+  attributes.order = order;
+  size_t first = 0;  // the one set of attributes holds from the first copy on
+  if (driver.batch_13000 != nullptr) {
+    return driver.batch_13000(dsts_.data() + begin, srcs_.data() + begin, sizes_.data() + begin, end - begin,
+                              &attributes, &first, 1, stream);
+  }
+  size_t failed = SIZE_MAX;
+  return driver.batch_12080(dsts_.data() + begin, srcs_.data() + begin, sizes_.data() + begin, end - begin,
+                            &attributes, &first, 1, &failed, stream);
+}
+
+std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, StreamHandle stream,
+                             int64_t& calls) {
+  const bool to_device = direction == Direction::kToDevice;
+  dsts_.clear();
+  srcs_.clear();
+  sizes_.clear();
+  for (const Copy& copy : copies) {
+    if (copy.bytes == 0) continue;  // the call refuses them
+    const auto host = static_cast<DeviceAddress>(reinterpret_cast<uintptr_t>(copy.host));
+    const auto device = static_cast<DeviceAddress>(copy.device);
+    dsts_.push_back(to_device ? device : host);
+    srcs_.push_back(to_device ? host : device);
+    sizes_.push_back(copy.bytes);
+  }
+  // A loaded page was complete in host memory before its op was let start, so its bytes may be read at any
+  // time. What a store reads is written by the work that the stream waits for.
+  const SourceOrder order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
+  for (size_t begin = 0; begin < sizes_.size(); begin += kMostBatchCopies) {
+    ++calls;
+    const Code code = batch_call(begin, std::min(sizes_.size(), begin + kMostBatchCopies), order, stream);
+    if (code != kSuccess) return device_->driver().error_text(code, "cuMemcpyBatchAsync");
+  }
+  return {};
+}
+
+std::string Copier::by_rows(Direction direction, std::span<const Copy> copies, StreamHandle stream,
+                            int64_t& calls) {
+  const Driver& driver = device_->driver();
+  for (const PitchedCopy& group : group_rows(copies, means_.max_pitch_bytes)) {
+    ++calls;
+    if (group.rows == 1) {
+      if (std::string error = single(direction, group.first, stream); !error.empty()) return error;
+      continue;
+    }
+    Copy2D copy;
+    copy.width = group.first.bytes;
+    copy.height = group.rows;
+    if (direction == Direction::kToDevice) {
+      copy.src_type = kMemoryTypeHost;
+      copy.src_host = group.first.host;
+      copy.src_pitch = group.host_step;
+      copy.dst_type = kMemoryTypeDevice;
+      copy.dst_device = group.first.device;
+      copy.dst_pitch = group.device_step;
+    } else {
+      copy.src_type = kMemoryTypeDevice;
+      copy.src_device = group.first.device;
+      copy.src_pitch = group.device_step;
+      copy.dst_type = kMemoryTypeHost;
+      copy.dst_host = group.first.host;
+      copy.dst_pitch = group.host_step;
+    }
+    const Code code = driver.copy_2d(&copy, stream);
+    if (code != kSuccess) return driver.error_text(code, "cuMemcpy2DAsync");
+  }
+  return {};
+}
+
+// Some odd copies there and back by batches, compared. Empty if they arrived.
+std::string Copier::self_test() {
+  const Driver& driver = device_->driver();
+  Stream stream(device_);
+  void* host = nullptr;
+  DeviceAddress device = 0;
+  if (const Code code = driver.host_alloc(&host, 2 * kTestBytes, kHostAllocPortable); code != kSuccess) {
+    return driver.error_text(code, "cuMemHostAlloc");
+  }
+  std::string failure;
+  if (const Code code = driver.mem_alloc(&device, kTestBytes); code != kSuccess) {
+    failure = driver.error_text(code, "cuMemAlloc");
+  } else {
+    auto* sent = static_cast<std::byte*>(host);
+    std::byte* back = sent + kTestBytes;
+    for (size_t i = 0; i < kTestBytes; ++i) sent[i] = static_cast<std::byte>(i * 131 + (i >> 8));
+    std::memset(back, 0, kTestBytes);
+    std::vector<Copy> there;
+    std::vector<Copy> home;
+    for (size_t i = 0; i < kTestCopies; ++i) {
+      const size_t at = i * (kTestBytes / kTestCopies);
+      const size_t bytes = kTestBytes / kTestCopies - 7 * i;
+      there.push_back({static_cast<uintptr_t>(device) + at, sent + at, bytes});
+      home.push_back({static_cast<uintptr_t>(device) + at, back + at, bytes});
+    }
+    int64_t calls = 0;
+    failure = by_batch(Direction::kToDevice, there, stream.handle(), calls);
+    if (failure.empty()) failure = by_batch(Direction::kToHost, home, stream.handle(), calls);
+    // Waited for also after a failure: some of it may be under way.
+    std::string ended;
+    try {
+      ended = Event(device_, stream.handle()).wait();
+    } catch (const CapacityError& error) {
+      ended = error.what();
+    }
+    if (failure.empty()) failure = ended;
+    for (size_t i = 0; failure.empty() && i < kTestCopies; ++i) {
+      const auto at = static_cast<size_t>(home[i].host - back);
+      if (std::memcmp(sent + at, back + at, home[i].bytes) != 0) failure = "other bytes came back";
+    }
+    driver.mem_free(device);
+  }
+  driver.host_free(host);
+  return failure;
+}
+
+}  // namespace flexkv::cuda

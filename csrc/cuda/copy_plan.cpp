@@ -1,0 +1,85 @@
+#include "cuda/copy_plan.h"
+
+#include <algorithm>
+
+namespace flexkv::cuda {
+namespace {
+
+// Rows of equal length and steps, taken greedily in the order given.
+std::vector<PitchedCopy> group_in_order(std::span<const Copy> copies, size_t max_pitch_bytes) {
+  std::vector<PitchedCopy> groups;
+  for (const Copy& copy : copies) {
+    if (!groups.empty()) {
+      PitchedCopy& group = groups.back();
+      const uintptr_t device_end = group.first.device + (group.rows - 1) * group.device_step;
+      const std::byte* host_end = group.first.host + (group.rows - 1) * group.host_step;
+      if (copy.bytes == group.first.bytes && copy.device > device_end && copy.host > host_end) {
+        const size_t device_step = copy.device - device_end;
+        const auto host_step = static_cast<size_t>(copy.host - host_end);
+        const bool first_step = group.rows == 1 && device_step >= copy.bytes && host_step >= copy.bytes &&
+                                device_step <= max_pitch_bytes && host_step <= max_pitch_bytes;
+        if (first_step) {
+          group.device_step = device_step;
+          group.host_step = host_step;
+        }
+        if (first_step ||
+            (group.rows > 1 && device_step == group.device_step && host_step == group.host_step)) {
+          ++group.rows;
+          continue;
+        }
+      }
+    }
+    groups.push_back({copy, 1, 0, 0});
+  }
+  return groups;
+}
+
+}  // namespace
+
+const char* to_string(Path path) {
+  static constexpr const char* kNames[kPaths] = {"kernel", "batch", "pitched", "single"};
+  return kNames[static_cast<int>(path)];
+}
+
+Path choose_path(int64_t run_bytes, const Means& means) {
+  const int64_t kernel_below = means.batch ? kKernelBelowBytesWithBatch : kKernelBelowBytes;
+  if (means.kernel && run_bytes < kernel_below) return Path::kKernel;
+  if (means.batch) return Path::kBatch;
+  return means.max_pitch_bytes > 0 ? Path::kPitched : Path::kSingle;
+}
+
+int64_t mean_run_bytes(std::span<const Segment> segments) {
+  int64_t total = 0;
+  for (const Segment& segment : segments) total += segment.run_bytes;
+  return segments.empty() ? 0 : total / static_cast<int64_t>(segments.size());
+}
+
+std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages) {
+  std::vector<Copy> copies;
+  copies.reserve(segments.size() * pages.size());
+  for (const PageEnds& page : pages) {
+    for (const Segment& segment : segments) {
+      if (segment.run_bytes <= 0) continue;
+      const Copy copy{run_address(segment, page.block), page.stripe + segment.page_offset,
+                      static_cast<size_t>(segment.run_bytes)};
+      if (!copies.empty() && copies.back().device + copies.back().bytes == copy.device &&
+          copies.back().host + copies.back().bytes == copy.host) {
+        copies.back().bytes += copy.bytes;
+      } else {
+        copies.push_back(copy);
+      }
+    }
+  }
+  return copies;
+}
+
+std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes) {
+  std::vector<PitchedCopy> by_page = group_in_order(copies, max_pitch_bytes);
+  std::vector<Copy> ascending(copies.begin(), copies.end());
+  std::sort(ascending.begin(), ascending.end(),
+            [](const Copy& a, const Copy& b) { return a.device < b.device; });
+  std::vector<PitchedCopy> by_run = group_in_order(ascending, max_pitch_bytes);
+  return by_run.size() < by_page.size() ? by_run : by_page;
+}
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,50 @@
+// Moves pages of H2D and D2H ops between one GPU and the host pool, on own streams.
+//
+// One thread issues: it takes pieces while a direction has fewer than kPiecesInFlight under way, makes the
+// direction's stream wait for the engine's, enqueues the copies and an event. One thread for each direction
+// sleeps on those events in order and ends the pieces. Nothing synchronises with the device as a whole.
+#pragma once
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/copier.h"
+#include "cuda/device.h"
+#include "transfer/lane.h"
+
+namespace flexkv::cuda {
+
+// Unit: pieces, of at most kSubBatchBytes. Two keep the link busy while the next is prepared; more would only
+// make a load wait longer behind stores.
+inline constexpr int kPiecesInFlight = Copier::kStagings;
+
+class CudaLane : public Lane {
+ public:
+  // Makes streams and runs the self-tests. Throws CapacityError.
+  CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
+  ~CudaLane() override;
+
+  const char* name() const override { return name_.c_str(); }
+  KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
+  int32_t concurrency() const override { return 2 * kPiecesInFlight; }
+  void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
+  void wake() override;
+  bool needs_stream() const override { return true; }
+  std::shared_ptr<StreamEvent> record(StreamId stream) override;
+  void make_wait(StreamEvent& event, StreamId stream) override;
+  void join() override;
+  void abandon() override;
+
+  const Copier& copier() const;
+
+ private:
+  struct Shared;  // outlives the lane when a device hangs
+
+  const std::shared_ptr<Device> device_;
+  const std::string name_;
+  std::shared_ptr<Shared> shared_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,46 @@
+// Streams and events of one device, owned.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "cuda/device.h"
+#include "transfer/stream_event.h"
+
+namespace flexkv::cuda {
+
+// An own stream that does not wait for the legacy null stream, nor that for it.
+class Stream {
+ public:
+  // Throws CapacityError.
+  explicit Stream(std::shared_ptr<Device> device);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  StreamHandle handle() const { return handle_; }
+
+ private:
+  const std::shared_ptr<Device> device_;
+  StreamHandle handle_ = nullptr;
+};
+
+// A recorded event. Waiting for it on the host sleeps.
+class Event : public StreamEvent {
+ public:
+  // Records it on `stream`, of which the device must be current. Throws CapacityError.
+  Event(std::shared_ptr<Device> device, StreamHandle stream);
+  ~Event() override;
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  std::string make_wait(StreamId stream) override;
+  // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
+  // either.
+  std::string wait();
+
+ private:
+  const std::shared_ptr<Device> device_;
+  EventHandle handle_ = nullptr;
+};
+
+}  // namespace flexkv::cuda

@@ -1,0 +1,16 @@
+// The run digests that a slot keeps beside its stripe: making and checking them.
+#pragma once
+#include "transfer/page_mover.h"
+
+namespace flexkv {
+
+// Preconditions of all: view.has_digests(), 0 <= lo < hi <= layers.
+
+// Of layers [lo, hi) of the engine's block, which is plain memory, into the slot.
+void write_digests_of_block(const AttachedView& view, int64_t block, int32_t slot, int32_t lo, int32_t hi);
+// Of layers [lo, hi) of the stripe, into the slot: where the engine's memory cannot be read here.
+void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
+// OK, or a failure that names the first run of layers [lo, hi) whose bytes in the slot are others.
+MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
+
+}  // namespace flexkv

@@ -1,0 +1,21 @@
+// A point in a device stream's work that other streams can wait for.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+// A device stream as the engine names it: cudaStream_t as an integer. 0 is the legacy null stream (torch's
+// default), which is a stream like any other here.
+using StreamId = uintptr_t;
+
+// Recorded before anyone sees it: waiting for an event that was never recorded waits for nothing.
+class StreamEvent {
+ public:
+  virtual ~StreamEvent() = default;
+  // Work enqueued on `stream` from now on starts after this point was reached. Empty, or why that could not
+  // be said.
+  virtual std::string make_wait(StreamId stream) = 0;
+};
+
+}  // namespace flexkv

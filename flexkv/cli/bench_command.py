@@ -1,0 +1,100 @@
+"""`flexkv bench`: measures the data plane on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flexkv import c_ext
+from flexkv.cli.transfer_bench import TransferBench, TransferRow
+from flexkv.config.sizes import format_size
+
+KIB = 1 << 10
+
+
+@click.group()
+def command() -> None:
+    """Measure what this machine's copies reach."""
+
+
+@command.command("transfer")
+@click.option(
+    "--device", type=int, default=None, help="CUDA device; the first one, or plain memory without any."
+)
+@click.option(
+    "--megabytes", default=64, show_default=True, type=click.IntRange(1, 4096), help="Moved a measurement."
+)
+@click.option(
+    "--repeats", default=5, show_default=True, type=click.IntRange(1, 100), help="The median is printed."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows there.")
+@click.option("--png", "png_file", type=click.Path(path_type=Path), help="Also draw them (needs matplotlib).")
+def transfer(
+    device: int | None, megabytes: int, repeats: int, json_file: Path | None, png_file: Path | None
+) -> None:
+    """Copy blocks between an engine's pool and a host pool by length of run, one way and both."""
+    console = Console(width=120)
+    found = c_ext.cuda_info()
+    if device is None and found["device_count"]:
+        device = 0
+    if device is None:
+        console.print(
+            f"No GPU ({found['reason']}): these are the lanes of plain memory, and say nothing of a GPU."
+        )
+    bench = TransferBench(device, megabytes << 20, repeats)
+    with console.status("copying"):
+        rows = bench.run()
+    console.print(_table(rows, bench.limit_gbps))
+    for name, value in c_ext.CUDA_THRESHOLDS.items():
+        console.print(f"{name} = {value}", highlight=False)
+    if json_file is not None:
+        content = {"device": device, "limit_gbps": bench.limit_gbps, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(content, indent=1))
+    if png_file is not None:
+        _draw(rows, png_file)
+
+
+def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
+    limits = ", ".join(f"{name} {rate:.1f}" for name, rate in limit_gbps.items())
+    table = Table(title=f"GB/s, median; contiguous limit: {limits}")
+    for heading in ("run", "direction", "path", "multiprocessors", "GB/s", "share of limit", "a call a run"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        single = "-" if row.single_calls_gbps is None else f"{row.single_calls_gbps:.1f}"
+        share = "-" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
+        table.add_row(
+            format_size(row.run_bytes),
+            row.direction,
+            row.path,
+            str(row.multiprocessors),
+            f"{row.gbps:.1f}",
+            share,
+            single,
+        )
+    return table
+
+
+def _draw(rows: list[TransferRow], path: Path) -> None:
+    """Raises UsageError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise click.UsageError("--png needs matplotlib") from error
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for direction in dict.fromkeys(row.direction for row in rows):
+        chosen = [row for row in rows if row.direction == direction]
+        axes.plot(
+            [row.run_bytes / KIB for row in chosen], [row.gbps for row in chosen], marker="o", label=direction
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("run, KiB")
+    axes.set_ylabel("GB/s")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path)

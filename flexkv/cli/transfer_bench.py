@@ -1,0 +1,164 @@
+"""The measurements of `flexkv bench transfer`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.errors import ContractError
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+RUN_BYTES = tuple(4096 << i for i in range(0, 11, 2))
+"""Lengths of a block's contiguous runs, 4 KiB to 4 MiB."""
+
+LAYERS = 8
+WAIT_S = 120.0
+NULL_STREAM = 0
+DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRow:
+    """One measurement.
+
+    Attributes:
+        path: how the runs were copied.
+        multiprocessors: that the path takes from the engine's kernels.
+        gbps: 1e9 bytes a second, median; of both directions together where `direction` says so.
+        share_of_limit: of one contiguous copy of the same bytes; None for both ways.
+        single_calls_gbps: the same bytes by one driver call a run; None without a GPU.
+    """
+
+    run_bytes: int
+    direction: str
+    path: str
+    multiprocessors: int
+    gbps: float
+    share_of_limit: float | None
+    single_calls_gbps: float | None
+
+
+class TransferBench:
+    """Copies `total_bytes` of layer-first blocks there and back for each length of run.
+
+    Args:
+        device: CUDA device, or None for plain memory.
+
+    Raises:
+        ConfigError: there is no such device. CapacityError: the memory is not there.
+    """
+
+    def __init__(self, device: int | None, total_bytes: int, repeats: int) -> None:
+        self._device, self._total, self._repeats = device, total_bytes, repeats
+        self._memory = np.zeros(total_bytes, np.uint8) if device is None else None
+        self._device_memory = None if device is None else c_ext.DeviceMemory(device, total_bytes)
+        self._ids = itertools.count(1)
+        self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
+
+    def run(self) -> list[TransferRow]:
+        rows = []
+        for run_bytes in RUN_BYTES:
+            blocks = self._total // (run_bytes * LAYERS)
+            if blocks < 1:
+                continue
+            rows += self._measure(run_bytes, blocks)
+        return rows
+
+    def _median(self, once: Callable[[], float]) -> float:
+        once()  # touches memory, starts threads
+        return statistics.median(once() for _ in range(self._repeats))
+
+    def _limit(self, direction: str) -> float:
+        """GB/s of one contiguous copy."""
+        if self._device_memory is not None:
+            memory = self._device_memory
+            return (
+                self._total
+                / self._median(lambda: memory.time_copies(direction == "H2D", self._total, 1))
+                / 1e9
+            )
+        assert self._memory is not None
+        other = np.zeros_like(self._memory)
+        source, target = (other, self._memory) if direction == "H2D" else (self._memory, other)
+
+        def copy() -> float:
+            start = time.perf_counter()
+            np.copyto(target, source)
+            return time.perf_counter() - start
+
+        return self._total / self._median(copy) / 1e9
+
+    def _measure(self, run_bytes: int, blocks: int) -> list[TransferRow]:
+        page = run_bytes * LAYERS
+        base = self._device_memory.address if self._device_memory is not None else self._memory.ctypes.data  # type: ignore[union-attr]
+        segments = [
+            [base + layer * blocks * run_bytes, run_bytes, run_bytes, layer * run_bytes, layer]
+            for layer in range(LAYERS)
+        ]
+        view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
+        pool = HostPool(page, blocks)
+        engine = TransferEngine(device=self._device)
+        try:
+            if self._device is not None:
+                pool.pin(self._device)
+            if not pool.wait_ready(blocks, WAIT_S):
+                raise ContractError(f"the host pool did not come up: {pool.stopped_reason}")
+            ends_s = time.monotonic() + WAIT_S
+            while self._device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
+                time.sleep(0.01)
+            engine.attach_view(0, view, pool)
+            rows = [self._row(engine, name, [kind], run_bytes, blocks) for name, kind in DIRECTIONS.items()]
+            if blocks > 1:
+                rows.append(self._row(engine, "both", list(DIRECTIONS.values()), run_bytes, blocks))
+            return rows
+        finally:
+            engine.close(WAIT_S)
+            pool.close()
+
+    def _row(
+        self, engine: TransferEngine, direction: str, kinds: list[OpKind], run_bytes: int, blocks: int
+    ) -> TransferRow:
+        share = np.array_split(np.random.default_rng(0).permutation(blocks).astype(np.int32), len(kinds))
+        seconds = self._median(lambda: self._transfer(engine, kinds, share))
+        gbps = blocks * run_bytes * LAYERS / seconds / 1e9
+        path = self._path(engine)
+        limit = self.limit_gbps.get(direction)
+        single = None
+        if self._device_memory is not None and direction in DIRECTIONS:
+            memory, calls = self._device_memory, blocks * LAYERS
+            once = self._median(lambda: memory.time_copies(direction == "H2D", run_bytes, calls))
+            single = calls * run_bytes / once / 1e9
+        multiprocessors = c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
+        return TransferRow(
+            run_bytes, direction, path, multiprocessors, gbps, gbps / limit if limit else None, single
+        )
+
+    def _path(self, engine: TransferEngine) -> str:
+        """What moved most of the bytes."""
+        if engine.cuda_lane is None:
+            return "cpu"
+        return max(engine.cuda_lane.counts(), key=lambda count: count[2])[0]
+
+    def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:
+        ops = tuple(
+            # One priority for both ways: a store would otherwise pause for the load.
+            TransferOp(OpId(next(self._ids)), kind, 0, Priority.LOAD, ids.copy(), ids.copy(), False)
+            for kind, ids in zip(kinds, share, strict=True)
+        )
+        start = time.perf_counter()
+        ticket = engine.submit(TransferGraph(ops, ()), stream=None if self._device is None else NULL_STREAM)
+        if ticket is None or not engine.wait(ticket, WAIT_S):
+            raise ContractError(f"a copy of {self._total} bytes did not end in {WAIT_S:.0f} s")
+        seconds = time.perf_counter() - start
+        for result in engine.poll():
+            if result.status is not OpStatus.OK:
+                raise ContractError(f"a copy failed: {result.reason}")
+        return seconds

@@ -1,0 +1,61 @@
+// A FAKE CUDA driver for tests: host memory stands for device memory, each stream is a thread that works
+// through its queue, and events mean what the real ones mean (waiting for one that was never recorded waits
+// for nothing; what is waited for is what was recorded at the time of the call). It checks the rules of the
+// calls it knows, and fails on request. It shows ordering and bookkeeping; it says nothing about speed, nor
+// about a real driver's bugs.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/copy_job.h"
+#include "cuda/driver.h"
+
+namespace flexkv::fake_cuda {
+
+struct Settings {
+  int version = 13000;
+  int devices = 1;
+  int max_pitch = 1 << 30;
+  bool batch_corrupts = false;  // a driver whose batched copies lose a byte
+};
+
+struct Calls {
+  int64_t single = 0, pitched = 0, batch = 0, kernel = 0;
+  int64_t largest_batch = 0;
+  int64_t bytes = 0;  // enqueued
+  int64_t records = 0;
+  int64_t waits = 0;
+  std::vector<cuda::SourceOrder> orders;
+};
+
+// Drops all state. No stream may exist.
+void reset(const Settings& settings = {});
+cuda::FindFunction finder();
+cuda::KernelLauncher kernel_launcher();
+Calls calls();
+// Rules of the driver that were broken, in words; empty in a good test.
+std::vector<std::string> violations();
+
+// The n-th copy call from now (0: the next) fails at once; -1: none.
+void fail_copy(int64_t nth);
+// Whether copies enqueued from now on do not move and make the next host wait on their stream report an
+// error.
+void break_stream(bool breaks);
+// Stops or lets go all streams that exist.
+void hold_all(bool held);
+
+// What the fake holds against a caller, from the sources that the product names for them.
+inline constexpr size_t kMostBatchCopies = 4096;
+inline constexpr int kMostMultiprocessors = 8;
+
+// The engine's side: a stream, and work on it.
+uintptr_t make_stream(bool held);
+void enqueue(uintptr_t stream, std::function<void()> work);
+void release_stream(uintptr_t stream);
+// Sleeps until the stream has worked off its queue.
+void drain(uintptr_t stream);
+void destroy_stream(uintptr_t stream);
+
+}  // namespace flexkv::fake_cuda

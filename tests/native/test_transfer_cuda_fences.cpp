@@ -1,0 +1,161 @@
+// The fences between the engine's stream and the CUDA lane's, over a fake driver whose streams stand still on
+// request; and for each a control without the fence, which must see the wrong bytes.
+#include <doctest/doctest.h>
+
+#include <condition_variable>
+#include <mutex>
+
+#include "cuda_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+// A lane whose points in the engine's stream mean nothing: waiting for them is waiting for an event that was
+// never recorded.
+class UnfencedLane : public cuda::CudaLane {
+ public:
+  using CudaLane::CudaLane;
+  struct Nothing : StreamEvent {
+    std::string make_wait(StreamId) override { return {}; }
+  };
+  std::shared_ptr<StreamEvent> record(StreamId) override { return std::make_shared<Nothing>(); }
+  void make_wait(StreamEvent&, StreamId) override {}
+};
+
+// Something of the engine that runs when it is let.
+class Gate {
+ public:
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
+};
+
+std::unique_ptr<CudaWorld> make_world(bool fenced) {
+  auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, cuda::CopySwitches{});
+  if (!fenced) {
+    world->make_engine(
+        std::make_shared<UnfencedLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}));
+  }
+  return world;
+}
+
+constexpr double kAWhileS = 0.2;  // for what must not happen; the controls show that it is enough
+
+// Whether a store saw what the forward before it wrote.
+bool store_sees_the_forward(bool fenced) {
+  auto world = make_world(fenced);
+  world->fill(2, 1);
+  Gate gate;
+  fake_cuda::enqueue(world->stream, [&] {
+    gate.pass();
+    world->fill(2, 7);
+  });
+  const int64_t ticket = world->submit(world->op(OpKind::kD2H, {2}, {0}));
+  world->engine->wait(ticket, fenced ? kAWhileS : CudaWorld::kLongS);
+  gate.open();
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  fake_cuda::drain(world->stream);
+  return world->slot_holds(0, 7);
+}
+
+// Whether a forward that was enqueued before a load still read the block's old content.
+bool forward_reads_before_the_load(bool fenced) {
+  auto world = make_world(fenced);
+  world->fill(1, 3);
+  REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
+  world->fill(1, 5);
+  Gate gate;
+  bool read_old = false;
+  fake_cuda::enqueue(world->stream, [&] {
+    gate.pass();
+    read_old = world->holds(1, 5);
+  });
+  const int64_t ticket = world->submit(world->op(OpKind::kH2D, {1}, {1}));
+  world->engine->wait(ticket, fenced ? kAWhileS : CudaWorld::kLongS);
+  gate.open();
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  fake_cuda::drain(world->stream);
+  REQUIRE(world->holds(1, 3));
+  return read_old;
+}
+
+// Whether work that the engine enqueues after wait_layer() sees that layer, though its copy has not even
+// begun.
+bool forward_sees_the_layer(bool fenced) {
+  auto world = make_world(fenced);
+  world->fill(1, 3);
+  REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
+  world->fill(1, 5);
+  Gate copies;
+  // Stands before the lane's stream: the fence of the load waits for it.
+  const uintptr_t other = fake_cuda::make_stream(false);
+  fake_cuda::enqueue(other, [&] { copies.pass(); });
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kH2D, {1}, {1}, true));
+  graph.fence = world->lane->record(other);
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  const LayerWait answer = world->engine->wait_layer_on(*ticket, 0, CudaWorld::kLongS, world->stream);
+  REQUIRE(answer.in_time);  // enqueued is enough: the copy stands behind `other`
+  REQUIRE(answer.failed.empty());
+  CHECK_FALSE(world->layer_holds(0, 1, 3));
+  bool saw = false;
+  fake_cuda::enqueue(world->stream, [&] { saw = world->layer_holds(0, 1, 3); });
+  if (!fenced) fake_cuda::drain(world->stream);
+  copies.open();
+  REQUIRE(world->engine->wait(*ticket, CudaWorld::kLongS));
+  fake_cuda::drain(world->stream);
+  REQUIRE(world->holds(1, 3));
+  fake_cuda::destroy_stream(other);
+  return saw;
+}
+
+}  // namespace
+
+TEST_CASE("cuda fences: a store copies after the forward that wrote the block") {
+  CHECK(store_sees_the_forward(true));
+  CHECK_FALSE(store_sees_the_forward(false));
+}
+
+TEST_CASE("cuda fences: a load overwrites after the forwards that still read the block") {
+  CHECK(forward_reads_before_the_load(true));
+  CHECK_FALSE(forward_reads_before_the_load(false));
+}
+
+TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host did not wait for the copy") {
+  CHECK(forward_sees_the_layer(true));
+  CHECK_FALSE(forward_sees_the_layer(false));
+}
+
+TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
+  auto world = make_world(true);
+  fake_cuda::fail_copy(0);
+  const int64_t ticket = world->submit(world->op(OpKind::kH2D, {1, 2}, {1, 2}));
+  const int64_t waits = fake_cuda::calls().waits;
+  const LayerWait answer = world->engine->wait_layer_on(ticket, 2, CudaWorld::kLongS, world->stream);
+  CHECK(answer.in_time);
+  REQUIRE(answer.failed.size() == 1);
+  CHECK(answer.failed.front().second == std::vector<int32_t>{0, 1});
+  CHECK(fake_cuda::calls().waits <= waits + 1);  // the lane's own, for the fence
+  // A deadline ends the wait, not the load.
+  Gate gate;
+  fake_cuda::enqueue(world->stream, [&] { gate.pass(); });
+  std::vector<int64_t> tickets;
+  for (int32_t i = 0; i < 3; ++i) tickets.push_back(world->submit(world->op(OpKind::kH2D, {i}, {i})));
+  CHECK_FALSE(world->engine->wait_layer_on(tickets[2], 0, 0.05, world->stream).in_time);  // two are under way
+  gate.open();
+  CHECK(world->engine->wait_layer_on(tickets[2], 0, CudaWorld::kLongS, world->stream).in_time);
+  CHECK(world->engine->wait(tickets[2], CudaWorld::kLongS));
+}

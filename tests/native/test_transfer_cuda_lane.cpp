@@ -1,0 +1,211 @@
+// The CUDA lane over a fake driver: every path, byte for byte, and the rules of batches, fences and bounds.
+// Nothing here ran on a GPU.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <set>
+
+#include "base/error.h"
+#include "cuda_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+struct Way {
+  const char* name;
+  fake_cuda::Settings settings;
+  cuda::CopySwitches switches;
+  cuda::Path path;
+};
+
+const std::vector<Way> kWays = {
+    {"batch, 13.0", {.version = 13000}, {.batch = true, .kernel = false}, cuda::Path::kBatch},
+    {"batch, 12.8", {.version = 12080}, {.batch = true, .kernel = false}, cuda::Path::kBatch},
+    {"old driver", {.version = 12040}, {.batch = true, .kernel = false}, cuda::Path::kPitched},
+    {"small pitch",
+     {.version = 12040, .max_pitch = 64},
+     {.batch = true, .kernel = false},
+     cuda::Path::kPitched},
+    {"kernel", {.version = 13000}, {.batch = true, .kernel = true}, cuda::Path::kKernel},
+};
+
+// Stores some blocks and loads them into others, permuted; all other bytes must stay as they were.
+void move_there_and_back(const CudaShape& shape, const Way& way, bool layerwise) {
+  CAPTURE(way.name);
+  CAPTURE(shape.run_bytes);
+  CAPTURE(shape.block_first);
+  CAPTURE(layerwise);
+  CudaWorld world(shape, way.settings, way.switches);
+  for (int32_t block = 0; block < shape.blocks; ++block) world.fill(block, block + 1);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1, 2, 5}, {3, 0, 7, 1})).status == Status::kOk);
+  CHECK(world.slot_holds(3, 1));
+  CHECK(world.slot_holds(7, 3));
+  CHECK(world.run(world.op(OpKind::kH2D, {9, 7, 6}, {3, 7, 1}, layerwise)).status == Status::kOk);
+  for (int32_t block = 0; block < shape.blocks; ++block) {
+    const int expected = block == 9 ? 1 : block == 7 ? 3 : block == 6 ? 6 : block + 1;
+    CHECK(world.holds(block, expected));
+  }
+  if (!shape.block_first) CHECK(world.lane->copier().count(way.path).pieces > 0);
+}
+
+}  // namespace
+
+TEST_CASE("cuda lane: every way moves every byte and no other") {
+  for (const Way& way : kWays) {
+    for (const int64_t run_bytes : {1, 7, 24, 1000, 4096, 9001}) {
+      for (const bool block_first : {false, true}) {
+        CudaShape shape;
+        shape.run_bytes = run_bytes;
+        shape.block_first = block_first;
+        move_there_and_back(shape, way, run_bytes % 2 == 0);
+      }
+    }
+    CudaShape one;
+    one.layers = 1;
+    move_there_and_back(one, way, true);
+  }
+}
+
+TEST_CASE("cuda lane: batches are bounded, attributed from copy 0, and ordered by the stream for stores") {
+  CudaShape shape;
+  shape.layers = 40;
+  shape.blocks = 256;
+  shape.run_bytes = 16;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  std::vector<int32_t> all;
+  for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
+  CHECK(world.run(world.op(OpKind::kD2H, all, all)).status == Status::kOk);
+  const fake_cuda::Calls calls = fake_cuda::calls();
+  CHECK(calls.largest_batch == 4096);
+  CHECK(calls.orders.back() == cuda::SourceOrder::kStream);
+  CHECK(world.run(world.op(OpKind::kH2D, all, all)).status == Status::kOk);
+  CHECK(fake_cuda::calls().orders.back() == cuda::SourceOrder::kAny);
+}
+
+TEST_CASE("cuda lane: a driver whose batches lose bytes fails the self-test and is not given any") {
+  CudaWorld world({}, {.batch_corrupts = true}, {.batch = true, .kernel = false});
+  CHECK(world.lane->copier().notes().find("self-test: other bytes came back") != std::string::npos);
+  CHECK_FALSE(world.lane->copier().means().batch);
+  const int64_t tested = fake_cuda::calls().batch;
+  world.fill(0, 9);
+  CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
+  CHECK(world.slot_holds(0, 9));
+  CHECK(fake_cuda::calls().batch == tested);
+}
+
+TEST_CASE("cuda lane: batches can be switched off") {
+  CudaWorld world({}, {}, {.batch = false, .kernel = false});
+  CHECK(world.lane->copier().notes().find("switched off") != std::string::npos);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
+  CHECK(fake_cuda::calls().batch == 0);
+}
+
+TEST_CASE("cuda lane: an extent that is not registered never reaches the kernel") {
+  CudaWorld world({}, {}, {.batch = true, .kernel = true}, 1);  // slots 4..7
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
+  CHECK(fake_cuda::calls().kernel == 1);
+  world.fill(2, 5);
+  CHECK(world.run(world.op(OpKind::kD2H, {2, 3}, {5, 8})).status == Status::kOk);
+  CHECK(fake_cuda::calls().kernel == 1);
+  CHECK(world.slot_holds(5, 5));
+}
+
+TEST_CASE("cuda lane: failures end as named failed pages, and the next transfer works") {
+  CudaShape shape;
+  shape.digests = true;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  world.fill(0, 1);
+  world.fill(1, 2);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
+
+  fake_cuda::fail_copy(0);
+  OpResult result = world.run(world.op(OpKind::kH2D, {4, 5}, {0, 1}));
+  CHECK(result.status == Status::kFailed);
+  CHECK(result.failed == std::vector<int32_t>{0, 1});
+  CHECK(result.reason.find("cuMemcpyBatchAsync") != std::string::npos);
+
+  fake_cuda::break_stream(true);
+  result = world.run(world.op(OpKind::kD2H, {0}, {2}));
+  fake_cuda::break_stream(false);
+  CHECK(result.status == Status::kFailed);
+  CHECK(result.reason.find("illegal memory access") != std::string::npos);
+
+  *world.pool->slot(1) ^= std::byte{1};  // damaged in between
+  result = world.run(world.op(OpKind::kH2D, {4, 5}, {0, 1}));
+  CHECK(result.status == Status::kFailed);
+  CHECK(result.failed == std::vector<int32_t>{1});
+  CHECK(result.reason.find("digest mismatch in run 0 (layer 0) of slot 1") != std::string::npos);
+  CHECK(world.holds(4, 1));
+  CHECK_FALSE(world.holds(5, 2));
+
+  result = world.run(world.op(OpKind::kH2D, {6}, {0}));
+  CHECK(result.status == Status::kOk);
+  CHECK(world.holds(6, 1));
+}
+
+TEST_CASE("cuda lane: at most two pieces of a direction are under way, and their bytes are bounded") {
+  CudaShape shape;
+  shape.layers = 2;
+  shape.run_bytes = 1 << 20;
+  shape.blocks = 40;
+  shape.extent_slots = 40;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  const int64_t before = fake_cuda::calls().bytes;
+  fake_cuda::hold_all(true);
+  std::vector<int32_t> all;
+  for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
+  const int64_t ticket = world.submit(world.op(OpKind::kD2H, all, all));
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().bytes - before < 2 * kSubBatchBytes && seconds_until(deadline) > 0) {
+    std::this_thread::yield();
+  }
+  CHECK_FALSE(world.engine->wait(ticket, 0.05));
+  CHECK(fake_cuda::calls().bytes - before == 2 * kSubBatchBytes);
+  fake_cuda::hold_all(false);
+  CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+}
+
+TEST_CASE("cuda lane: stores pause while a load waits, and get a turn after a while") {
+  CudaShape shape;
+  shape.layers = 1;
+  shape.run_bytes = kSubBatchBytes;  // a piece a page
+  shape.blocks = 8;
+  shape.extent_slots = 1;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  fake_cuda::hold_all(true);
+  std::vector<int32_t> loads;
+  for (int32_t i = 0; i < 5; ++i) loads.push_back(i);
+  const int64_t load = world.submit(world.op(OpKind::kH2D, loads, loads));
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().single < 2 && seconds_until(deadline) > 0) std::this_thread::yield();
+  const int64_t store = world.submit(world.op(OpKind::kD2H, {5, 6, 7}, {5, 6, 7}));
+  CHECK_FALSE(world.engine->wait(store, 0.05));
+  CHECK(fake_cuda::calls().single == 2);  // the D2H stream is idle, and stays so
+  fake_cuda::hold_all(false);
+  CHECK(world.engine->wait(load, CudaWorld::kLongS));
+  CHECK(world.engine->wait(store, CudaWorld::kLongS));
+}
+
+TEST_CASE("cuda lane: graphs name the engine's stream, and engines without streams refuse one") {
+  CudaWorld world({}, {}, {});
+  GraphSpec graph;
+  graph.ops.push_back(world.op(OpKind::kD2H, {0}, {0}));
+  CHECK_THROWS_AS(world.engine->submit(graph), ContractError);
+  CHECK_THROWS_AS(cuda::Device::open(1, world.loaded.driver), ConfigError);
+}
+
+TEST_CASE("cuda lane: close with copies under way waits for them") {
+  CudaWorld world({}, {}, {});
+  world.fill(0, 4);
+  fake_cuda::hold_all(true);
+  const int64_t before = fake_cuda::calls().records;
+  world.submit(world.op(OpKind::kD2H, {0}, {0}));
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().records < before + 2 && seconds_until(deadline) > 0) std::this_thread::yield();
+  CHECK_FALSE(world.engine->close(0.05));
+  fake_cuda::hold_all(false);
+  CHECK(world.engine->close(CudaWorld::kLongS));
+  CHECK(world.slot_holds(0, 4));
+  CHECK(world.engine->poll(1).front().status == Status::kOk);
+}

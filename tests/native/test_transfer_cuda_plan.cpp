@@ -1,0 +1,80 @@
+// Which path a view's runs take, and how copies are grouped. No driver, fake or real.
+#include <doctest/doctest.h>
+
+#include <cstring>
+
+#include "cuda/copy_job.h"
+#include "cuda/copy_plan.h"
+
+using namespace flexkv;
+using namespace flexkv::cuda;
+
+TEST_CASE("cuda plan: the path follows from the length of the runs and from what there is") {
+  const Means all{true, true, 1 << 20};
+  CHECK(choose_path(kKernelBelowBytesWithBatch - 1, all) == Path::kKernel);
+  CHECK(choose_path(kKernelBelowBytesWithBatch, all) == Path::kBatch);
+  const Means no_batch{true, false, 1 << 20};
+  CHECK(choose_path(kKernelBelowBytes - 1, no_batch) == Path::kKernel);
+  CHECK(choose_path(kKernelBelowBytes, no_batch) == Path::kPitched);
+  CHECK(choose_path(1, {false, true, 1 << 20}) == Path::kBatch);
+  CHECK(choose_path(1, {false, false, 0}) == Path::kSingle);
+}
+
+TEST_CASE("cuda plan: copies that continue each other are one, empty ones none") {
+  std::byte host[4096];
+  const uintptr_t base = 1 << 20;
+  const Segment segments[] = {
+      {base, 300, 100, 0, 0}, {base + 100, 300, 0, 100, 0}, {base + 100, 300, 200, 100, 0}};
+  const PageEnds pages[] = {{0, host}, {1, host + 300}, {2, host + 1000}};
+  const auto copies = list_copies(segments, pages);
+  REQUIRE(copies.size() == 2);
+  CHECK(copies[0].bytes == 600);
+  CHECK(copies[1].device == base + 600);
+  CHECK(copies[1].host == host + 1000);
+}
+
+TEST_CASE("cuda plan: rows of equal steps are one pitched copy, in the order that needs fewer") {
+  std::vector<std::byte> host(1 << 16);
+  // Four layers, eight neighbouring blocks: along the pages 8 groups of 4 rows, along the runs 4 groups of 8.
+  std::vector<Copy> copies;
+  for (uintptr_t block = 0; block < 8; ++block) {
+    for (uintptr_t layer = 0; layer < 4; ++layer) {
+      copies.push_back(
+          {(1 << 20) + layer * 64 * 1024 + block * 256, host.data() + block * 4096 + layer * 100, 100});
+    }
+  }
+  auto groups = group_rows(copies, 1 << 20);
+  REQUIRE(groups.size() == 4);
+  CHECK(groups[0].rows == 8);
+  CHECK(groups[0].device_step == 256);
+  CHECK(groups[0].host_step == 4096);
+  // Steps beyond the device's pitch are not taken.
+  for (const PitchedCopy& group : group_rows(copies, 300)) CHECK(group.rows == 1);
+  size_t rows = 0;
+  for (const PitchedCopy& group : group_rows(copies, 5000)) rows += group.rows;
+  CHECK(rows == copies.size());
+}
+
+TEST_CASE("cuda plan: the kernel's functor moves every byte of odd runs at odd places, and no other") {
+  for (const int64_t run : {1, 3, 4, 8, 12, 15, 16, 31, 100, 8192, 8193, 20'001}) {
+    for (const int64_t shift : {0, 1, 4, 8}) {
+      const int64_t stride = run + 24;
+      std::vector<std::byte> pool(static_cast<size_t>(4 * stride + 64), std::byte{0xEE});
+      std::vector<std::byte> stripes(static_cast<size_t>(2 * run + 64), std::byte{0xAA});
+      auto* base = pool.data() + (16 - reinterpret_cast<uintptr_t>(pool.data()) % 16) + shift;
+      for (int64_t i = 0; i < run; ++i) base[2 * stride + i] = static_cast<std::byte>(i * 7 + 1);
+      const Segment segment{reinterpret_cast<uintptr_t>(base), stride, run, 0, 0};
+      const auto chunks = cut_to_chunks(&segment, 1);
+      auto* stripe = stripes.data() + (16 - reinterpret_cast<uintptr_t>(stripes.data()) % 16) + shift;
+      const CopyPage out{2, reinterpret_cast<uintptr_t>(stripe)};
+      run_on_cpu({chunks.data(), &out, static_cast<int32_t>(chunks.size()), 1, false}, 3);
+      CHECK(std::memcmp(stripe, base + 2 * stride, static_cast<size_t>(run)) == 0);
+      CHECK(stripe[run] == std::byte{0xAA});
+      const CopyPage in{0, reinterpret_cast<uintptr_t>(stripe)};
+      run_on_cpu({chunks.data(), &in, static_cast<int32_t>(chunks.size()), 1, true}, 2);
+      CHECK(std::memcmp(base, stripe, static_cast<size_t>(run)) == 0);
+      CHECK(base[run] == std::byte{0xEE});
+      CHECK(base[-1] == std::byte{0xEE});
+    }
+  }
+}

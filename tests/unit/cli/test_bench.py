@@ -1,0 +1,34 @@
+"""`flexkv bench transfer` on plain memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flexkv import c_ext
+from flexkv.cli.bench_command import command
+
+
+@pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
+def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    done = CliRunner().invoke(command, ["transfer", "--megabytes", "4", "--repeats", "1", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "say nothing of a GPU" in done.output
+    assert "most_batch_copies = 4096" in done.output
+    content = json.loads(out.read_text())
+    assert content["device"] is None
+    rows = content["rows"]
+    assert {row["path"] for row in rows} == {"cpu"}
+    assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
+    assert all(row["gbps"] > 0 for row in rows)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    missing = str(c_ext.cuda_info()["device_count"])
+    done = CliRunner().invoke(command, ["transfer", "--device", missing])
+    assert done.exit_code != 0
+    assert "CUDA device" in str(done.exception)

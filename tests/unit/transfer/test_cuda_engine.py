@@ -1,0 +1,42 @@
+"""What the transfer engine says of GPUs where there is none. With one, tests/gpu/ runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.errors import ConfigError, ContractError
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpKind, TransferGraph
+from tests.unit.transfer.transfer_world import World
+
+
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    missing = c_ext.cuda_info()["device_count"]
+    with pytest.raises(ConfigError, match=f"CUDA device {missing}: "):
+        TransferEngine(device=missing)
+    with pytest.raises(ConfigError, match="CUDA device -1: "):
+        TransferEngine(device=-1)
+    with pytest.raises(ConfigError, match=f"CUDA device {missing}: "):
+        c_ext.DeviceMemory(missing, 4096)
+
+
+def test_plain_memory_has_no_stream(world: World) -> None:
+    with pytest.raises(ContractError, match="host copy has no streams"):
+        world.engine.submit(TransferGraph((world.op(OpKind.D2H, [0]),)), stream=0)
+    ticket = world.submit(world.op(OpKind.H2D, [0]))
+    with pytest.raises(ContractError, match="no streams"):
+        world.engine.wait_layer(ticket, 0, 1.0, stream=0)
+    world.results(1)
+
+
+def test_a_pool_is_not_pinned_where_there_is_no_device(world: World) -> None:
+    with pytest.raises(ConfigError, match="CUDA device"):
+        world.pool.pin(c_ext.cuda_info()["device_count"])
+    assert world.pool.pinned_slots == 0
+
+
+def test_the_thresholds_are_told() -> None:
+    assert c_ext.CUDA_THRESHOLDS["most_batch_copies"] <= 4096
+    assert c_ext.CUDA_THRESHOLDS["sub_batch_bytes"] <= 8 << 20
+    assert c_ext.CUDA_THRESHOLDS["pieces_in_flight"] == 2
