@@ -20,8 +20,15 @@ FOLDERS = {
         "tests/unit/cache/test_keys.py",
         "tests/unit/cache/test_manager.py",
         "tests/unit/transfer",
+        "tests/unit/storage",
+        "tests/unit/gds/test_gds_matrix.py",
     ),
-    "thread": ("tests/unit/layout", "tests/unit/transfer"),
+    "thread": (
+        "tests/unit/layout",
+        "tests/unit/transfer",
+        "tests/unit/storage",
+        "tests/unit/gds/test_gds_matrix.py",
+    ),
 }
 
 
