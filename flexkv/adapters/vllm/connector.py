@@ -13,13 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
-from flexkv.adapters.vllm.unit import share_of_node
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import load_config
 from flexkv.observe import Counters, configure_logging, get_logger

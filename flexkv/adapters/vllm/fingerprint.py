@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from flexkv.adapters.vllm.extra_keys import framed
+from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.weights import weights_identity
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.weights import weights_identity
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import KeySchemeError
@@ -22,15 +23,6 @@ RUN_BYTES = 16
 """Random bytes that tell one run from all others."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
-
-VOLATILE_FIELDS = {
-    "_name_or_path",
-    "transformers_version",
-    "_commit_hash",
-    "_attn_implementation",
-    "torch_dtype",
-}
-"""Entries of a model's configuration that say where it was read from, and with what, not what it computes."""
 
 
 def check_hash(algorithm: str) -> None:
@@ -74,7 +66,7 @@ def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig)
         "weights": weights,
         # Random weights are the same only for the same seed.
         "random_weights": model.seed if str(config.load_config.load_format) == "dummy" else None,
-        "architecture": _plain(model.hf_text_config.to_dict()),
+        "architecture": plain_config(model.hf_text_config.to_dict()),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
@@ -109,20 +101,9 @@ def _draft(speculative: SpeculativeConfig) -> dict[str, Any]:
     if draft is not None:
         fields |= {
             "weights": _weights_of(draft),
-            "architecture": _plain(draft.hf_text_config.to_dict()),
+            "architecture": plain_config(draft.hf_text_config.to_dict()),
             "dtype": str(draft.dtype),
             "quantization": str(draft.quantization),
             "kv_dtype": str(speculative.kv_cache_dtype),
         }
     return fields
-
-
-def _plain(value: Any) -> Any:
-    """A model's configuration as plain values, without what does not change its KV."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_FIELDS}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    return str(value)

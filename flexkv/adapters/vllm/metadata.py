@@ -3,69 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
 
 
 @dataclass(frozen=True, slots=True)
-class Handshake(KVConnectorHandshakeMetadata):
-    """What one worker says about its KV pool before the first lookup.
-
-    Attributes:
-        stripe_bytes: bytes of one block on this rank.
-        num_blocks: blocks of the engine's pool on this rank.
-        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
-        format_id: encoding of the pages.
-        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
-        pid: process of the worker; the scheduler's own process means that both share memory anyway.
-    """
-
-    rank: int
-    pid: int
-    stripe_bytes: int
-    num_blocks: int
-    run_table: NDArray[np.int64]
-    format_id: str
-    replicated: bool = False
-
-    @property
-    def runs(self) -> int:
-        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
-        return len(self.run_table)
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where one rank's share of a slot lies, in bytes from the slot's start.
-
-    Attributes:
-        digests: of the rank's run digests in the trailer; None where nothing is verified.
-    """
-
-    stripe: int
-    digests: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolGrant:
-    """Where a worker finds the unit's host pool, and which bytes of each slot are its own.
-
-    Attributes:
-        descriptor: `HostPool.descriptor()`.
-        places: of each rank.
-    """
-
-    descriptor: Any
-    places: tuple[RankPlace, ...]
+class Handshake(RankFacts, KVConnectorHandshakeMetadata):
+    """What one worker says about its KV pool before the first lookup, as vLLM carries it."""
 
 
 @dataclass(frozen=True, slots=True)

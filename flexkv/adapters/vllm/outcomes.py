@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
@@ -13,7 +14,6 @@ from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import first_failed
-from flexkv.adapters.vllm.unit import HostUnit
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
 from flexkv.observe import Counters

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flexkv.adapters.common.host_unit import HostUnit
+from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.vllm import local_link
-from flexkv.adapters.vllm.disk import UnitOwner
 from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
@@ -23,7 +24,6 @@ from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
-from flexkv.adapters.vllm.unit import HostUnit
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.config import FlexKVConfig
@@ -145,11 +145,17 @@ class SchedulerSide:
         workers = local_link.workers_here(self._engine_id, self._ranks)
         listeners = Listeners(self.events)
         unit = HostUnit.create(
-            self._config, self._geometry, self.handshakes, not workers, listeners, self._owner
+            self._config,
+            self._geometry.block_tokens,
+            self._geometry.num_blocks,
+            self.handshakes,
+            not workers,
+            listeners,
+            self._owner,
         )
         for worker in workers:
             worker.attach(unit.pool, unit.places[worker.rank])
-        unit.grant = None if workers else unit.make_grant()
+        unit.grant = None if workers else unit.make_grant(not current_device_is_host())
         lookups = Lookups(
             unit.manager,
             self._geometry,

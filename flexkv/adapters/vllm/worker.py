@@ -12,14 +12,9 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
+from flexkv.adapters.common.rank_facts import PoolGrant, RankPlace
 from flexkv.adapters.vllm.geometry import build_view, is_replicated
-from flexkv.adapters.vllm.metadata import (
-    ConnectorMetadata,
-    Handshake,
-    PoolGrant,
-    RankPlace,
-    WorkerMetadata,
-)
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.disk import bytes_per_folder
+from flexkv.adapters.common.unit_disk import bytes_per_folder
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
 from tests.unit.adapters.mini_engine import MiniEngine

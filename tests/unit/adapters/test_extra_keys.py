@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.adapters.vllm.extra_keys import framed, tail_extra
+from flexkv.adapters.common.framed import framed
+from flexkv.adapters.vllm.extra_keys import tail_extra
 from tests.unit.adapters.vllm_objects import embeddings, image, lora, make_request
 
 TOKENS = range(10, 16)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from flexkv import c_ext
+from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm.scheduler import Use
-from flexkv.adapters.vllm.unit import share_of_node
 from flexkv.config import load_config
 from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine

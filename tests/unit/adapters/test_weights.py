@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.weights import SAMPLE_BYTES, SAMPLES_PER_FILE, weights_identity
+from flexkv.adapters.common.weights import SAMPLE_BYTES, SAMPLES_PER_FILE, weights_identity
 from flexkv.errors import ConfigError
 
 SIZE = SAMPLES_PER_FILE * SAMPLE_BYTES * 4

@@ -26,7 +26,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cli": BASE | {"cache", "transfer", "storage", "adapters"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
-ENGINE_PACKAGES = frozenset({"adapters", "integration"})
+ADAPTER_ENGINES: dict[str, frozenset[str]] = {
+    "vllm": frozenset({"vllm", "torch"}),
+    "sglang": frozenset({"sglang", "torch"}),
+    "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
+}
+"""Adapter -> engines it may import; what adapters share (`adapters/common`) imports none."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -40,12 +45,14 @@ def imported_modules(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def violations(package: str, source: str) -> list[str]:
-    """Imports of one file that its package may not make."""
+def violations(package: str, source: str, adapter: str = "") -> list[str]:
+    """Imports of one file that its package, and the adapter it belongs to, may not make."""
     found = []
     for module in imported_modules(source):
         parts = module.split(".")
-        if parts[0] in ENGINES and package not in ENGINE_PACKAGES:
+        if parts[0] in ENGINES - ADAPTER_ENGINES.get(adapter, frozenset()):
+            found.append(module)
+        if adapter and parts[:2] == ["flexkv", "adapters"] and parts[2:3] not in ([adapter], ["common"]):
             found.append(module)
         if parts[0] == "flexkv" and len(parts) > 1 and parts[1] not in (package, "__version__"):
             allowed = ALLOWED[package]
@@ -65,7 +72,9 @@ def test_every_package_has_a_place_in_the_order() -> None:
 
 @pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports(path: Path) -> None:
-    assert violations(path.relative_to(ROOT / "flexkv").parts[0], path.read_text()) == []
+    package, *inner = path.relative_to(ROOT / "flexkv").parts
+    adapter = inner[0] if package in ("adapters", "integration") and len(inner) > 1 else ""
+    assert violations(package, path.read_text(), adapter) == []
 
 
 @pytest.mark.parametrize(
@@ -84,9 +93,24 @@ def test_a_wrong_import_is_found(package: str, source: str) -> None:
     assert violations(package, source)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "source"),
+    [
+        ("common", "import torch"),
+        ("vllm", "import sglang"),
+        ("sglang", "from vllm.v1 import core"),
+        ("sglang", "from flexkv.adapters.vllm.worker import WorkerSide"),
+        ("common", "from flexkv.adapters.sglang import linker"),
+    ],
+)
+def test_an_import_of_another_adapter_or_its_engine_is_found(adapter: str, source: str) -> None:
+    assert violations("adapters", source, adapter)
+
+
 def test_a_right_import_is_not() -> None:
     assert (
         violations("cache", "from flexkv.transfer.graph import OpId\nfrom flexkv.errors import ContractError")
         == []
     )
-    assert violations("adapters", "import torch\nimport vllm") == []
+    assert violations("adapters", "import torch\nimport vllm", "vllm") == []
+    assert violations("adapters", "from flexkv.adapters.common.framed import framed", "vllm") == []

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm.platforms import current_platform
-
-from flexkv.adapters.vllm.disk import UnitDisk, UnitOwner, disk_limits, open_tier
-from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.metadata import Handshake, PoolGrant, RankPlace
+from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
+from flexkv.adapters.common.unit_disk import UnitDisk, UnitOwner, disk_limits, open_tier
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
@@ -42,7 +39,7 @@ class SlotGeometry:
     places: tuple[RankPlace, ...]
 
     @classmethod
-    def of(cls, said: Sequence[Handshake], ranks: int, verify: bool, tier: DiskTier | None) -> SlotGeometry:
+    def of(cls, said: Sequence[RankFacts], ranks: int, verify: bool, tier: DiskTier | None) -> SlotGeometry:
         """Stripes, then the trailer: run digests where pages are verified, and all that a disk writes beside a page.
 
         Args:
@@ -69,7 +66,7 @@ class HostUnit:
     Attributes:
         places: each rank's share of a slot.
         grant: what the workers need to map the pool; None once all have it.
-        grant_needed: workers live in other processes.
+        workers_pin: workers in other processes register the memory with their own devices.
         slots: of the pool, once all of it is up.
         usable: False after a rank could not use the pool: then nothing is promised and nothing stored.
         disk: None without a disk tier.
@@ -81,7 +78,7 @@ class HostUnit:
     slots: int
     grant: PoolGrant | None = None
     usable: bool = True
-    grant_needed: bool = False
+    workers_pin: bool = False
     disk: UnitDisk | None = None
     _up: int = 0
     _evictions_said: int = 0
@@ -91,10 +88,11 @@ class HostUnit:
     def create(
         cls,
         config: FlexKVConfig,
-        geometry: BlockGeometry,
-        handshakes: Mapping[int, Handshake],
+        block_tokens: int,
+        num_blocks: int,
+        handshakes: Mapping[int, RankFacts],
         shared: bool,
-        listener: CacheListener,
+        listener: CacheListener | None,
         owner: UnitOwner,
     ) -> HostUnit:
         """Opens the disks, sizes and creates pool and manager.
@@ -108,18 +106,16 @@ class HostUnit:
         if sorted(handshakes) != list(range(ranks)):
             raise GeometryError(f"handshake of ranks {sorted(handshakes)}; expected 0 to {ranks - 1}")
         counts = {handshake.num_blocks for handshake in handshakes.values()}
-        if counts != {geometry.num_blocks}:
-            raise GeometryError(
-                f"the ranks have {sorted(counts)} blocks, the scheduler {geometry.num_blocks}"
-            )
+        if counts != {num_blocks}:
+            raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
         said = [handshakes[rank] for rank in range(ranks)]
         if len({(rank.replicated, rank.stripe_bytes if rank.replicated else 0) for rank in said}) != 1:
             raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {said}")
         if said[0].replicated:
             del said[1:]
-        tier = open_tier(config, geometry, said, owner) if config.disk.folders else None
+        tier = open_tier(config, block_tokens, said, owner) if config.disk.folders else None
         try:
-            return cls._create(config, geometry, said, shared, listener, tier, ranks)
+            return cls._create(config, block_tokens, said, shared, listener, tier, ranks)
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
@@ -129,15 +125,15 @@ class HostUnit:
     def _create(
         cls,
         config: FlexKVConfig,
-        geometry: BlockGeometry,
-        said: Sequence[Handshake],
+        block_tokens: int,
+        said: Sequence[RankFacts],
         shared: bool,
-        listener: CacheListener,
+        listener: CacheListener | None,
         tier: DiskTier | None,
         ranks: int,
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
-        pool = _make_pool(config, geometry, slot.slot_bytes, ranks, shared)
+        pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
         limits = ManagerLimits(
             ranks=ranks,
             inflight_store_pages=config.store.inflight_pages,
@@ -145,7 +141,7 @@ class HostUnit:
             lease_s=config.load.lease_s,
         )
         manager = LocalCacheManager(
-            [GroupSpec(geometry.block_tokens, pool.slots)],
+            [GroupSpec(block_tokens, pool.slots)],
             limits,
             policy=config.index.policy,
             listener=listener,
@@ -158,7 +154,7 @@ class HostUnit:
             slot.slot_bytes,
             pool.slots * slot.slot_bytes / 2**30,
             ranks,
-            geometry.block_tokens,
+            block_tokens,
         )
         unit = cls(pool, slot.places, manager, pool.slots)
         if tier is not None:
@@ -172,9 +168,13 @@ class HostUnit:
             )
         return unit
 
-    def make_grant(self) -> PoolGrant:
-        """What workers in other processes need to map the pool."""
-        self.grant_needed = True
+    def make_grant(self, on_device: bool) -> PoolGrant:
+        """What workers in other processes need to map the pool.
+
+        Args:
+            on_device: the engine's pool lies on devices, whose processes register the memory before they use it.
+        """
+        self.workers_pin = on_device
         return PoolGrant(self.pool.descriptor(), self.places)
 
     def heard(self, ready: Mapping[int, int]) -> None:
@@ -186,7 +186,7 @@ class HostUnit:
     def grow(self) -> None:
         """Lets the manager use what has come up since."""
         up = self.pool.ready_slots
-        if not current_platform.is_cpu() and self.grant_needed:
+        if self.workers_pin:
             # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
             # device a slot is up for all at once, and workers map the pool before they touch it.
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
@@ -228,7 +228,7 @@ class HostUnit:
 
 
 def _make_pool(
-    config: FlexKVConfig, geometry: BlockGeometry, slot_bytes: int, ranks: int, shared: bool
+    config: FlexKVConfig, block_tokens: int, slot_bytes: int, ranks: int, shared: bool
 ) -> HostPool:
     memory = read_memory()
     size = resolve_host_bytes(config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free)
@@ -236,7 +236,7 @@ def _make_pool(
     if slots < 1:
         raise CapacityError(
             f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of "
-            f"{geometry.block_tokens} tokens over {ranks} ranks); set host.bytes to more"
+            f"{block_tokens} tokens over {ranks} ranks); set host.bytes to more"
         )
     extent_bytes = min(MAX_EXTENT_BYTES, max(config.host.extent_bytes, slot_bytes))
     pool = HostPool(

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.metadata import Handshake
+from flexkv.adapters.common.rank_facts import RankFacts
 from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
@@ -74,7 +73,7 @@ def _room_bytes(folder: Path) -> int:
 
 
 def open_tier(
-    config: FlexKVConfig, geometry: BlockGeometry, said: Sequence[Handshake], owner: UnitOwner
+    config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner
 ) -> DiskTier:
     """Opens the unit's folders.
 
@@ -89,7 +88,7 @@ def open_tier(
         format_id=said[0].format_id,
         stripe_bytes=tuple(rank.stripe_bytes for rank in said),
         runs=tuple(rank.run_table for rank in said),
-        block_tokens=geometry.block_tokens,
+        block_tokens=block_tokens,
         host_digests=config.host.verify,
     )
     disk = config.disk
