@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, StorePlan
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.reserve import RESERVE_MAX_PAGES
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.graph import OpResult, OpStatus
 
 CACHED_BLOCKS = 1 << 20
@@ -161,6 +164,51 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
     return rows, bytes_a_block
 
 
+def evict_all(manager: LocalCacheManager) -> None:
+    """Everything that nobody leases leaves host memory; the manager keeps what is on disk."""
+    manager._index.evict(0, CACHED_BLOCKS)
+
+
+def bench_disk_lookup(rounds: int) -> list[Row]:
+    """Lookups that find all of a request on disk and none of it in host memory, with the plan of its read; the end of
+    that read; and, beside them in the same rounds, the lookup that then hits host memory.
+
+    The tier is the real one: its journal runs. No page is written or read, so the slabs stay sparse.
+    """
+    requests = 16
+    blocks = requests * REQUEST_BLOCKS
+    geometry = DiskGroup("benchmark", (4096,), (np.array([[0, 4096, 0]]),), BLOCK_TOKENS)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = DiskOptions((blocks + 1024) * 8192, preallocate=False)
+        identity = DiskIdentity("benchmark", bytes(32))
+        tier = DiskUnit.open([Path(folder)], identity, [geometry], options)
+        manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, blocks)], ManagerLimits(), disk=tier)
+        manager.grow(0, blocks)
+        keys = random_keys(blocks, 7)
+        index = manager.disk.index
+        tokens = np.full(REQUEST_BLOCKS, BLOCK_TOKENS, np.int32)
+        chains = [keys[at : at + REQUEST_BLOCKS] for at in range(0, blocks, REQUEST_BLOCKS)]
+        for chain in chains:
+            entries = index.begin_write(0, chain, tokens, REQUEST_BLOCKS)[1]
+            index.end_write(0, entries, np.ones(REQUEST_BLOCKS, np.bool_))
+        disk, ended, host = Stopwatch(), Stopwatch(), Stopwatch()
+        for number in range(rounds):
+            chain, request = chains[number % requests], f"d{number}"
+            evict_all(manager)
+            result = disk.time(manager.match, request, [chain], 0)
+            (graph,) = manager.disk.take_orders()
+            assert (result.blocks, graph.ops[0].pages) == (0, REQUEST_BLOCKS)
+            ended.time(manager.disk.complete, OpResult(graph.ops[0].op_id, OpStatus.OK, OK))
+            assert host.time(manager.match, request, [chain], 0).blocks == REQUEST_BLOCKS
+            manager.release(request)
+        rows.append(host.row("match 8,192 in host memory, a disk tier behind it", 40))
+        rows.append(disk.row("match 8,192 on disk and plan their read", None))
+        rows.append(ended.row("take the end of that read", None))
+        tier.close(10.0)
+    return rows
+
+
 def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) -> Row:
     """Stores planned while all free slots are taken by others in flight, so that each must evict for itself."""
     watch = Stopwatch()
@@ -251,7 +299,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     manager_rows, bytes_a_block = bench_manager(arguments.rounds)
-    rows = [*manager_rows, *bench_index(arguments.rounds), *bench_keys(arguments.rounds)]
+    rows = [
+        *manager_rows,
+        *bench_disk_lookup(arguments.rounds),
+        *bench_index(arguments.rounds),
+        *bench_keys(arguments.rounds),
+    ]
     print(f"{'us':<66}{'target':>8}{'median':>9}{'min':>9}{'cpu med':>9}{'cpu min':>9}")
     for row in rows:
         figures = (row.wall_median_us, row.wall_min_us, row.cpu_median_us, row.cpu_min_us)

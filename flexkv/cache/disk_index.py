@@ -11,9 +11,10 @@ from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.disk_base import DiskCounts
 from flexkv.cache.leases import EntryIds
+from flexkv.errors import ContractError
 from flexkv.storage.base import DiskTier, Places
-from flexkv.storage.tags import NEVER, make_tags
-from flexkv.transfer.graph import PageTags
+from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
+from flexkv.transfer.graph import TAG_BYTES, PageTags
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
 
@@ -50,9 +51,8 @@ class DiskIndex:
         self._ttl_s = ttl_s
         slots = [tier.slots(group) for group in range(len(specs))]
         self.entries = BlockIndex(slots, policy)
-        self._generations = [np.zeros(n, np.uint64) for n in slots]
-        self._tokens = [np.zeros(n, np.int32) for n in slots]
-        self._expiries = [np.zeros(n, np.uint64) for n in slots]
+        self._tags = [np.zeros(n, TAG) for n in slots]
+        """Of each place, the tag that it was written with last."""
         self._any_expires = ttl_s is not None
         for group, count in enumerate(slots):
             self.entries.grow(group, count)
@@ -64,10 +64,10 @@ class DiskIndex:
     def _adopt(self, group: int) -> None:
         rows = self.tier.rows(group)
         taken = self.entries.adopt(group, rows.keys, rows.places).view(np.bool_)
-        places = rows.places[taken]
-        self._generations[group][places] = rows.generations[taken]
-        self._tokens[group][places] = rows.tokens[taken]
-        self._expiries[group][places] = rows.expiries[taken]
+        tags = make_tags(
+            rows.keys[taken], self.epoch, rows.generations[taken], rows.tokens[taken], rows.expiries[taken]
+        )
+        self._tags[group][rows.places[taken]] = tag_fields(tags)
         self._any_expires |= bool((rows.expiries != NEVER).any())
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class DiskIndex:
         return np.asarray(self.entries.find(group, keys, ready_only=False) != NO_ENTRY)
 
     def _expired(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        expiries = self._expiries[group][self.entries.slots_of(entries)]
+        expiries = self._fields(group, self.entries.slots_of(entries))["expiry"]
         past: NDArray[np.bool_] = (expiries != NEVER) & (expiries <= self._now())
         return past
 
@@ -114,25 +114,34 @@ class DiskIndex:
 
     # --- reads ---
 
-    def begin_read(self, group: int, keys: Keys) -> tuple[EntryIds, Places, PageTags, NDArray[np.int32]]:
+    def begin_read(self, group: int, keys: Keys) -> tuple[EntryIds, Places, PageTags]:
         """Leases pages that are there until `end_read`.
 
         Returns:
-            Their entries, places, what to ask for there, and their valid tokens.
+            Their entries, places, and what to ask for there.
 
         Raises:
             ContractError: a key is not there.
         """
-        entries = self.entries.find(group, keys)
-        places = self.entries.pin(entries)
-        self.tier.record_use(group, places)
-        return entries, places, self._tags(group, keys, places), self._tokens[group][places]
+        entries, places = self.entries.match_and_pin(group, keys)
+        if len(entries) < len(keys):
+            self.entries.unpin(entries)
+            raise ContractError(
+                f"{len(keys)} pages of group {group} to read: number {len(entries)} is not on disk"
+            )
+        return entries, places, self._tags_of(group, places)
 
     def end_read(self, group: int, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
         """The pages marked in `suspect` did not hold what was asked for, and are forgotten."""
+        self.tier.record_use(group, self.entries.slots_of(entries))
         if suspect.any():
             self.remove(group, entries[suspect])
         self.entries.unpin(entries)
+
+    def tokens_of(self, group: int, entries: EntryIds) -> NDArray[np.uint32]:
+        """Valid tokens of each page."""
+        tokens: NDArray[np.uint32] = self._fields(group, self.entries.slots_of(entries))["tokens"]
+        return tokens
 
     def used(self, group: int, keys: Keys) -> None:
         """Pages that were used from host memory count as used here too, so that the disk keeps them."""
@@ -154,15 +163,15 @@ class DiskIndex:
         """
         positions, entries, places, evicted, _, _ = self.entries.insert(group, keys, room)
         self.counts.evicted += len(evicted)
-        generations = self._generations[group]
-        former = generations[places]
+        former = self._fields(group, places)["generation"]
         if former.any():
             # Before the place is written, so that no crash leaves an index that still believes in its old content.
             self.tier.record_evict(group, places[former != 0], former[former != 0])
-        generations[places] = self.tier.next_generations(len(places))
-        self._tokens[group][places] = tokens[positions]
-        self._expiries[group][places] = NEVER if self._ttl_s is None else self._now() + self._ttl_s
-        return positions, entries, places, self._tags(group, keys[positions], places)
+        expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
+        generations = self.tier.next_generations(len(places))
+        tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
+        self._tags[group][places] = tag_fields(tags)
+        return positions, entries, places, tags
 
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Makes pages visible whose bytes are all in place; returns which became so."""
@@ -170,24 +179,24 @@ class DiskIndex:
         published = self.entries.finish(entries, good.view(np.uint8)).view(np.bool_)
         there = places[published]
         if len(there):
+            tags = self._fields(group, there)
             self.tier.record_publish(
                 group,
                 keys[published],
                 there,
-                self._generations[group][there],
-                self._tokens[group][there],
-                self._expiries[group][there],
+                tags["generation"].copy(),
+                tags["tokens"].astype(np.int32),
+                tags["expiry"].copy(),
             )
         return published
 
-    def _tags(self, group: int, keys: Keys, places: Places) -> PageTags:
-        return make_tags(
-            keys,
-            self.epoch,
-            self._generations[group][places],
-            self._tokens[group][places],
-            self._expiries[group][places],
-        )
+    def _tags_of(self, group: int, places: Places) -> PageTags:
+        # As whole numbers, five a tag: NumPy takes those four times as fast as records.
+        rows = self._tags[group].view(np.uint64).reshape(-1, TAG_BYTES // 8)
+        return rows.take(places, axis=0).view(np.uint8)
+
+    def _fields(self, group: int, places: Places) -> TagFields:
+        return tag_fields(self._tags_of(group, places))
 
     # --- leaving ---
 
@@ -196,7 +205,7 @@ class DiskIndex:
         gone = self.entries.slots_of(entries[self.entries.ready(entries).view(np.bool_)])
         removed = int(np.count_nonzero(self.entries.remove(entries)))
         if len(gone):
-            self.tier.record_evict(group, gone, self._generations[group][gone])
+            self.tier.record_evict(group, gone, self._fields(group, gone)["generation"].copy())
         return removed
 
     def forget(self, group: int, keys: Keys) -> int:
@@ -206,8 +215,8 @@ class DiskIndex:
 
     def lose(self, disk: int) -> None:
         """A disk is gone for good, and what was on it a miss."""
-        for group, generations in enumerate(self._generations):
-            gone = (np.arange(len(generations)) % self.tier.disks == disk).astype(np.uint8)
+        for group, tags in enumerate(self._tags):
+            gone = (np.arange(len(tags)) % self.tier.disks == disk).astype(np.uint8)
             self.counts.gone += len(self.entries.retire(group, gone))
 
     def reset(self) -> None:

@@ -46,7 +46,8 @@ class DiskReads:
         self._disk = disk
         self._limits = limits
         self._orders = orders
-        self._op_of_entry: dict[int, OpId] = {}
+        self._reader = [np.zeros(len(tokens), np.int64) for tokens in host.tokens]
+        """Of each host slot, the read that is filling it, or 0."""
         self.ops = DiskOps()
         self.waits: dict[str, Wait] = {}
 
@@ -61,10 +62,7 @@ class DiskReads:
         room = 0
         if len(self.ops) < self._limits.ops:
             room = self._limits.read_pages - self.ops.pages
-        waited: set[OpId] = set()
-        if self._op_of_entry:
-            found = index.find(group, keys, ready_only=False).tolist()
-            waited.update(self._op_of_entry[entry] for entry in self._op_of_entry.keys() & set(found))
+        waited = self._under_way(group, keys) if len(self.ops) else set()
         positions, entries, slots, evicted, _, dropped = index.insert(group, keys, room)
         if dropped and room > 0 and not len(positions):
             # What host memory has of the rest keeps the slots that the next blocks need: let it go.
@@ -73,15 +71,21 @@ class DiskReads:
         if len(evicted):
             self._host.evicted(group, evicted)
         if len(positions):
-            disk, places, tags, tokens = self._disk.begin_read(group, keys[positions])
-            self._host.tokens[group][slots] = tokens
+            wanted = keys if len(positions) == len(keys) else keys[positions]
+            disk, places, tags = self._disk.begin_read(group, wanted)
             graph = self._host.planner.read(group, slots, places, tags)
             op_id = graph.ops[0].op_id
             self.ops.add(DiskOp(op_id, group, entries, disk, self._disk.epoch))
-            self._op_of_entry.update(dict.fromkeys(entries.tolist(), op_id))
+            self._reader[group][slots] = op_id
             self._orders.append(graph)
             waited.add(op_id)
         return waited
+
+    def _under_way(self, group: int, keys: Keys) -> set[OpId]:
+        """The reads that bring up any of `keys`."""
+        entries = self._host.index.find(group, keys, ready_only=False)
+        readers = self._reader[group][self._host.index.slots_of(entries[entries != NO_ENTRY])]
+        return {OpId(op_id) for op_id in np.unique(readers[readers != 0]).tolist()}
 
     def wait(self, request_id: str, ops: set[OpId], now_s: float) -> None:
         """The request waits for these reads."""
@@ -122,10 +126,11 @@ class DiskReads:
 
     def complete(self, result: OpResult) -> None:
         op = self.ops.pop(result.op_id)
-        for entry in op.host.tolist():
-            del self._op_of_entry[entry]
         good = op.good(result)
         counts, index = self._disk.counts, self._host.index
+        slots = index.slots_of(op.host)
+        self._reader[op.group][slots] = 0
+        self._host.tokens[op.group][slots] = self._disk.tokens_of(op.group, op.disk)
         current = op.epoch == self._disk.epoch
         # A read that was never issued says nothing about what is on disk.
         suspect = ~good if result.status is OpStatus.FAILED and current else np.zeros_like(good)
