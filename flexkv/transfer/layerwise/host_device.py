@@ -1,0 +1,121 @@
+"""The host device: NumPy arrays, and a thread for each kind of stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import ClosedError
+from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
+
+
+class HostEvent(Event):
+    """Reached when `reach` was called, by a stream's thread."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error = ""
+
+    def wait(self, deadline_s: float) -> bool:
+        return self._reached.wait(deadline_s)
+
+    @property
+    def error(self) -> str:
+        return self._error
+
+    def reach(self, error: str) -> None:
+        self._error = error
+        self._reached.set()
+
+
+class HostStream(Stream):
+    """One pipeline's work in a thread that it shares with the streams of that name of other pipelines.
+
+    Work waits only for what was given before it, to whichever thread, so threads never wait in a ring. Nothing is
+    given without a step of a pipeline, so the queue holds at most eight entries a layer and pipeline.
+    """
+
+    def __init__(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        self._queue = queue
+        self._error = ""
+
+    def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
+        self._queue.put(lambda: self._do(work, stage, layer))
+
+    def wait(self, event: Event) -> None:
+        self._queue.put(lambda: self._await(event))
+
+    def record(self) -> Event:
+        event = HostEvent()
+        self._queue.put(lambda: event.reach(self._error))
+        return event
+
+    def _do(self, work: Callable[[], None], stage: str, layer: int) -> None:
+        if self._error:
+            return
+        try:
+            work()
+        except Exception as error:  # whatever a transform or a source raises is what its layer failed of
+            self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
+
+    def _await(self, event: Event) -> None:
+        # No deadline: it ends with the work before it, and what waits for this one has a deadline of its own.
+        event.wait(threading.TIMEOUT_MAX)
+        self._error = self._error or event.error
+
+
+class HostDevice(LayerDevice):
+    """Streams are threads, `flexkv-layer-<name>`, started with the first stream and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[str, SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def stream(self, name: str) -> HostStream:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the layerwise host device was closed")
+            if name not in self._queues:
+                queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+                thread = threading.Thread(
+                    target=_work, args=(queue,), name=f"flexkv-layer-{name}", daemon=True
+                )
+                thread.start()
+                self._queues[name] = queue
+                self._threads.append(thread)
+            return HostStream(self._queues[name])
+
+    def buffer(self, shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+        return np.empty(shape, dtype=dtype)
+
+    def index(self, numbers: RowNumbers) -> RowNumbers:
+        return numbers
+
+    def caller_event(self) -> Event | None:
+        return None
+
+    def caller_waits(self, event: Event, deadline_s: float) -> bool:
+        return event.wait(deadline_s)
+
+    def close(self, deadline_s: float) -> bool:
+        """No more streams; ends the threads when their work is done. False: they still work after `deadline_s`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for queue in self._queues.values():
+                    queue.put(None)
+        for thread in self._threads:
+            thread.join(deadline_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()

@@ -1,0 +1,245 @@
+"""The load pipeline: load layer i, transform layer i-1, scatter layer i-2, all at once and in two buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexkv.errors import ContractError
+from flexkv.transfer.layerwise.base import (
+    Array,
+    Event,
+    LayerDevice,
+    LayerTransform,
+    LostRows,
+    PipelineError,
+    RowNumbers,
+    RowSource,
+)
+from flexkv.transfer.layerwise.chunks import ChunkSet
+from flexkv.transfer.layerwise.paged import PagedLayers
+
+BUFFERS = 2
+"""One is loaded while the other is transformed and then scattered."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How a pipeline ended.
+
+    Attributes:
+        failed: number of a chunk -> why its rows must not be used. They hold zeros, or what a blender made of them.
+        quiet: nothing moves any more. Where it is False the engine's blocks must not be reused: `LoadPipeline.quiet`.
+    """
+
+    failed: dict[int, str] = field(default_factory=dict)
+    quiet: bool = True
+
+
+class LoadPipeline:
+    """Brings the layers of some chunks into paged memory, as a generator of three overlapping stages.
+
+    `run()` wants one `next`, a `send` for each layer in turn (one row source a chunk), and a final `next`, which
+    yields the `LoadReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of layer
+    i; so when `send` for layer i returns, that layer is the one to be had from `get_kv`, and layer i-1 is on its way
+    to paged memory, where it may not be changed any more. The schedule is CacheBlend's (LMCache's `batched_to_gpu`);
+    here the stages wait for each other by events and never for the whole device:
+
+        loaded(i) -> transform(i) -> scatter(i) -> load(i+2), which takes the same buffer
+        whatever the caller gave its own stream before a step -> scatter of that step
+
+    All rows from the first chunk to the last are written, those in gaps as zeros unless somebody edits them. Rows of a
+    chunk that fails are gaps from that layer on; the others go on. Any other failure ends everything: the later
+    stages are left out, and every chunk is failed. Closing the generator half way waits for what was begun.
+
+    Args:
+        slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
+        transform: None leaves keys as they are.
+        deadline_s: how long `get_kv`, the end, and `close` wait.
+
+    Raises:
+        ContractError: other counts of slots and rows, or a slot twice.
+        BlockRangeError: a slot outside the pool.
+    """
+
+    def __init__(
+        self,
+        device: LayerDevice,
+        paged: PagedLayers,
+        slots: RowNumbers,
+        chunks: ChunkSet,
+        transform: LayerTransform | None = None,
+        deadline_s: float = 30.0,
+    ) -> None:
+        slots = np.asarray(slots, dtype=np.int64)
+        if slots.shape != (chunks.rows,):
+            raise ContractError(f"slots of shape {slots.shape} for {chunks.rows} rows")
+        if len(np.unique(slots)) != len(slots):
+            raise ContractError("two rows have the same slot")
+        blocks, tokens = paged.split(slots)
+        self._device = device
+        self._paged = paged
+        self._chunks = chunks
+        self._transform = transform
+        self._deadline_s = deadline_s
+        self._blocks, self._tokens = device.index(blocks), device.index(tokens)
+        shape = (paged.planes, chunks.rows, paged.heads, paged.head_width)
+        self._buffers = [device.buffer(shape, paged.dtype) for _ in range(BUFFERS)]
+        self._load, self._compute, self._store = (device.stream(n) for n in ("load", "compute", "store"))
+        self._loaded: dict[int, Event] = {}
+        self._transformed: dict[int, Event] = {}
+        self._scattered: dict[int, Event] = {}
+        self._current: int | None = None
+        self._gaps: dict[int, Array] = {}
+        self._failed: dict[int, str] = {}
+        self._positions = chunks.positions()
+        self._started = False
+
+    # --- the generator ---
+
+    def run(self) -> Generator[LoadReport | None, Sequence[RowSource], None]:
+        """See the class. May be run once."""
+        if self._started:
+            raise ContractError("a pipeline runs once")
+        self._started = True
+        layers = self._paged.num_layers
+        reported = False
+        try:
+            for step in range(layers + 2):
+                if step > 1:
+                    self._scatter(step - 2)
+                if 0 < step <= layers:
+                    self._process(step - 1)
+                if step < layers:
+                    self._begin_load(step, (yield None))
+                elif step == layers:
+                    yield None
+            report = self._report()
+            reported = True
+            yield report
+        finally:
+            self._current = None
+            if not reported and not self.quiet(self._deadline_s):
+                raise PipelineError(f"a load pipeline still moves bytes after {self._deadline_s:g} s")
+
+    def get_kv(self, layer: int) -> Array:
+        """The layer that was transformed last, to be read and edited until the next step.
+
+        Returns:
+            Array [planes, rows, heads, head_width], plane 0 the keys.
+
+        Raises:
+            ContractError: another layer is there, or none.
+            PipelineError: it failed, or did not come before the deadline.
+        """
+        if layer != self._current:
+            raise ContractError(f"get_kv({layer}): the layer between load and scatter is {self._current}")
+        event = self._transformed[layer]
+        if not self._device.caller_waits(event, self._deadline_s):
+            raise PipelineError(f"layer {layer} was not there after {self._deadline_s:g} s")
+        if event.error:
+            raise PipelineError(f"layer {layer}: {event.error}")
+        return self._buffers[layer % BUFFERS]
+
+    def wait_scattered(self, layer: int) -> bool:
+        """What the caller does next finds layer `layer` in paged memory; False at the deadline.
+
+        Raises:
+            ContractError: the step that scatters it was not taken yet.
+        """
+        if layer not in self._scattered:
+            raise ContractError(f"layer {layer} is scattered two steps after its load")
+        return self._device.caller_waits(self._scattered[layer], self._deadline_s)
+
+    def quiet(self, deadline_s: float) -> bool:
+        """Whether nothing that was begun moves any more, waiting for that up to `deadline_s` seconds."""
+        ends_s = time.monotonic() + deadline_s
+        events = [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
+        return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in events)
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Chunks known to have failed so far, and why."""
+        return dict(self._failed)
+
+    # --- the stages ---
+
+    def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
+        if len(sources) != len(self._chunks.chunks):
+            raise ContractError(
+                f"layer {layer}: {len(sources)} row sources for {len(self._chunks.chunks)} chunks"
+            )
+        buffer = self._buffers[layer % BUFFERS]
+        if layer >= BUFFERS:
+            self._after_scatter(layer - BUFFERS)
+        sources = tuple(sources)
+        self._load.run(lambda: self._fill(layer, buffer, sources), "load", layer)
+        self._loaded[layer] = self._load.record()
+
+    def _after_scatter(self, layer: int) -> None:
+        """The buffer's former layer must have left it before it is written again."""
+        self._load.wait(self._scattered[layer])
+
+    def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:
+        for number, (chunk, source) in enumerate(zip(self._chunks.chunks, sources, strict=True)):
+            if number in self._failed:
+                continue
+            try:
+                source.copy_to(buffer[:, self._chunks.rows_of(chunk)])
+            except LostRows as lost:
+                self._failed[number] = f"layer {layer}: {lost}"
+        self._gaps[layer] = self._gap_rows()
+
+    def _gap_rows(self) -> Array:
+        rows = [self._chunks.gaps]
+        for number in self._failed:
+            at = self._chunks.rows_of(self._chunks.chunks[number])
+            rows.append(np.arange(at.start, at.stop, dtype=np.int64))
+        return self._device.index(np.concatenate(rows))
+
+    def _process(self, layer: int) -> None:
+        buffer = self._buffers[layer % BUFFERS]
+        self._after_load(layer)
+        self._compute.run(lambda: self._change(layer, buffer), "transform", layer)
+        self._transformed[layer] = self._compute.record()
+        self._current = layer
+
+    def _after_load(self, layer: int) -> None:
+        self._compute.wait(self._loaded[layer])
+
+    def _change(self, layer: int, buffer: Array) -> None:
+        if self._transform is not None:
+            self._transform(layer, buffer[0], self._positions)
+        # After the transform: it may have turned what an earlier layer left there.
+        gaps = self._gaps.pop(layer)
+        if len(gaps):
+            buffer[:, gaps] = 0
+
+    def _scatter(self, layer: int) -> None:
+        buffer = self._buffers[layer % BUFFERS]
+        self._current = None
+        self._after_transform(layer)
+        edits = self._device.caller_event()
+        if edits is not None:
+            self._store.wait(edits)
+        self._store.run(
+            lambda: self._paged.write(layer, self._blocks, self._tokens, buffer), "scatter", layer
+        )
+        self._scattered[layer] = self._store.record()
+
+    def _after_transform(self, layer: int) -> None:
+        self._store.wait(self._transformed[layer])
+
+    def _report(self) -> LoadReport:
+        quiet = self.quiet(self._deadline_s)
+        # The last scatter waited for everything before it, so it has heard of every failure.
+        last = self._scattered[self._paged.num_layers - 1]
+        error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
+        failed = dict(self._failed)
+        if error:
+            # A copy: what still moves looks at the original.
+            failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
+        return LoadReport(failed, quiet)

@@ -1,0 +1,72 @@
+"""An engine's paged KV memory by token slot, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexkv.errors import BlockRangeError, GeometryError
+from flexkv.transfer.layerwise.base import Array, RowNumbers
+
+
+class PagedLayers:
+    """Slot s is token `s % block_tokens` of block `s // block_tokens`.
+
+    Args:
+        layers: of each layer its planes, K first (MLA has one), each an array
+            [blocks, block_tokens, heads, head_width] with any strides: views of the engine's own memory, for which
+            the caller vouches until the pipeline is over. Whatever the order of an engine's pool, a strided view has
+            this shape.
+
+    Attributes:
+        planes, blocks, block_tokens, heads, head_width: the same for every layer.
+
+    Raises:
+        GeometryError: no layers, or planes of different shape or dtype.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Array]]) -> None:
+        if not layers or not layers[0]:
+            raise GeometryError("paged memory needs at least one layer with one plane")
+        first = layers[0][0]
+        for number, planes in enumerate(layers):
+            for plane in planes:
+                same = tuple(plane.shape) == tuple(first.shape) and plane.dtype == first.dtype
+                if len(planes) != len(layers[0]) or len(plane.shape) != 4 or not same:
+                    raise GeometryError(
+                        f"layer {number}: {len(planes)} planes, one of shape {tuple(plane.shape)} {plane.dtype}; "
+                        f"all layers must have {len(layers[0])} of shape [blocks, block_tokens, heads, head_width] "
+                        f"like layer 0's {tuple(first.shape)} {first.dtype}"
+                    )
+        self.layers = tuple(tuple(planes) for planes in layers)
+        self.planes = len(self.layers[0])
+        self.dtype = first.dtype
+        self.blocks, self.block_tokens, self.heads, self.head_width = (int(n) for n in first.shape)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def split(self, slots: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
+        """Block and token in it of each slot.
+
+        Raises:
+            BlockRangeError: a slot lies outside the pool.
+        """
+        numbers = np.asarray(slots, dtype=np.int64)
+        total = self.blocks * self.block_tokens
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < total):
+            bad = numbers[(numbers < 0) | (numbers >= total)][0]
+            raise BlockRangeError(f"slot {bad} of an engine's pool: slots are [0, {total})")
+        return numbers // self.block_tokens, numbers % self.block_tokens
+
+    def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
+        """`rows` [planes, rows, heads, head_width] into the layer; no two of the slots are the same."""
+        for number, plane in enumerate(self.layers[layer]):
+            plane[blocks, tokens] = rows[number]
+
+    def read(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
+        """The layer into `rows` [planes, rows, heads, head_width]."""
+        for number, plane in enumerate(self.layers[layer]):
+            rows[number] = plane[blocks, tokens]

@@ -1,0 +1,206 @@
+"""A small world for the pipelines: random chunks, paged memory, the straight reference, a reordering device."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, RowPositions, RowSource, Stream
+from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
+from flexkv.transfer.layerwise.load import LoadPipeline, LoadReport
+from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.rows import ArrayRows
+
+GENEROUS_S = 60.0
+
+
+def turn(layer: int, keys: Any, positions: RowPositions) -> None:
+    """A transform that depends on everything it is given; a second turn, or one of other bytes, shows."""
+    by = (positions.new - positions.old + layer + 1)[:, None, None]
+    keys[:] = keys * 3 + by.astype(keys.dtype)
+
+
+class LayerWorld:
+    """One random case. Every byte is an integer, so that equal means equal."""
+
+    def __init__(self, seed: int, layers: int | None = None, planes: int | None = None) -> None:
+        self.random = random.Random(seed)
+        chosen = self.random
+        self.layers = layers or chosen.randint(1, 12)
+        self.planes = planes or chosen.choice([1, 2])
+        self.heads, self.width = chosen.choice([(1, 576), (1, 8), (2, 4), (8, 16)])
+        self.block_tokens = chosen.choice([1, 2, 16])
+        at, chunks = chosen.randint(0, 5), []
+        for _ in range(chosen.randint(1, 5)):
+            at += chosen.choice([0, 0, 1, 3])
+            end = at + chosen.randint(1, 9)
+            chunks.append(Chunk(at, end, chosen.choice([None, chosen.randint(0, 100)])))
+            at = end
+        self.chunks = ChunkSet(chunks)
+        self.blocks = -(-self.chunks.rows // self.block_tokens) + chosen.randint(0, 3)
+        numbers = np.random.default_rng(seed)
+        slots = numbers.permutation(self.blocks * self.block_tokens)[: self.chunks.rows]
+        self.slots: RowNumbers = slots.astype(np.int64)
+        shape = (self.planes, self.blocks, self.heads, self.block_tokens, self.width)
+        # Heads before tokens, as some engines have it: the rows are not contiguous.
+        self.memory = [
+            numbers.integers(-1000, 1000, shape).astype(np.int32).transpose(0, 1, 3, 2, 4)
+            for _ in range(self.layers)
+        ]
+        self.before = [layer.copy() for layer in self.memory]
+        self.paged = PagedLayers([list(layer) for layer in self.memory])
+        self.stored = [
+            [
+                numbers.integers(-1000, 1000, (self.planes, chunk.tokens, self.heads, self.width)).astype(
+                    np.int32
+                )
+                for chunk in self.chunks.chunks
+            ]
+            for _ in range(self.layers)
+        ]
+
+    def sources(self, layer: int) -> list[RowSource]:
+        return [ArrayRows(rows) for rows in self.stored[layer]]
+
+    def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
+        """Load all, rotate, zero, scatter. `failed_from`: chunk -> the layer from which on it is lost."""
+        out = []
+        for layer in range(self.layers):
+            rows = np.zeros((self.planes, self.chunks.rows, self.heads, self.width), np.int32)
+            gaps = list(self.chunks.gaps)
+            for number, chunk in enumerate(self.chunks.chunks):
+                at = self.chunks.rows_of(chunk)
+                rows[:, at] = self.stored[layer][number]
+                if failed_from is not None and failed_from.get(number, self.layers) <= layer:
+                    gaps += range(at.start, at.stop)
+            turn(layer, rows[0], self.chunks.positions())
+            rows[:, gaps] = 0
+            paged = self.before[layer].copy()
+            for row, slot in enumerate(self.slots):
+                paged[:, slot // self.block_tokens, slot % self.block_tokens] = rows[:, row]
+            out.append(paged)
+        return out
+
+    def same(self, expected: list[NDArray[np.int32]]) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.memory, expected, strict=True))
+
+    def pipeline(self, device: LayerDevice, kind: type[LoadPipeline] = LoadPipeline) -> LoadPipeline:
+        return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S)
+
+    def load(self, pipeline: LoadPipeline) -> LoadReport:
+        """One next, a send a layer, a final next."""
+        steps = pipeline.run()
+        next(steps)
+        for layer in range(self.layers):
+            steps.send(self.sources(layer))
+        report = next(steps)
+        steps.close()
+        assert report is not None
+        return report
+
+
+class ReorderedEvent(Event):
+    """Reached when the device has run everything before it."""
+
+    def __init__(self, device: ReorderingDevice) -> None:
+        self._device = device
+        self.reached = False
+        self.failure = ""
+
+    def wait(self, deadline_s: float) -> bool:
+        self._device.run_until(self)
+        return self.reached
+
+    @property
+    def error(self) -> str:
+        return self.failure
+
+
+class ReorderedStream(Stream):
+    """A queue of (work, event waited for, event reached)."""
+
+    def __init__(self, device: ReorderingDevice) -> None:
+        self._device = device
+        self.queue: deque[tuple[str, Any]] = deque()
+        self.failure = ""
+
+    def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
+        self.queue.append(("run", (work, stage, layer)))
+
+    def wait(self, event: Event) -> None:
+        self.queue.append(("wait", event))
+
+    def record(self) -> Event:
+        event = ReorderedEvent(self._device)
+        self.queue.append(("record", event))
+        return event
+
+    def can_go(self) -> bool:
+        return bool(self.queue) and (self.queue[0][0] != "wait" or self.queue[0][1].reached)
+
+    def go(self) -> None:
+        kind, what = self.queue.popleft()
+        if kind == "wait":
+            self.failure = self.failure or what.failure
+        elif kind == "record":
+            what.failure = self.failure
+            what.reached = True
+        elif not self.failure:
+            work, stage, layer = what
+            self._device.ran.append((stage, layer))
+            try:
+                work()
+            except Exception as error:  # as every device takes it
+                self.failure = str(error)
+
+
+class ReorderingDevice(LayerDevice):
+    """Runs queued work only when somebody waits, and then streams in any order that their events allow.
+
+    Attributes:
+        given: stage and layer of all work, in the order in which it was given; ran: in which it ran.
+        buffers: shapes of the buffers asked for.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._streams: list[ReorderedStream] = []
+        self.given: list[tuple[str, int]] = []
+        self.ran: list[tuple[str, int]] = []
+        self.buffers: list[Any] = []
+
+    def stream(self, name: str) -> Stream:
+        stream = TracedStream(self)
+        self._streams.append(stream)
+        return stream
+
+    def run_until(self, event: ReorderedEvent) -> None:
+        while not event.reached:
+            able = [stream for stream in self._streams if stream.can_go()]
+            assert able, "streams wait for each other: a deadlock"
+            self._random.choice(able).go()
+
+    def buffer(self, shape: Sequence[int], dtype: Any) -> Any:
+        buffer = np.full(shape, 77, dtype)
+        self.buffers.append(buffer)
+        return buffer
+
+    def index(self, numbers: RowNumbers) -> Any:
+        return numbers
+
+    def caller_event(self) -> Event | None:
+        return None
+
+    def caller_waits(self, event: Event, deadline_s: float) -> bool:
+        return event.wait(deadline_s)
+
+
+class TracedStream(ReorderedStream):
+    def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
+        self._device.given.append((stage, layer))
+        super().run(work, stage, layer)
