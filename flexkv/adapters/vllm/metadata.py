@@ -10,32 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts
-from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake(RankFacts, KVConnectorHandshakeMetadata):
     """What one worker says about its KV pool before the first lookup, as vLLM carries it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """One request's load.
-
-    Attributes:
-        graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
-        sync: the step's forward needs it.
-    """
-
-    request_id: str
-    graph: TransferGraph | None
-    sync: bool
-    lost: tuple[int, ...] = ()
-
-    @property
-    def ops(self) -> tuple[TransferOp, ...]:
-        return self.graph.ops if self.graph is not None else ()
 
 
 @dataclass(slots=True)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from vllm.platforms import current_platform
 
-from flexkv.adapters.common.rank_facts import PoolGrant, RankPlace
+from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.geometry import build_view, is_replicated
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
-from flexkv.errors import FlexKVError
-from flexkv.observe import Counters, get_logger
-from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.graph import OpResult
-from flexkv.transfer.host_pool import HostPool
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
 """How long a forward waits for the copy out of a block it is about to write. Beyond it the page counts as failed: a
@@ -37,7 +28,7 @@ IDLE_WAIT_S = 0.002
 the time from the threads that copy; a new request waits at most this long."""
 
 
-class WorkerSide:
+class WorkerSide(RankWorker):
     """One rank. All methods are called by the engine's worker thread.
 
     Attributes:
@@ -45,27 +36,16 @@ class WorkerSide:
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self._config = config
+        super().__init__(config, rank, _current_stream)
         self._ranks = ranks
-        self._view: Any = None
-        self._caches: tuple[torch.Tensor, ...] = ()
         self.kv_config: KVCacheConfig | None = None
-        self._pool: Any = None
-        self.counters = Counters()
-        self._ops = RankOps(config, rank, self.counters)
         self._heard_step = 0
         self._step_said = 0
-        self._device: int | None = None
         self._ready_said = -1
         self._handshake_said = False
         self._error_said = False
 
     # --- set up ---
-
-    def make_mover(self) -> Any:
-        """The mover of the device lanes; None takes the engine's own. For subclasses that decorate it."""
-        return None
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> None:
         """Takes the engine's pool.
@@ -73,62 +53,16 @@ class WorkerSide:
         Raises:
             GeometryError: the tensors are not what the configuration says.
         """
-        self._view, self.format_id = build_view(caches, config, self._ranks)
-        self._caches = tuple(caches.values())
-        self._ops.stripe_bytes = self._view.stripe_bytes
-        self._ops.stores = self.rank == 0 or not is_replicated(config)
+        view, format_id = build_view(caches, config, self._ranks)
+        self.take_pool(view, format_id, tuple(caches.values()), config.num_blocks, is_replicated(config))
         self.kv_config = config
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
-        if self.kv_config is None:
-            return None
-        view = self._view
-        runs = view.runs[:, [3, 2, 4]]
-        runs = runs[np.argsort(runs[:, 0])]
-        return Handshake(
-            self.rank,
-            os.getpid(),
-            view.stripe_bytes,
-            self.kv_config.num_blocks,
-            runs.astype(np.int64),
-            str(self.format_id),
-            is_replicated(self.kv_config),
+        said = self.facts()
+        return (
+            Handshake(**{field.name: getattr(said, field.name) for field in fields(said)}) if said else None
         )
-
-    def attach(self, pool: HostPool, place: RankPlace) -> None:
-        """Starts the lanes between the engine's pool and the unit's host pool."""
-        transfer = self._config.transfer
-        device = cuda_device_of(self._caches)
-        engine = TransferEngine(
-            mover=self.make_mover(),
-            device=device,
-            batch_copies=transfer.batch_copies,
-            copy_kernel=transfer.copy_kernel,
-            current_stream=None if device is None else partial(_current_stream, device),
-            queue_ops=transfer.queue_ops,
-            copy_threads=transfer.copy_thread_count(),
-            op_stuck_s=transfer.stuck_s,
-        )
-        engine.attach_view(0, self._view, pool, place.stripe, place.digests, self._caches)
-        if device is not None:
-            pool.pin(device)
-        self._ops.engine, self._pool, self._device = engine, pool, device
-
-    def _usable_slots(self) -> int:
-        """Slots that are up here, and known to this rank's GPU where it has one."""
-        pinned_first = self._device is not None
-        return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
-
-    def _take_grant(self, grant: PoolGrant) -> None:
-        if self._ops.engine is not None or self._ops.refusal:
-            return
-        try:
-            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank])
-        except FlexKVError as error:
-            # The engine can live without a cache; the scheduler's side is told and promises nothing.
-            self._ops.refusal = f"{type(error).__name__}: {error}"
-            logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
 
     # --- one step, in the order in which the engine calls ---
 
@@ -136,7 +70,7 @@ class WorkerSide:
         """Takes the pool, submits early stores, and ends copies out of blocks that this step may write."""
         self._ops.step = max(self._ops.step, orders.step)
         if orders.grant is not None:
-            self._take_grant(orders.grant)
+            self.take_grant(orders.grant)
         for graph in orders.early:
             # A forward is waiting for this copy, so it goes before the other stores.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
@@ -190,7 +124,7 @@ class WorkerSide:
         if self._ops.step != self._step_said:
             report.step = self._step_said = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.take_results()]
-        if self._pool is not None and (ready := self._usable_slots()) != self._ready_said:
+        if self.attached and (ready := self.usable_slots) != self._ready_said:
             report.ready[self.rank] = self._ready_said = ready
         if (
             self._ops.engine is None
@@ -222,12 +156,6 @@ class WorkerSide:
     def busy(self) -> bool:
         """Whether an op is under way or unreported."""
         return self._ops.busy
-
-    def close(self) -> None:
-        """Ends the lanes; waits for copies in flight up to `transfer.close_s`."""
-        if self._ops.engine is not None:
-            self._ops.engine.close(self._config.transfer.close_s)
-            self._ops.engine = None
 
 
 def current_device_is_host() -> bool:

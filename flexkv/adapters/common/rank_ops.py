@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.adapters.vllm.metadata import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger

@@ -1,0 +1,26 @@
+"""One request's load, as the scheduler's side orders it and each rank runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexkv.transfer.graph import TransferGraph, TransferOp
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's load.
+
+    Attributes:
+        graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
+        sync: the step's forward needs it.
+    """
+
+    request_id: str
+    graph: TransferGraph | None
+    sync: bool
+    lost: tuple[int, ...] = ()
+
+    @property
+    def ops(self) -> tuple[TransferOp, ...]:
+        return self.graph.ops if self.graph is not None else ()

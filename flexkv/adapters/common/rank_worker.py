@@ -1,0 +1,132 @@
+"""One rank's share of the unit: its view of the engine's pool, the lanes, and the mapping of the host pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
+from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.config import FlexKVConfig
+from flexkv.errors import FlexKVError
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.engine import OnDevice, TransferEngine, cuda_device_of
+from flexkv.transfer.host_pool import HostPool
+
+logger = get_logger(__name__)
+
+
+class RankWorker:
+    """What the worker's side of every adapter does alike.
+
+    Args:
+        current_stream: of a CUDA device, the stream that the calling thread gives the engine's work to, as an integer.
+
+    Attributes:
+        device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
+        view: of the engine's pool, and `format_id` that of its pages; None before `take_pool`.
+    """
+
+    def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
+        self.rank = rank
+        self.counters = Counters()
+        self.device: int | None = None
+        self.view: Any = None
+        self.format_id: Any = None
+        self._config = config
+        self._current_stream = current_stream
+        self._owners: Sequence[OnDevice] = ()
+        self._num_blocks = 0
+        self._replicated = False
+        self._pool: Any = None
+        self._ops = RankOps(config, rank, self.counters)
+
+    def make_mover(self) -> Any:
+        """The mover of the device lanes; None takes the engine's own. For subclasses that decorate it."""
+        return None
+
+    def take_pool(
+        self,
+        view: Any,
+        format_id: Any,
+        owners: Sequence[OnDevice],
+        num_blocks: int,
+        replicated: bool,
+    ) -> None:
+        """The engine's pool is known.
+
+        Args:
+            owners: the tensors that the view lies in; kept as long as anything may touch them.
+            replicated: all ranks hold the same bytes; only rank 0's are stored then.
+        """
+        self.view, self.format_id = view, format_id
+        self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated
+        self._ops.stripe_bytes = view.stripe_bytes
+        self._ops.stores = self.rank == 0 or not replicated
+
+    def facts(self) -> RankFacts | None:
+        """What the scheduler needs to size the host pool; None before `take_pool`."""
+        if self.view is None:
+            return None
+        runs = self.view.runs[:, [3, 2, 4]]
+        runs = runs[np.argsort(runs[:, 0])]
+        return RankFacts(
+            self.rank,
+            os.getpid(),
+            self.view.stripe_bytes,
+            self._num_blocks,
+            runs.astype(np.int64),
+            str(self.format_id),
+            self._replicated,
+        )
+
+    def attach(self, pool: HostPool, place: RankPlace) -> None:
+        """Starts the lanes between the engine's pool and the unit's host pool."""
+        transfer = self._config.transfer
+        device = cuda_device_of(self._owners)
+        engine = TransferEngine(
+            mover=self.make_mover(),
+            device=device,
+            batch_copies=transfer.batch_copies,
+            copy_kernel=transfer.copy_kernel,
+            current_stream=None if device is None else partial(self._current_stream, device),
+            queue_ops=transfer.queue_ops,
+            copy_threads=transfer.copy_thread_count(),
+            op_stuck_s=transfer.stuck_s,
+        )
+        engine.attach_view(0, self.view, pool, place.stripe, place.digests, self._owners)
+        if device is not None:
+            pool.pin(device)
+        self._ops.engine, self._pool, self.device = engine, pool, device
+
+    def take_grant(self, grant: PoolGrant) -> None:
+        """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal."""
+        if self._ops.engine is not None or self._ops.refusal:
+            return
+        try:
+            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank])
+        except FlexKVError as error:
+            # The engine can live without a cache; the scheduler's side is told and promises nothing.
+            self._ops.refusal = f"{type(error).__name__}: {error}"
+            logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the host pool was attached here, ever."""
+        return self._pool is not None
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots that are up here, and known to this rank's GPU where it has one."""
+        pinned_first = self.device is not None
+        return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
+
+    def close(self) -> None:
+        """Ends the lanes; waits for copies in flight up to `transfer.close_s`."""
+        if self._ops.engine is not None:
+            self._ops.engine.close(self._config.transfer.close_s)
+            self._ops.engine = None
