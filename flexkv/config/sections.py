@@ -14,6 +14,8 @@ from flexkv.config.sizes import parse_size
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_COPY_THREADS = 64
+"""More only contend for memory bandwidth; the native core takes no more."""
 SMALL_MACHINE_CPUS = 4
 """Up to this many CPUs a second copy thread takes time from the engine's own threads."""
 
@@ -38,10 +40,10 @@ def _none_is_a_word(value: object) -> object:
 def _auto_or_count(value: object) -> object:
     """One message instead of one for each branch of the union."""
     text = str(value).strip()
-    if isinstance(value, (int, str)) and text.isdecimal() and int(text) >= 1:
+    if isinstance(value, (int, str)) and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
         return int(text)
     if value != "auto":
-        raise ValueError("expected 'auto' or a whole number from 1")
+        raise ValueError(f"expected 'auto' or a whole number from 1 to {MAX_COPY_THREADS}")
     return value
 
 
@@ -60,11 +62,17 @@ def _folders(value: object) -> object:
     return folders
 
 
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1)]
+MAX_COUNT = 2**31 - 1
+"""Pages, blocks and slots are numbered in 32 bits."""
+MAX_BYTES = 1 << 60
+MAX_SECONDS = 10_000_000
+"""The native core waits no longer: 115 days."""
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=MAX_COUNT)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1, le=MAX_BYTES)]
 OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(_none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(_none_is_a_word)]
-Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 OptionalSeconds = Annotated[Count | None, BeforeValidator(_none_is_a_word)]
 Folders = Annotated[tuple[str, ...], BeforeValidator(_folders)]
 Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
@@ -96,6 +104,7 @@ class HostConfig(Section):
     )
     units_per_node: Count = Field(
         1,
+        le=1024,
         description="Ownership units that start on this node; each takes its part of `memory_share`. They cannot see "
         "each other at start, so someone has to say how many there are.",
     )
@@ -183,6 +192,7 @@ class TransferConfig(Section):
 
     queue_ops: Count = Field(
         1024,
+        le=1 << 20,
         description="Operations that may wait in each lane; beyond it new stores are dropped and counted.",
     )
     copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(_auto_or_count)] = Field(
@@ -257,7 +267,9 @@ class DiskConfig(Section):
         description="`auto` takes io_uring where the kernel allows it, else threads that read and write.",
     )
     depth: Count = Field(
-        32, description="Reads and writes under way at once on one disk; more only queue in the device."
+        32,
+        le=1024,
+        description="Reads and writes under way at once on one disk; more only queue in the device.",
     )
     stuck_s: Seconds = Field(
         30.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -224,6 +225,25 @@ def test_configuration_is_frozen_and_pickles_with_its_origins() -> None:
 def test_origin_of_an_unknown_key_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'host\.bytes'"):
         FlexKVConfig().origin("host.byte")
+
+
+def _takes_numbers(key: str) -> bool:
+    for number in (1, 2 << 20):
+        try:
+            section, name = key.split(".")
+            return type(getattr(getattr(load_config({key: number}, {}), section), name)) in (int, float)
+        except ConfigError:
+            continue
+    return False
+
+
+@pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
+def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
+    """And not by an overflow, or by a thousand threads, when the engine starts."""
+    with pytest.raises(ConfigError) as caught:
+        load_config({key: 1 << 62}, {})
+    assert f"{key!r} from engine extra config has the value {1 << 62}: " in str(caught.value)
+    assert re.search("less than|from 1 to 64", str(caught.value))
 
 
 def test_copy_threads_auto_leaves_small_machines_to_the_engine() -> None:
