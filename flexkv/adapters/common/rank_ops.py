@@ -46,6 +46,18 @@ class RankOp:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingLoad:
+    """A load that found no place in its lane's queue.
+
+    Attributes:
+        deadline_s: when it is given up, whether it has found a place or not.
+    """
+
+    job: LoadJob
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """An op's terminal result and what decides when it may be heard.
 
@@ -80,7 +92,7 @@ class RankOps:
         self.stripe_bytes = 0
         self.stores = True
         self._ops: dict[OpId, RankOp] = {}
-        self._waiting: list[LoadJob] = []
+        self._waiting: list[WaitingLoad] = []
         self.step = 0
         self._ended: list[Ended] = []
         self._finished: set[str] = set()
@@ -95,19 +107,27 @@ class RankOps:
             if not job.sync:
                 self._finished.add(job.request_id)
             return
-        # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
-        started_s = time.monotonic()
-        ticket = self.engine.submit(job.graph) if self.engine is not None else None
-        if ticket is None and self.engine is not None:
-            # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
-            self._waiting.append(job)
-            return
-        if ticket is None:
+        self._try_load(WaitingLoad(job, time.monotonic() + self._load_deadline_s))
+
+    def _try_load(self, load: WaitingLoad) -> None:
+        job = load.job
+        if self.engine is None:
             self._refuse(job, self.refusal or "no host pool")
             return
+        # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
+        started_s = time.monotonic()
+        if started_s > load.deadline_s:
+            self._refuse(job, PAST_DEADLINE)
+            return
+        ticket = self.engine.submit(job.graph)
+        if ticket is None:
+            # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
+            self._waiting.append(load)
+            return
         for op in job.ops:
-            deadline_s = started_s + self._load_deadline_s
-            self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step, job, deadline_s)
+            self._ops[op.op_id] = RankOp(
+                ticket, op.kind, op.pages, started_s, self.step, job, load.deadline_s
+            )
 
     def submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
         """Starts a store; one that finds no place is dropped and reported so."""
@@ -130,10 +150,10 @@ class RankOps:
 
     def give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
-        for job in self._waiting:
-            if any(op.op_id == op_id for op in job.ops):
-                self._waiting.remove(job)
-                self._refuse(job, reason)
+        for load in self._waiting:
+            if any(op.op_id == op_id for op in load.job.ops):
+                self._waiting.remove(load)
+                self._refuse(load.job, reason)
                 return
         op = self._ops.get(op_id)
         if op is not None and not op.given_up:
@@ -151,11 +171,8 @@ class RankOps:
                 the engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._load_deadline_s
-        while job in self._waiting and time.monotonic() < ends_s:
+        while any(load.job is job for load in self._waiting):
             self.poll(PLACE_WAIT_S)
-        if job in self._waiting:
-            self._waiting.remove(job)
-            self._refuse(job, "found no place in the queue before the deadline")
         for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
             if self._wait(mine, ends_s):
                 continue
@@ -197,8 +214,8 @@ class RankOps:
         if self.engine is None:
             return
         waiting, self._waiting = self._waiting, []
-        for job in waiting:
-            self.submit_load(job)
+        for load in waiting:
+            self._try_load(load)
         if wait_s and self._ops:
             # Not select(), which takes no descriptor above 1023.
             ended = select.poll()
@@ -253,7 +270,8 @@ class RankOps:
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
-            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, time.monotonic(), self.step, job)
+            started_s = time.monotonic()
+            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, started_s, self.step, job, given_up=reason)
         for op in job.ops:
             self._end(_refused(op.op_id, op.pages, reason))
 

@@ -244,6 +244,29 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
         engine.check(name)
 
 
+def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
+    """The one under way is reported when it is quiet; those behind it, of which no byte moves, at their deadline."""
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1, "load.deadline_s": 0.05})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    names = [f"r{i}" for i in range(4)]
+    for name in names:
+        assert engine.add(make_request(PROMPT, name)) == 20
+    engine.step({})
+    assert slow.movers[0].wait_stalled(1, 10.0)
+    time.sleep(0.1)
+    engine.until(lambda: len(engine.finished_loads) == 3)
+    assert sorted(engine.finished_loads) == names[1:]
+    counters = engine.workers[0].counters.take()
+    assert counters.value("flexkv_failed_pages_total", direction="load", reason="deadline") == 3 * 5
+    slow.movers[0].release()
+    engine.until(lambda: sorted(engine.finished_loads) == names)
+    engine.step()
+    for name in names:
+        engine.check(name)
+
+
 def test_the_engine_comes_to_rest(make_engine: Make) -> None:
     engine = make_engine(**{"store.partial_blocks": True})
     engine.run(make_request(PROMPT, "one"))
