@@ -96,6 +96,12 @@ _TABLE = (
         (("reason", ("busy", "no_slot", "reference_limit")),),
     ),
     Metric(
+        "flexkv_lazy_missed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Blocks that the engine evicted before a lazy store found a place for them.",
+    ),
+    Metric(
         "flexkv_unpublished_pages_total",
         MetricKind.COUNTER,
         "pages",

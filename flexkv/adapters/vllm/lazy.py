@@ -19,12 +19,14 @@ from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner
 from flexkv.cache.base import CacheListener, CacheManager, Keys
 from flexkv.cache.keys import EngineKeyChain
-from flexkv.observe import Counters
+from flexkv.observe import Counters, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = get_logger(__name__)
 
 STEPS_AHEAD = 2
 """How many full steps' worth of blocks at the head of the free queue are kept stored: the next step may take one
@@ -73,12 +75,14 @@ class LazyStores(StoreMode, CacheListener):
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
+        self._passed_over: dict[int, bytes] = {}
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             # Its blocks are looked at only when it has lost them.
             if tracker := self._requests.get(request_id):
                 tracker.certain = self._planner.certain_after_step(tracker, scheduled)
+        self._count_missed()
         graph = self._plan_head()
         if graph is not None:
             orders.early.append(graph)
@@ -119,6 +123,7 @@ class LazyStores(StoreMode, CacheListener):
         self.suspects = dict(stale_hashes)
         self._offered.clear()
         self._block_of_key.clear()
+        self._passed_over.clear()
         self._seen = (-1, -1)
 
     def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
@@ -153,7 +158,7 @@ class LazyStores(StoreMode, CacheListener):
         candidates = self._candidates()
         room = self._watch.room
         if len(candidates) > room:
-            self._seen = (-1, -1)
+            self._pass_over(candidates[max(0, room) :])
             del candidates[max(0, room) :]
         if not candidates:
             return None
@@ -166,7 +171,10 @@ class LazyStores(StoreMode, CacheListener):
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, chain.keys, blocks, 0)
         if plan.dropped:
             self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
-            self._seen = (-1, -1)
+            taken = set(plan.stored.tolist())
+            # Those that the tier has already are not told apart from those that it has no slot for.
+            others = [block for position, block in enumerate(candidates) if position not in taken]
+            self._pass_over(others if not plan.known else [])
         else:
             for block, key in zip(candidates, chain.keys, strict=True):
                 self._withdraw(block.block_id)
@@ -178,6 +186,29 @@ class LazyStores(StoreMode, CacheListener):
             for op in plan.graph.ops:
                 self._watch.add_free(op.op_id, op.blocks)
         return plan.graph
+
+    def _pass_over(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """These found no place now and are looked at again in the next step, if the engine still has them."""
+        self._passed_over.update((block.block_id, block.block_hash) for block in blocks)
+        self._seen = (-1, -1)
+
+    def _count_missed(self) -> None:
+        """What was passed over and has lost its hash since is lost for the cache: the engine has given it away."""
+        if not self._passed_over:
+            return
+        blocks = self._watch.pool.blocks
+        missed = sum(blocks[block].block_hash != known for block, known in self._passed_over.items())
+        self._passed_over.clear()
+        if missed:
+            self._counters.add("flexkv_lazy_missed_pages_total", missed)
+            warn_once(
+                logger,
+                "lazy-missed",
+                "lazy stores do not keep up: the engine evicted %d blocks before they found a place; what is missed is "
+                "counted in flexkv_lazy_missed_pages_total. A larger store.max_reference_share or host.bytes helps, or "
+                "store.mode=eager",
+                missed,
+            )
 
     def _withdraw(self, block: int) -> None:
         """The block counts as never offered."""

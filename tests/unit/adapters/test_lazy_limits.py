@@ -101,6 +101,25 @@ def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Ma
     assert engine.side.unit.manager.stats().stored_pages == before
 
 
+@pytest.mark.parametrize(("share", "missed"), [(1.0, 0), (0.17, 3)])
+def test_what_the_engine_evicts_before_it_found_a_place_is_counted(
+    make_engine: Make, share: float, missed: int
+) -> None:
+    """Two of five blocks may have a store in flight; then the engine takes all of them."""
+    engine = make_engine(blocks=13, **LAZY | {"store.max_reference_share": share})
+    engine.run(make_request(PROMPT, "one"))
+    filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
+    engine.add(filler)
+    engine.step({})  # five blocks with a hash are left at the queue's head
+    taken = engine.pool.get_new_blocks(6)
+    engine.step({})
+    engine.pool.free_blocks(taken)
+    engine.step({})
+    engine.drain()
+    assert engine.stored_pages == 5 - missed
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == missed
+
+
 def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
     engine = make_engine()
     engine.run(make_request(PROMPT, "one"))
