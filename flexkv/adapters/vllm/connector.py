@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -61,6 +62,9 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     worker_class: type[WorkerSide] = WorkerSide
     """What runs the lanes; a subclass of the connector may decorate the mover with another one."""
+
+    def __init_subclass__(cls) -> None:
+        _make_known(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -242,3 +246,14 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     def reset_cache(self) -> bool:
         return self._scheduler.reset()
+
+
+def _make_known(connector: type[FlexKVConnector]) -> None:
+    """Lets vLLM find the class by its name alone, as a MultiConnector does when it reads the statistics of each of its
+    connectors; a name that it does not find ends the engine's output loop."""
+    name = connector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, connector.__module__, name)
+
+
+_make_known(FlexKVConnector)

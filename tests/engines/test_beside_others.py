@@ -1,0 +1,89 @@
+"""flexkv in vLLM's MultiConnector, beside another connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from demo.engine_process import FLEXKV, SEPARATE_CORE
+
+from .conftest import PACKAGE, Engines, connector
+from .session import BLOCK_TOKENS, EngineSession, Prompt
+from .test_failures import CARELESS
+
+SIBLING = {
+    "kv_connector": "SiblingConnector",
+    "kv_connector_module_path": f"{PACKAGE}.sibling_connector",
+    "kv_role": "kv_both",
+}
+SIBLING_TOKENS = 8 * BLOCK_TOKENS
+
+
+def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A `kv_transfer_config` of several connectors; the first that has tokens loads them, all store."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def compute_after_a_siblings_failed_load(session: EngineSession, stream: int) -> Prompt:
+    """The sibling promises the prompt's first blocks and does not bring them; the same step computes the rest from
+    what lies there. The engine then goes back and answers right."""
+    prompt = Prompt.of(400, stream)
+    session.forget()  # what lies there is garbage
+    broken = Prompt(
+        prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"sibling_tokens": SIBLING_TOKENS}}
+    )
+    session.check_one(broken)
+    session.forget()
+    return prompt
+
+
+def test_what_a_siblings_failed_load_led_to_is_not_published(engines: Engines, stream: int) -> None:
+    session = engines.get(beside(SIBLING, connector()))
+    prompt = compute_after_a_siblings_failed_load(session, stream)
+    assert session.metric("vllm:flexkv_unpublished_pages_total") > 0, "the failure met nothing of ours"
+    assert session.check_one(prompt).cached == prompt.whole_blocks, "what was computed again was not stored"
+
+
+def test_control_a_careless_connector_serves_what_a_siblings_failed_load_led_to(
+    engines: Engines, stream: int
+) -> None:
+    """What the test above would see if nothing were barred."""
+    session = engines.get(beside(SIBLING, connector(CARELESS)), {"FAULT_RULES": "[]"})
+    prompt = compute_after_a_siblings_failed_load(session, stream)
+    [answer] = session.ask(prompt)
+    assert answer.cached == prompt.whole_blocks
+    assert answer.tokens != session.reference.tokens(prompt)
+
+
+def test_beside_vllms_example_connector_in_processes_of_their_own(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    """As deployed: the scheduler apart, statistics of every connector exported by its name. flexkv serves first."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    session = engines.get(beside(connector(FLEXKV, load__mode="async"), example), SEPARATE_CORE)
+    prompt = Prompt.of(400, stream)
+    session.check_one(prompt)
+    assert list(tmp_path.iterdir()), "the other connector stored nothing"
+    hear(session, "vllm:flexkv_moved_pages_total{direction=store}", prompt.whole_blocks // BLOCK_TOKENS)
+    assert session.call("reset")["done"]
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    hear(session, "vllm:flexkv_moved_pages_total{direction=load}", prompt.whole_blocks // BLOCK_TOKENS)
+
+
+def hear(session: EngineSession, metric: str, at_least: float) -> None:
+    """Asks small things until the metric, which comes with a step's output, has reached a value."""
+    small = Prompt.of(5, 0, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
+    for _ in range(200):
+        session.ask(small)
+        if session.metric(metric) >= at_least:
+            return
+    raise AssertionError(f"{metric} is {session.metric(metric)}, not {at_least}")
