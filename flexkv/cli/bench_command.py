@@ -84,7 +84,7 @@ def _draw(rows: list[TransferRow], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise click.UsageError("--png needs matplotlib") from error
+        raise click.UsageError("--png needs matplotlib: pip install flexkv[plots]") from error
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     for direction in dict.fromkeys(row.direction for row in rows):
