@@ -373,6 +373,7 @@ class DiskCounts(TypedDict):
     read_bytes: int
     written_pages: int
     written_bytes: int
+    zeroed_bytes: int
     write_errors: int
     misses: dict[str, int]
 
@@ -381,6 +382,7 @@ class DiskLane(Lane):
 
     Args:
         slabs: of each disk, one a group.
+        zero_fill: clear slots that have space and were never written, ahead of the pages, while a disk is idle.
 
     Raises:
         GeometryError: a pool's or slab's slots are no images of its group. ConfigError: `io` or `depth`. DiskError:
@@ -396,6 +398,7 @@ class DiskLane(Lane):
         depth: int,
         stuck_s: float,
         faults: IoFaults | None = None,
+        zero_fill: bool = False,
     ) -> None: ...
     def take_out(self, disk: int, reason: str) -> None: ...
     @property

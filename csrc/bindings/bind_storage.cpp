@@ -102,7 +102,7 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
                                     const std::vector<std::shared_ptr<HostPool>>& pools,
                                     std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
                                     const std::string& io, int32_t depth, double stuck_s,
-                                    std::shared_ptr<IoFaults> faults) {
+                                    std::shared_ptr<IoFaults> faults, bool zero_fill) {
   if (codecs.size() != pools.size()) {
     throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
                         " host pools");
@@ -116,7 +116,7 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
     };
   }
   return std::make_shared<DiskLane>(std::move(groups), std::move(slabs),
-                                    DiskOptions{to_backend(io), depth, stuck_s}, std::move(wrap));
+                                    DiskOptions{to_backend(io), depth, stuck_s, zero_fill}, std::move(wrap));
 }
 
 py::list states(const DiskLane& lane) {
@@ -135,6 +135,7 @@ py::dict counts(const DiskLane& lane, int32_t disk) {
   all["read_bytes"] = c.read_bytes.load();
   all["written_pages"] = c.written_pages.load();
   all["written_bytes"] = c.written_bytes.load();
+  all["zeroed_bytes"] = c.zeroed_bytes.load();
   all["write_errors"] = c.write_errors.load();
   all["misses"] = misses;
   return all;
@@ -207,7 +208,7 @@ void bind_storage(py::module_& m) {
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
   py::class_<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
       .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
-           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none())
+           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false)
       .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("files_closed", &DiskLane::files_closed)

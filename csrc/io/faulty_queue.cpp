@@ -137,6 +137,18 @@ void FaultyQueue::wait(std::vector<IoDone>& done) {
   let_go();
   const size_t before = done.size();
   inner_->wait(done);
+  hand_over(done, before);
+}
+
+void FaultyQueue::take(std::vector<IoDone>& done) {
+  let_go();
+  const size_t before = done.size();
+  inner_->take(done);
+  hand_over(done, before);
+}
+
+// What the disk below appended to `done` from `before` on, and what never reached it.
+void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());
   ready_.clear();

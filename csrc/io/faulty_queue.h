@@ -66,6 +66,7 @@ class FaultyQueue : public IoQueue {
   int32_t depth() const override { return inner_->depth(); }
   void submit(const IoRequest& request) override;
   void wait(std::vector<IoDone>& done) override;
+  void take(std::vector<IoDone>& done) override;
   void wake() override { inner_->wake(); }
 
  private:
@@ -79,6 +80,7 @@ class FaultyQueue : public IoQueue {
   };
   void let_go();
   void spoil(IoDone& done);
+  void hand_over(std::vector<IoDone>& done, size_t before);
 
   std::unique_ptr<IoQueue> inner_;
   std::shared_ptr<IoFaults> faults_;

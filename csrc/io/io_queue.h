@@ -30,11 +30,14 @@ class IoQueue {
   virtual const char* name() const = 0;
   // I/Os that may be under way at once.
   virtual int32_t depth() const = 0;
-  // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait().
+  // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait() or
+  // take().
   virtual void submit(const IoRequest& request) = 0;
   // Owner only. Appends what has ended; returns when there is something or somebody called wake(). Throws
   // DiskError when the kernel refuses to go on: what is under way may then never be heard of.
   virtual void wait(std::vector<IoDone>& done) = 0;
+  // The same without waiting: hands over what was held back, appends what has ended.
+  virtual void take(std::vector<IoDone>& done) = 0;
   virtual void wake() = 0;
 };
 

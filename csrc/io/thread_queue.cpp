@@ -70,6 +70,12 @@ void ThreadQueue::wait(std::vector<IoDone>& done) {
   done_.clear();
 }
 
+void ThreadQueue::take(std::vector<IoDone>& done) {
+  const std::lock_guard lock(mutex_);
+  done.insert(done.end(), done_.begin(), done_.end());
+  done_.clear();
+}
+
 void ThreadQueue::wake() {
   {
     const std::lock_guard lock(mutex_);

@@ -22,6 +22,7 @@ class ThreadQueue : public IoQueue {
   int32_t depth() const override { return depth_; }
   void submit(const IoRequest& request) override;
   void wait(std::vector<IoDone>& done) override;
+  void take(std::vector<IoDone>& done) override;
   void wake() override;
 
  private:

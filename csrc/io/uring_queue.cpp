@@ -45,27 +45,35 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
+// Whether something has ended or somebody called wake().
+bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
+  const int error = ring_.enter(min_complete);
+  // Signals come and go; EAGAIN and EBUSY end when completions have been taken.
+  if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
+    throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
+  }
+  bool heard = false;
+  while (const io_uring_cqe* cqe = ring_.peek_cqe()) {
+    heard = true;
+    const IoDone one{cqe->user_data, cqe->res};
+    ring_.seen();
+    if (one.cookie != kReservedCookie) {
+      done.push_back(one);
+      continue;
+    }
+    uint64_t count = 0;
+    [[maybe_unused]] const auto bytes = read(wake_fd_, &count, sizeof(count));
+    arm();
+  }
+  return heard;
+}
+
 void UringQueue::wait(std::vector<IoDone>& done) {
-  for (bool heard = false; !heard;) {
-    const int error = ring_.enter(1);
-    // Signals come and go; EAGAIN and EBUSY end when completions have been taken.
-    if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
-      throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
-    }
-    while (const io_uring_cqe* cqe = ring_.peek_cqe()) {
-      heard = true;
-      const IoDone one{cqe->user_data, cqe->res};
-      ring_.seen();
-      if (one.cookie != kReservedCookie) {
-        done.push_back(one);
-        continue;
-      }
-      uint64_t count = 0;
-      [[maybe_unused]] const auto bytes = read(wake_fd_, &count, sizeof(count));
-      arm();
-    }
+  while (!collect(done, 1)) {
   }
 }
+
+void UringQueue::take(std::vector<IoDone>& done) { collect(done, 0); }
 
 void UringQueue::wake() {
   const uint64_t one = 1;

@@ -15,11 +15,13 @@ class UringQueue : public IoQueue {
   int32_t depth() const override { return depth_; }
   void submit(const IoRequest& request) override;
   void wait(std::vector<IoDone>& done) override;
+  void take(std::vector<IoDone>& done) override;
   void wake() override;
 
  private:
   io_uring_sqe* sqe();
   void arm();
+  bool collect(std::vector<IoDone>& done, uint32_t min_complete);
 
   const int32_t depth_;
   Uring ring_;

@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "transfer/deadline.h"
+
 namespace flexkv {
 
 Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
@@ -14,7 +16,9 @@ Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
       options_(options),
       wrap_(std::move(wrap)),
       on_room_(std::move(on_room)),
-      jobs_(static_cast<size_t>(options.depth)) {}
+      jobs_(2 * static_cast<size_t>(options.depth)) {
+  for (size_t job = jobs_.size(); job > 0; --job) free_jobs_.push_back(job - 1);
+}
 
 void Disk::add(std::vector<Ended>& ended, const PageTask& task, MoveResult result) {
   if (ended.empty() || ended.back().piece != task.piece) ended.push_back({task.piece, {}, {}});
@@ -93,6 +97,11 @@ bool Disk::look(int32_t looks) {
   quiet_looks_ = oldest != 0 && oldest == seen_oldest_ ? quiet_looks_ + 1 : 0;
   seen_oldest_ = oldest;
   return quiet_looks_ >= looks;
+}
+
+bool Disk::will_end(double deadline_s) {
+  std::unique_lock lock(mutex_);
+  return zero_filled_.wait_until(lock, deadline_in(deadline_s), [this] { return !zero_filling_; });
 }
 
 void Disk::stop() {

@@ -1,5 +1,6 @@
 // One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes; what is
-// read is checked, what is written is sealed, both in that thread while other I/Os are under way.
+// read is checked, what is written is sealed, both in that thread while other I/Os are under way: pages that
+// have arrived are checked a few at a time, and the queue is filled up in between.
 #pragma once
 #include <array>
 #include <atomic>
@@ -8,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "storage/layer_reads.h"
 #include "storage/page_codec.h"
 #include "storage/slab_file.h"
+#include "storage/zero_fill.h"
 #include "transfer/host_pool.h"
 #include "transfer/lane.h"
 
@@ -31,10 +34,14 @@ struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
   int32_t depth = 32;
   double stuck_s = 30.0;
+  // Write zeros to slots that have space and were never written, ahead of the pages and while nothing else
+  // is to be done.
+  bool zero_fill = false;
 };
 
 struct DiskCounts {
-  std::atomic<int64_t> read_pages{0}, read_bytes{0}, written_pages{0}, written_bytes{0}, write_errors{0};
+  std::atomic<int64_t> read_pages{0}, read_bytes{0}, written_pages{0}, written_bytes{0}, write_errors{0},
+      zeroed_bytes{0};
   std::array<std::atomic<int64_t>, kPageMisses> misses{};
 };
 
@@ -67,6 +74,9 @@ class Disk {
   // The I/O thread's whole life; ends after stop(), when nothing is queued or under way.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
+  // After stop(): whether run() returns, or will as soon as what is under way ends. False when it hangs in a
+  // write of its own, which no piece waits for, and has for `deadline_s`.
+  bool will_end(double deadline_s);
 
   const DiskCounts& counts() const { return counts_; }
   // Lets the files go. Only after run() has returned, or was never called.
@@ -80,9 +90,10 @@ class Disk {
     uint64_t sequence = 0;  // 0: free
     int64_t bytes = 0;      // of all its I/Os
     int32_t open_ios = 0;
-    int32_t error = 0;                // errno of the first I/O that failed
-    int64_t missing = 0;              // bytes that short I/Os did not move
-    std::vector<std::byte*> span_at;  // layer read: where each span of the layer went
+    int32_t error = 0;                   // errno of the first I/O that failed
+    int64_t missing = 0;                 // bytes that short I/Os did not move
+    const LayerReads* layers = nullptr;  // null: the whole image
+    std::vector<std::byte*> span_at;     // where each span of the layers went
     std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
   };
   struct Io {
@@ -96,13 +107,16 @@ class Disk {
   };
 
   void work(IoQueue& queue, WorkSource& source);
-  void begin_picked(std::vector<Ended>& ended);
+  bool wait_for_tasks();
+  void begin_picked(IoQueue& queue, std::vector<Ended>& ended);
+  void note_oldest();
   bool pick(PageTask& task);
   void begin(const PageTask& task);
   void add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset);
-  void begin_layer(size_t job);
+  void begin_layers(size_t job);
   void submit_ios(IoQueue& queue);
-  void io_done(const IoDone& done, std::vector<Ended>& ended);
+  void io_done(const IoDone& done);
+  void end_arrived(std::vector<Ended>& ended);
   MoveResult end(Job& job);
   MoveResult end_read(Job& job);
   PageCheck check(Job& job, std::byte* image);
@@ -128,6 +142,8 @@ class Disk {
   std::string backend_;
   uint64_t pushes_ = 0;
   bool stopping_ = false;
+  bool zero_filling_ = false;
+  std::condition_variable zero_filled_;
   bool lost_ = false;
   std::string lost_reason_;
 
@@ -137,15 +153,18 @@ class Disk {
   int32_t quiet_looks_ = 0;
 
   // The I/O thread's own.
-  std::vector<Job> jobs_;
+  std::vector<Job> jobs_;  // at most depth of them have I/Os, the others are in arrived_
+  std::vector<size_t> free_jobs_;
+  std::deque<size_t> arrived_;  // jobs whose I/Os have ended
   std::vector<Io> ios_;
   std::vector<size_t> free_ios_;
   std::deque<size_t> unsubmitted_;
   uint64_t next_sequence_ = 1;
-  int32_t under_way_ = 0;  // I/Os
-  int32_t running_jobs_ = 0;
+  int32_t under_way_ = 0;     // I/Os
+  int32_t running_jobs_ = 0;  // that have I/Os, as the next two
   int32_t running_writes_ = 0;
   int64_t running_bytes_ = 0;
+  std::optional<ZeroFill> zero_fill_;
   int32_t reads_in_row_ = 0;  // that a waiting write had to let pass
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;

@@ -22,6 +22,8 @@ constexpr size_t kQueuedPerDepth = 2;
 // Unit: looks. See kLooksUntilStuck of the engine's watchdog: counted, so that a stopped process finds no
 // disk hung when it wakes up.
 constexpr int32_t kLooksUntilStuck = 4;
+// Unit: seconds. What a write of zeros may take at a close where `stuck_s` says nothing.
+constexpr double kLeastStuckS = 1.0;
 
 }  // namespace
 
@@ -138,7 +140,9 @@ PageSizes DiskLane::check(const OpSpec& op) const {
   };
   require(op.slots, group.pool->ready_slots(), "slot");
   require(op.places, shared_->places[static_cast<size_t>(op.group)], "place");
-  return {group.codec->image_bytes(), group.codec->layers()};
+  PageSizes sizes{group.codec->image_bytes(), group.codec->layers()};
+  for (const LayerReads& stage : group.layer_reads) sizes.stages.push_back(stage.lo);
+  return sizes;
 }
 
 void DiskLane::dispatch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source,
@@ -201,12 +205,21 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
 }
 
 void DiskLane::join() {
-  for (std::thread& thread : threads_) thread.join();
+  bool all_ended = true;
+  for (size_t i = threads_.size(); i > 0; --i) {  // the dispatcher first: it stops the others
+    if (i > shared_->disks.size() ||
+        shared_->disks[i - 1]->will_end(std::max(shared_->options.stuck_s, kLeastStuckS))) {
+      threads_[i - 1].join();
+    } else {
+      threads_[i - 1].detach();  // it keeps its slabs, and with them the folder's lock
+      all_ended = false;
+    }
+  }
   threads_.clear();
   for (const auto& disk : shared_->disks) disk->close_files();
   const std::lock_guard lock(shared_->mutex);
   shared_->source.reset();
-  shared_->files_closed = true;
+  shared_->files_closed = all_ended;
 }
 
 bool DiskLane::files_closed() const {

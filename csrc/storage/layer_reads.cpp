@@ -5,31 +5,60 @@
 #include "base/align.h"
 
 namespace flexkv {
+namespace {
 
-std::vector<LayerReads> plan_layer_reads(const PageCodec& codec) {
-  std::vector<LayerReads> layers(static_cast<size_t>(codec.layers()));
-  for (size_t run = 0; run < codec.runs().size(); ++run) {
-    const PageRun& at = codec.runs()[run];
-    LayerReads& layer = layers[static_cast<size_t>(at.layer)];
-    layer.runs.push_back(run);
-    const int64_t begin = at.offset / kIoAlignBytes * kIoAlignBytes;
-    const int64_t end = round_up(at.offset + at.bytes, kIoAlignBytes);
-    if (!layer.spans.empty() && begin <= layer.spans.back().offset + layer.spans.back().bytes) {
-      layer.spans.back().bytes = std::max(layer.spans.back().bytes, end - layer.spans.back().offset);
+// The first range has one layer in so many. Of 32 layers these are ranges of 2, 4, 8 and 18: reads of 128 KiB
+// and more of a 2 MiB page, where single layers would be 64 KiB (1.5 GB/s instead of 3.3 on the drive
+// measured).
+constexpr int32_t kFirstOfLayers = 16;
+
+LayerReads plan_range(const PageCodec& codec, int32_t lo, int32_t hi) {
+  LayerReads reads;
+  reads.lo = lo;
+  reads.hi = hi;
+  const auto ours = [&](const PageRun& run) { return run.layer >= lo && run.layer < hi; };
+  for (size_t number = 0; number < codec.runs().size(); ++number) {
+    const PageRun& run = codec.runs()[number];
+    if (!ours(run)) continue;
+    reads.runs.push_back(number);
+    const int64_t begin = run.offset / kIoAlignBytes * kIoAlignBytes;
+    const int64_t end = round_up(run.offset + run.bytes, kIoAlignBytes);
+    if (!reads.spans.empty() && begin <= reads.spans.back().offset + reads.spans.back().bytes) {
+      reads.spans.back().bytes = std::max(reads.spans.back().bytes, end - reads.spans.back().offset);
     } else {
-      layer.spans.push_back({begin, end - begin});
+      reads.spans.push_back({begin, end - begin});
     }
   }
   for (const PageRun& run : codec.runs()) {
-    for (int32_t number = 0; number < codec.layers(); ++number) {
-      if (number == run.layer) continue;
-      LayerReads& layer = layers[static_cast<size_t>(number)];
-      layer.alone &= std::none_of(layer.spans.begin(), layer.spans.end(), [&](const ImageSpan& span) {
-        return run.offset < span.offset + span.bytes && span.offset < run.offset + run.bytes;
-      });
-    }
+    if (ours(run)) continue;
+    reads.alone &= std::none_of(reads.spans.begin(), reads.spans.end(), [&](const ImageSpan& span) {
+      return run.offset < span.offset + span.bytes && span.offset < run.offset + run.bytes;
+    });
   }
-  return layers;
+  return reads;
+}
+
+}  // namespace
+
+std::vector<int32_t> layer_stages(const PageCodec& codec) {
+  std::vector<int32_t> starts;
+  int32_t width = (codec.layers() + kFirstOfLayers - 1) / kFirstOfLayers;
+  for (int32_t at = 0; at < codec.layers(); width *= 2) {
+    // A rest smaller than the range before it goes with that one.
+    if (at > 0 && codec.layers() - at < width / 2) break;
+    starts.push_back(at);
+    at += width;
+  }
+  return starts;
+}
+
+std::vector<LayerReads> plan_layer_reads(const PageCodec& codec) {
+  const std::vector<int32_t> starts = layer_stages(codec);
+  std::vector<LayerReads> stages;
+  for (size_t i = 0; i < starts.size(); ++i) {
+    stages.push_back(plan_range(codec, starts[i], i + 1 < starts.size() ? starts[i + 1] : codec.layers()));
+  }
+  return stages;
 }
 
 }  // namespace flexkv

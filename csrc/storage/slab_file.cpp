@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -64,6 +65,14 @@ int SlabFile::sync() const {
     if (errno != EINTR) return -errno;
   }
   return 0;
+}
+
+std::pair<int64_t, int64_t> SlabFile::next_unwritten(int64_t from) const {
+  const int64_t size = offset(shape_.slots);
+  const off_t begin = lseek(fd_, from, SEEK_HOLE);
+  if (begin < 0 || begin >= size) return {size, size};
+  const off_t end = lseek(fd_, begin, SEEK_DATA);
+  return {begin, end < 0 ? size : std::min<int64_t>(end, size)};
 }
 
 bool SlabFile::in_place() const {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace flexkv {
 
@@ -31,6 +32,9 @@ class SlabFile {
   int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
   // What was written before is on the disk when it returns 0; else -errno.
   int sync() const;
+  // The first part from `from` on that has no bytes of its own yet, [begin, end): never written, or a hole.
+  // Empty at the end of the file where there is none, or the file system does not say.
+  std::pair<int64_t, int64_t> next_unwritten(int64_t from) const;
   // Whether the name still leads to this file.
   bool in_place() const;
 

@@ -1,6 +1,7 @@
 #include "transfer/op_state.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace flexkv {
 
@@ -14,7 +15,14 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
       page_bytes_(view_ ? view_->view().stripe_bytes() : sizes.bytes),
       layers_(view_ ? view_->view().num_layers() : sizes.layers),
       states_(spec_.slots.size(), PageState::kWaiting) {
-  const size_t stages = spec_.layerwise ? static_cast<size_t>(layers_) : 1;
+  starts_ = {0};
+  if (spec_.layerwise && !view_ && !sizes.stages.empty()) {
+    starts_ = std::move(sizes.stages);
+  } else if (spec_.layerwise) {
+    starts_.resize(static_cast<size_t>(layers_));
+    std::iota(starts_.begin(), starts_.end(), 0);
+  }
+  const size_t stages = starts_.size();
   if (stages > 1) stage_.assign(states_.size(), 0);
   ready_.resize(stages);
   open_pages_ = pages();
@@ -25,13 +33,16 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
 }
 
 std::pair<int32_t, int32_t> OpState::layers_of(int32_t stage) const {
-  if (stages() == 1) return {0, layers_};
-  return {stage, stage + 1};
+  const auto at = static_cast<size_t>(stage);
+  return {starts_[at], at + 1 < starts_.size() ? starts_[at + 1] : layers_};
 }
 
-bool OpState::stage_done(int32_t stage) const {
-  return left_[static_cast<size_t>(std::min(stage, stages() - 1))] == 0;
+int32_t OpState::stage_of(int32_t layer) const {
+  const auto next = std::upper_bound(starts_.begin(), starts_.end(), layer);
+  return static_cast<int32_t>(next - starts_.begin()) - 1;
 }
+
+bool OpState::stage_done(int32_t stage) const { return left_[static_cast<size_t>(stage)] == 0; }
 
 void OpState::mark_issued(int32_t page) {
   const auto at = static_cast<size_t>(page);
@@ -40,9 +51,7 @@ void OpState::mark_issued(int32_t page) {
   --unissued_[static_cast<size_t>(stage_.empty() ? 0 : stage_[at])];
 }
 
-bool OpState::stage_issued(int32_t stage) const {
-  return unissued_[static_cast<size_t>(std::min(stage, stages() - 1))] == 0;
-}
+bool OpState::stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
 
 void OpState::make_ready(int32_t page) {
   const auto at = static_cast<size_t>(page);
@@ -58,8 +67,9 @@ std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
   const int32_t stage = lowest_ready_;
   ReadyList& list = ready_[static_cast<size_t>(stage)];
   const int64_t page_bytes = stages() == 1 ? page_bytes_
-                             : view_       ? view_->layer_bytes(stage)
-                                           : page_bytes_ / layers_;
+                             : view_
+                                 ? view_->layer_bytes(stage)
+                                 : page_bytes_ / layers_ * (layers_of(stage).second - layers_of(stage).first);
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
   const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);

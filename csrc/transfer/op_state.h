@@ -1,6 +1,7 @@
 // How far one op has got, page by page. No lock, no threads: the scheduler's lock guards it.
 //
-// A page goes through stages: one for each layer when the op is layerwise, else a single one of all layers.
+// A page goes through stages: ranges of layers, one each where its lane names no others, when the op is
+// layerwise, else a single one of all layers.
 #pragma once
 #include <memory>
 #include <string>
@@ -26,6 +27,7 @@ enum class PageState : uint8_t {
 struct PageSizes {
   int64_t bytes = 1;
   int32_t layers = 1;
+  std::vector<int32_t> stages = {};  // first layer of each stage of a layerwise op, from 0; none: all layers
 };
 constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
 
@@ -44,13 +46,15 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int32_t layers() const { return layers_; }
   // The layers of one stage, [lo, hi).
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const;
+  // The stage that moves this layer; the last one for a layer that the op does not have.
+  int32_t stage_of(int32_t layer) const;
 
   PageState state(int32_t page) const { return states_[static_cast<size_t>(page)]; }
   bool has_ready() const { return ready_pages_ > 0; }
   int32_t moving_pages() const { return moving_pages_; }
   bool all_settled() const { return open_pages_ == 0; }
   bool issued() const { return issued_; }
-  // Whether every page has passed (or will never pass) this stage; later stages count for ops with fewer.
+  // Whether every page has passed (or will never pass) this stage.
   bool stage_done(int32_t stage) const;
 
   // kWaiting -> kReady.
@@ -101,6 +105,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::shared_ptr<const AttachedView> view_;
   int64_t page_bytes_ = 0;
   int32_t layers_ = 0;
+  std::vector<int32_t> starts_;  // first layer of each stage
   std::vector<PageState> states_;
   std::vector<int32_t> stage_;     // a page, only when there are several stages
   std::vector<ReadyList> ready_;   // a stage

@@ -273,9 +273,14 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
                         "): that graph ended long ago and was forgotten");
   }
   std::vector<std::shared_ptr<OpState>> loads;  // held: the graph may be forgotten while this waits
-  for (const auto& op : found->second.ops) {
-    if (op->spec().kind == OpKind::kH2D || op->spec().kind == OpKind::kGdsRead) loads.push_back(op);
-  }
+  const auto find_loads = [&](KindSet kinds) {
+    for (const auto& op : found->second.ops) {
+      if ((kinds & kind_bit(op->spec().kind)) != 0) loads.push_back(op);
+    }
+  };
+  find_loads(kind_bit(OpKind::kH2D) | kind_bit(OpKind::kGdsRead));
+  // A graph that ends in host memory: its layers are ready there.
+  if (loads.empty()) find_loads(kind_bit(OpKind::kDiskRead));
   int32_t layers = loads.empty() ? INT32_MAX : 0;
   for (const auto& op : loads) layers = std::max(layers, op->layers());
   if (layer < 0 || layer >= layers) {
@@ -285,12 +290,12 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   LayerWait answer;
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(loads.begin(), loads.end(), [&](const auto& op) {
-      return issued ? op->stage_issued(layer) : op->stage_done(layer);
+      return issued ? op->stage_issued(op->stage_of(layer)) : op->stage_done(op->stage_of(layer));
     });
   });
   for (const auto& op : loads) {
     if (!issued) break;
-    const auto stage = static_cast<size_t>(std::min(layer, op->stages() - 1));
+    const auto stage = static_cast<size_t>(op->stage_of(layer));
     if (const auto& event = op->stage_events[stage]) answer.events.emplace_back(op->spec().kind, event);
   }
   for (const auto& op : loads) {

@@ -17,7 +17,11 @@ NOT_CLEAN_EXIT_CODE = 1
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--repair", is_flag=True, help="Write the index anew from the pages that are whole.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Make the index right; a lost or damaged one anew from the pages.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(folder: Path, repair: bool, as_json: bool) -> int:
     """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean."""
@@ -45,7 +49,7 @@ def _show(console: Console, report: FsckReport) -> None:
         )
         _name(console, slab)
     if report.repaired:
-        console.print("  the index was written anew")
+        console.print("  the index was repaired")
 
 
 def _name(console: Console, slab: SlabReport) -> None:

@@ -89,7 +89,8 @@ class DiskOptions:
         depth: I/Os under way at once on one disk.
         stuck_s: a disk with an I/O that takes longer is taken out.
         journal_rows: rows that may wait to be made durable; beyond it they are dropped and counted.
-        preallocate: give the slabs their space at open, so that no write can find the disk full.
+        preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
+            the pages while the disk is idle.
     """
 
     bytes_per_disk: int
@@ -199,7 +200,10 @@ class DiskTier(ABC):
 
     @abstractmethod
     def rows(self, group: int) -> IndexRows:
-        """What was durable when the tier was opened and has not expired. Once: the rows are given away."""
+        """What was durable when the tier was opened and has not expired. Once: the rows are given away.
+
+        Nothing after a `reset`.
+        """
 
     @property
     @abstractmethod

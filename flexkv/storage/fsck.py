@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +28,9 @@ class SlabReport:
     Attributes:
         good: pages that are whole and that the index names.
         empty: slots never written.
-        stale: whole pages that nobody asks for: evicted, overwritten in the index, or of an older epoch.
-        orphans: whole pages of the current epoch that the index does not know: `--repair` brings them back.
+        stale: whole pages that nobody asks for: of an older epoch, or older than what the index names there.
+        orphans: whole pages of the current epoch that the index does not name: evicted ones, and those that a crash
+            left written and not yet durable. Nothing tells the two apart.
         damaged: slots with something else than a whole page, and why.
         missing: slots of which the index names a page that is not there: misses.
     """
@@ -71,7 +73,9 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
     """Reads and verifies every slot of every slab in `folder`, and compares the index.
 
     Args:
-        repair: write the index anew from the pages that are whole; of several with one key the newest stays.
+        repair: make the index right. A whole one keeps its word: rows of pages that are not there are taken out, and
+            what it evicted stays evicted. One that is missing or damaged is made anew from all pages that are whole;
+            of several with one key the newest stays.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -113,7 +117,10 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None
             _compare(slab_report, reports, rows, epoch)
-        if repair:
+        if repair and index is not None and not index.is_new:
+            _forget_missing(index, report, list(found), epoch)
+            report.repaired = True
+        elif repair:
             if index is None:
                 if (folder / INDEX_NAME).exists():
                     (folder / INDEX_NAME).replace(folder / DAMAGED_INDEX_NAME)
@@ -177,6 +184,16 @@ def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, e
             report.orphans.append(slot.slot)
         else:
             report.stale += 1
+
+
+def _forget_missing(index: DiskIndex, report: FsckReport, groups: Sequence[int], epoch: int) -> None:
+    if index.epoch != epoch:
+        index.clear()
+    for group, slab in zip(groups, report.slabs, strict=True):
+        slots = np.array(slab.missing, np.int64)
+        index.evict(group, slots, index.rows[group]["generation"][slots])
+    index.epoch = epoch
+    index.commit()
 
 
 def _rewrite(index: DiskIndex, found: dict[int, tuple[SlabHeader, list[SlotReport]]], epoch: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import DiskError
+from flexkv.storage.folder import write_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,12 @@ class DiskIndex:
         """
         if epoch != self.epoch:
             self.clear()
+            try:
+                write_epoch(self.path.parent, epoch)
+            except OSError as error:
+                raise DiskError(
+                    f"{self.path.parent}: the epoch could not be written: {error.strerror}"
+                ) from error
         self.opens, self.epoch = opens, epoch
         self.commit()
 

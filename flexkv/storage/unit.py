@@ -187,6 +187,7 @@ class DiskUnit(DiskTier):
             self._options.depth,
             self._options.stuck_s,
             self._faults,
+            self._options.preallocate,
         )
         return self._lane
 
@@ -319,7 +320,8 @@ class DiskUnit(DiskTier):
                 self._lose(disk, f"a reset was not durable after {deadline_s:g} s")
             elif journal.failure:
                 self._lose(disk, journal.failure)
-        self._durable.clear()  # what they name is gone with the former epoch
+        self._durable.clear()  # what they name is gone with the former epoch, as is what was there at the start
+        self._rows = [[None] * len(self._codecs) for _ in self._members]
 
     def close(self, deadline_s: float) -> bool:
         if self._closed:

@@ -104,6 +104,7 @@ class DataPlane(ABC):
     ) -> LayerResult:
         """Waits until layer `layer` of all the graph's loads is in place, or has failed.
 
+        Of a graph that loads nothing to a device these are its DISK_READs: in place means verified in the host slot.
         An op that is not layerwise counts when it has ended. With `stream` (the engine's, on a device) it returns when
         the layer's copies are enqueued, and what `stream` is given from then on starts after them; if pages have failed
         it names them and adds no wait. What fails later is in the op's `OpResult`, as always.

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.folder import FolderLockedError
 from flexkv.storage.fsck import check_folder, unit_folders
 from flexkv.storage.header import FIXED, parse_header, read_group, read_header
 from flexkv.storage.index import DamagedIndexError, DiskIndex
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import IDENTITY, DiskWorld, key_of, keys_of, make_group
+from tests.unit.storage.disk_world import FAIL, IDENTITY, DiskWorld, key_of, keys_of, make_group
 
 MakeDisks = Callable[..., DiskWorld]
 
@@ -311,6 +312,80 @@ def test_writes_recorded_at_the_last_moment_are_durable(make_disks: MakeDisks) -
     world.write(range(8), range(8))
     assert world.close()
     assert len(make_disks().unit.rows(0)) == 8
+
+
+def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
+    """The pages lie there, whole. Only when nothing says any more that they were evicted do they come back."""
+    world = make_disks()
+    _, generations = world.write(range(6), range(6))
+    world.wait_durable(range(6), generations)
+    world.unit.record_evict(0, np.array([1, 4], np.int32), generations[[1, 4]])
+    folder = world.folder
+    assert world.close()
+    report = check_folder(folder, repair=True)
+    assert report.clean
+    assert report.slabs[0].orphans == [1, 4]
+    world = make_disks()
+    assert sorted(world.unit.rows(0).places.tolist()) == [0, 2, 3, 5]
+    assert world.close()
+    (folder / "index.sqlite").unlink()
+    assert check_folder(folder, repair=True).repaired
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == list(range(6))
+    assert world.read_rows(rows) == {}
+
+
+def test_repair_takes_out_what_is_not_there(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    header = read_header(str(slab))
+    flip(slab, header.header_bytes + 2 * header.slot_bytes + 5000)
+    assert check_folder(slab.parent, repair=True).slabs[0].missing == [2]
+    assert check_folder(slab.parent).slabs[0].missing == []
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == [0, 1, 3, 4, 5]
+    assert world.read_rows(rows) == {}
+
+
+def test_sixty_four_bytes_of_something_else_are_a_miss(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    header = read_header(str(slab))
+    with open(slab, "r+b") as file:
+        file.seek(header.header_bytes + header.slot_bytes + 3 * 4096 + 128)
+        file.write(b"x" * 64)
+    world = make_disks()
+    failed = world.read_rows(world.unit.rows(0))
+    assert list(failed) == [1]
+    assert "disk miss (data)" in failed[1]
+
+
+def test_a_place_whose_write_failed_can_be_written_again(make_disks: MakeDisks) -> None:
+    """Nothing stays charged or locked, for the page, the place or the host slot."""
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=0)])
+    world = make_disks(faults=faults)
+    result, _ = world.write([1], [0])
+    assert result.failed.tolist() == [0]
+    result, generations = world.write([1], [0])
+    assert result.status is OpStatus.OK
+    world.wait_durable([0], generations)
+    assert world.read([1], [0], generations).status is OpStatus.OK
+
+
+@pytest.mark.parametrize("run_bytes", [4096, 2304, 18432])
+def test_pages_go_past_the_page_cache_whatever_their_geometry(
+    make_disks: MakeDisks, tmp_path: Path, run_bytes: int
+) -> None:
+    """18,432 bytes is a layer of an MLA model: 4.5 sectors."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+        possible = True
+    except OSError:
+        possible = False
+    world = make_disks(group=make_group(layers=3, run_bytes=run_bytes, kv=1))
+    member = world.unit._members[0]
+    assert member is not None
+    assert member.slabs[0].direct == possible
 
 
 def test_slots_follow_the_budget(make_disks: MakeDisks) -> None:

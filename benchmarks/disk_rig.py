@@ -1,0 +1,174 @@
+"""What benchmarks/disk.py measures with: a disk tier with a host pool and an engine, and the bare loop beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import subprocess
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from build_support.preflight import compiler
+from flexkv import c_ext
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.header import codec_of, read_header
+from flexkv.storage.tags import make_tags
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+KIB, MIB = 1 << 10, 1 << 20
+BATCH_BYTES = 128 * MIB
+"""One graph; two of them are in flight."""
+IN_FLIGHT = 2
+BLOCK_TOKENS = 16
+LAYERS = 16
+DEPTH = 32
+WAIT_S = 300.0
+IDENTITY = DiskIdentity("benchmark", bytes(32))
+
+
+@functools.cache
+def bare_loop() -> ctypes.CDLL:
+    """bare_loop.cpp and the queues of csrc/io, compiled now: no part of the product."""
+    root = Path(__file__).resolve().parents[1]
+    library = Path(tempfile.mkdtemp()) / "bare_loop.so"
+    sources = [root / "benchmarks/bare_loop.cpp"]
+    sources += [root / f"csrc/io/{name}.cpp" for name in ("uring", "uring_queue", "thread_queue")]
+    command = [*(compiler() or "g++").split(), "-std=c++20", "-O3", "-shared", "-fPIC", f"-I{root / 'csrc'}"]
+    subprocess.run([*command, "-o", str(library), *map(str, sources), "-lpthread"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def group_of(page_bytes: int) -> DiskGroup:
+    """LAYERS layers of K and V."""
+    run = page_bytes // (2 * LAYERS)
+    runs = np.array([(i * run, run, i // 2) for i in range(2 * LAYERS)], np.int64)
+    return DiskGroup("benchmark", (page_bytes,), (runs,), BLOCK_TOKENS)
+
+
+class Rig:
+    """A tier of `slots` pages on one disk, a host pool of `host_slots`, and an engine between."""
+
+    def __init__(
+        self,
+        folder: Path,
+        page_bytes: int,
+        slots: int,
+        host_slots: int | None = None,
+        preallocate: bool = True,
+    ) -> None:
+        self.page_bytes, self.slots = page_bytes, slots
+        self.batch = min(slots, BATCH_BYTES // page_bytes)
+        host_slots = host_slots or IN_FLIGHT * self.batch
+        self.group = group_of(page_bytes)
+        image = codec_of(self.group).image_bytes
+        options = DiskOptions(slots * image, depth=DEPTH, preallocate=preallocate)
+        self.unit = DiskUnit.open([folder], IDENTITY, [self.group], options)
+        self.pool = HostPool(image, host_slots)
+        assert self.pool.wait_ready(host_slots, WAIT_S)
+        for slot in range(host_slots):
+            self.pool.slot(slot)[:] = slot % 251
+        self.lane = self.unit.lane([self.pool])
+        self.engine = TransferEngine(lanes=[self.lane])
+        self.op_ids = itertools.count(1)
+        self.generations = np.zeros(slots, np.uint64)
+        self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
+        slab = next(folder.rglob("group0.slab"))
+        header = read_header(str(slab))
+        self.slab = c_ext.SlabFile(str(slab), header.header_bytes, image, slots, header.slab_id)
+
+    def submit(
+        self, kind: OpKind, places: NDArray[np.int32], slots: NDArray[np.int32], layerwise: bool = False
+    ) -> Ticket:
+        priority = Priority.LOAD if kind is OpKind.DISK_READ else Priority.STORE
+        tags = make_tags(self.keys[places], self.unit.epoch, self.generations[places], BLOCK_TOKENS)
+        none = np.empty(0, np.int32)
+        op = TransferOp(OpId(next(self.op_ids)), kind, 0, priority, none, slots, layerwise, places, tags)
+        ticket = self.engine.submit(TransferGraph((op,)))
+        assert ticket is not None
+        return ticket
+
+    def finish(self, ticket: Ticket) -> None:
+        assert self.engine.wait(ticket, WAIT_S)
+        for result in self.engine.poll():
+            assert result.status is OpStatus.OK, result.reason
+
+    def _batches(self, kind: OpKind, places: NDArray[np.int32]) -> None:
+        """Moves a batch at a time, IN_FLIGHT at once."""
+        moving: deque[tuple[Ticket, NDArray[np.int32]]] = deque()
+        parts = [places[first : first + self.batch] for first in range(0, len(places), self.batch)]
+        for number, part in enumerate(parts):
+            if len(moving) == IN_FLIGHT:
+                self._end(kind, *moving.popleft())
+            slots = np.arange(len(part), dtype=np.int32) + np.int32(number % IN_FLIGHT * self.batch)
+            moving.append((self.submit(kind, part, slots), part))
+        while moving:
+            self._end(kind, *moving.popleft())
+
+    def _end(self, kind: OpKind, ticket: Ticket, part: NDArray[np.int32]) -> None:
+        self.finish(ticket)
+        if kind is OpKind.DISK_WRITE:
+            tokens = np.full(len(part), BLOCK_TOKENS, np.int32)
+            assert self.unit.record_publish(0, self.keys[part], part, self.generations[part], tokens)
+
+    def write(self, places: NDArray[np.int32]) -> None:
+        """Returns when all pages are durable."""
+        self.generations[places] = self.unit.next_generations(len(places))
+        self._batches(OpKind.DISK_WRITE, places)
+        left, deadline = len(places), time.monotonic() + WAIT_S
+        while left:
+            events = self.unit.poll()
+            assert not events.lost, events.lost
+            left -= sum(len(pages.places) for pages in events.durable)
+            assert time.monotonic() < deadline
+            if left:
+                time.sleep(0.0005)
+
+    def read(self, places: NDArray[np.int32]) -> None:
+        self._batches(OpKind.DISK_READ, places)
+
+    def load(self, places: NDArray[np.int32], layerwise: bool) -> tuple[float, float]:
+        """One load of all `places`: seconds until its first layer is verified in host memory, and until all is."""
+        slots = np.arange(len(places), dtype=np.int32)
+        start = time.perf_counter()
+        ticket = self.submit(OpKind.DISK_READ, places, slots, layerwise)
+        assert self.engine.wait_layer(ticket, 0, WAIT_S).ok
+        first = time.perf_counter() - start
+        self.finish(ticket)
+        return first, time.perf_counter() - start
+
+    def bare(self, places: NDArray[np.int32], write: bool) -> None:
+        """The same pages by the bare loop, in one go; a write ends with one fdatasync."""
+        host = self.pool.slots
+        buffers = np.array([self.pool.slot(i % host).ctypes.data for i in range(len(places))], np.uint64)
+        offsets = np.array([self.slab.offset(place) for place in places.tolist()], np.int64)
+        addresses = (ctypes.c_void_p(buffers.ctypes.data), ctypes.c_void_p(offsets.ctypes.data))
+        count, size = ctypes.c_int64(len(places)), ctypes.c_int64(self.page_bytes)
+        assert bare_loop().bare_loop(self.slab.fd, *addresses, count, size, int(write), DEPTH) == 0
+        if write:
+            assert self.slab.sync() == 0
+
+    def clear_ahead(self) -> None:
+        """Writes one page and waits until the idle disk has cleared the slots after it."""
+        self.write(np.zeros(1, np.int32))
+        known, quiet, deadline = -1, 0, time.monotonic() + WAIT_S
+        while quiet < 5:
+            now = self.lane.counts(0)["zeroed_bytes"]
+            quiet = quiet + 1 if now == known and now > 0 else 0
+            known = now
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        assert self.engine.close(WAIT_S)
+        self.unit.close(WAIT_S)
+        self.pool.close()

@@ -1,0 +1,130 @@
+"""`flexkv disk` and `flexkv fsck` over slabs that a tier wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexkv.cli.main import main
+from flexkv.storage.header import read_header
+from tests.unit.storage.disk_world import IDENTITY, DiskWorld
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Path:
+    """Four pages of one model, closed."""
+    world = DiskWorld([tmp_path])
+    _, generations = world.write(range(4), range(4))
+    world.wait_durable(range(4), generations)
+    assert world.close()
+    return world.folder / "group0.slab"
+
+
+def damage(slab: Path, slot: int) -> None:
+    header = read_header(str(slab))
+    with open(slab, "r+b") as file:
+        file.seek(header.header_bytes + slot * header.slot_bytes + 64)
+        file.write(b"64 bytes of something else".ljust(64, b"!"))
+
+
+def test_ls_shows_models_sizes_and_ages(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = DiskWorld([tmp_path], identity=replace(IDENTITY, model="another", fingerprint=bytes(32)))
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    entries = {entry["model"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert set(entries) == {IDENTITY.model, "another"}
+    assert entries["another"]["in_use"]
+    assert not entries[IDENTITY.model]["in_use"]
+    assert entries[IDENTITY.model]["bytes"] >= slab.stat().st_size
+    assert entries[IDENTITY.model]["created"] > 0
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "a/model" in shown
+    assert "in use" in shown
+    assert "0.0 h ago" in shown
+    assert other.close()
+
+
+def test_drop_deletes_a_unit_and_no_other(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = DiskWorld([tmp_path], identity=replace(IDENTITY, model="another", fingerprint=bytes(32)))
+    kept = other.folder
+    assert other.close()
+    name = str(slab.parent.relative_to(tmp_path))
+    assert main(["disk", "drop", str(tmp_path), name, "--yes"]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert not slab.parent.exists()
+    assert not slab.parent.parent.exists()
+    assert (kept / "group0.slab").exists()
+
+
+def test_drop_refuses_what_is_in_use_or_not_there(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(slab.parent.relative_to(tmp_path))
+    world = DiskWorld([tmp_path])
+    assert main(["disk", "drop", str(tmp_path), name, "--yes"]) == 2
+    assert "in use by process" in capsys.readouterr().err
+    assert slab.exists()
+    assert world.close()
+    assert main(["disk", "drop", str(tmp_path), "nothing", "--yes"]) == 2
+    assert "no unit of" in capsys.readouterr().err
+
+
+def test_drop_asks_first(slab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert main(["disk", "drop", str(tmp_path), str(slab.parent.relative_to(tmp_path))]) != 0
+    assert slab.exists()
+
+
+def test_fsck_says_what_is_clean(slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fsck", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert ": clean" in shown
+    assert "4 good, 28 empty" in shown
+
+
+def test_fsck_names_damage_and_repairs_the_index(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(slab, 2)
+    assert main(["fsck", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "NOT CLEAN" in shown
+    assert "slot 2: damaged run 0 (layer 0)" in shown
+    assert "missing: 2" in shown
+    assert main(["fsck", str(tmp_path), "--repair", "--json"]) == 1  # the slot is still damaged
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["repaired"]
+    assert main(["fsck", str(tmp_path), "--json"]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["slabs"][0]["missing"] == []
+    assert report["slabs"][0]["good"] == 3
+    assert [slot for slot, _ in report["slabs"][0]["damaged"]] == [2]
+
+
+def test_fsck_of_a_folder_in_use_is_an_error(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = DiskWorld([tmp_path])
+    assert main(["fsck", str(tmp_path)]) == 2
+    assert "in use by process" in capsys.readouterr().err
+    assert world.close()
+
+
+def test_nothing_there_is_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fsck", str(tmp_path)]) == 0
+    assert "no slabs" in capsys.readouterr().out
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

@@ -1,0 +1,95 @@
+"""A disk that was away while the weights changed must not bring old pages back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.disk_index import DiskIndex
+from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld
+
+
+class TwoDisks:
+    """A unit on two disks, of which one may be away: something that is no folder stands in its place."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.disks = [tmp_path / "disk0", tmp_path / "disk1"]
+        self.away = tmp_path / "away"
+
+    def open(self) -> DiskWorld:
+        return DiskWorld(self.disks)
+
+    def remove(self, disk: int) -> None:
+        self.disks[disk].rename(self.away)
+        self.disks[disk].write_text("no folder")
+
+    def bring_back(self, disk: int) -> None:
+        self.disks[disk].unlink()
+        self.away.rename(self.disks[disk])
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> TwoDisks:
+    disks = TwoDisks(tmp_path)
+    world = disks.open()
+    _, generations = world.write(range(8), range(8))
+    world.wait_durable(range(8), generations)
+    assert world.close()
+    disks.remove(1)
+    world = disks.open()
+    assert world.unit.alive == (True, False)
+    world.unit.reset(2)
+    _, generations = world.write([20], [2])
+    world.wait_durable([2], generations)
+    assert world.close()
+    disks.bring_back(1)
+    return disks
+
+
+def test_a_disk_that_was_away_in_a_reset_comes_back_empty(two: TwoDisks) -> None:
+    world = two.open()
+    rows = world.unit.rows(0)
+    assert world.unit.epoch == 2
+    assert rows.places.tolist() == [2]
+    assert world.read_rows(rows) == {}
+    assert world.close()
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -> None:
+    """Once it has met the others it knows the epoch itself, also without its index."""
+    assert two.open().close()
+    two.remove(0)
+    if index == "lost":
+        next(two.disks[1].rglob("index.sqlite")).unlink()
+    world = two.open()
+    assert world.unit.alive == (False, True)
+    assert world.unit.epoch == 2
+    assert len(world.unit.rows(0)) == 0
+    assert world.close()
+
+
+def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
+    """It missed the second reset and meets nobody who knows: pages of an odd epoch are dropped all the same."""
+    two = TwoDisks(tmp_path)
+    world = two.open()
+    world.unit.reset(1)
+    _, generations = world.write(range(4), range(4))
+    world.wait_durable(range(4), generations)
+    assert world.close()
+    two.remove(1)
+    world = two.open()
+    world.unit.reset(3)
+    assert world.close()
+    two.bring_back(1)
+    two.away = tmp_path / "away0"
+    two.remove(0)
+    world = two.open()
+    assert world.unit.epoch == 1
+    index = DiskIndex([GroupSpec(BLOCK_TOKENS, 16)], world.unit, "lru", time.time)
+    assert len(index) == 0
+    assert world.unit.epoch == 2
+    assert world.close()

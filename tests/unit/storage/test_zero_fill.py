@@ -1,0 +1,93 @@
+"""An idle disk clears the slots that will be written next, and nothing that was written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexkv.storage.header import read_header
+from flexkv.transfer.graph import OpStatus
+from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld
+
+MakeDisks = Callable[..., DiskWorld]
+SLOTS = 32
+
+
+def holes(slab: Path) -> int:
+    """Bytes of the slab that were never written."""
+    fd = os.open(slab, os.O_RDONLY)
+    try:
+        size, at, found = os.fstat(fd).st_size, 0, 0
+        while at < size and (begin := os.lseek(fd, at, os.SEEK_HOLE)) < size:
+            try:
+                at = os.lseek(fd, begin, os.SEEK_DATA)
+            except OSError:
+                at = size
+            found += at - begin
+        return found
+    finally:
+        os.close(fd)
+
+
+def zeroed(world: DiskWorld) -> int:
+    lane = world.unit._lane
+    assert lane is not None
+    return lane.counts(0)["zeroed_bytes"]
+
+
+def wait_cleared(world: DiskWorld, slab: Path) -> None:
+    deadline = time.monotonic() + GENEROUS_S
+    while holes(slab):
+        assert time.monotonic() < deadline, f"{holes(slab)} bytes were not cleared"
+        time.sleep(0.01)
+
+
+def test_free_slots_are_cleared_and_pages_stay(make_disks: MakeDisks) -> None:
+    world = make_disks(slots=SLOTS)
+    slab = world.folder / "group0.slab"
+    if not holes(slab):
+        pytest.skip("this file system does not tell which parts of a file were never written")
+    numbers, places = list(range(6)), [0, 3, 4, 17, 30, 31]
+    _, generations = world.write(numbers, places)
+    wait_cleared(world, slab)
+    header = read_header(str(slab))
+    assert 0 < zeroed(world) <= (SLOTS - len(places)) * header.slot_bytes
+    assert world.read(numbers, places, generations).status is OpStatus.OK
+    # What was cleared is an empty slot, and as good as any.
+    assert "disk miss (trailer)" in world.read([99], [5], generations[:1]).reason
+    result, more = world.write(range(100, 126), [p for p in range(SLOTS) if p not in places])
+    assert result.status is OpStatus.OK
+    world.wait_durable([5], more[2:3])
+    before = zeroed(world)
+    assert world.close()
+    world = make_disks(slots=SLOTS)
+    assert world.read_rows(world.unit.rows(0)) == {}
+    assert before > 0
+
+
+def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
+    """Nothing is written down about it: the file system knows."""
+    world = make_disks(slots=SLOTS)
+    slab = world.folder / "group0.slab"
+    if not holes(slab):
+        pytest.skip("this file system does not tell which parts of a file were never written")
+    _, generations = world.write(range(8), range(0, 16, 2))
+    world.wait_durable(range(0, 16, 2), generations)
+    assert world.close()
+    world = make_disks(slots=SLOTS)
+    _, more = world.write([50], [1])
+    wait_cleared(world, slab)
+    assert world.read(range(8), range(0, 16, 2), generations).status is OpStatus.OK
+    assert world.read([50], [1], more).status is OpStatus.OK
+
+
+def test_a_slab_that_did_not_get_its_space_is_not_given_it(make_disks: MakeDisks) -> None:
+    world = make_disks(slots=SLOTS, preallocate=False)
+    world.write(range(4), range(4))
+    time.sleep(0.3)
+    assert zeroed(world) == 0
+    assert holes(world.folder / "group0.slab") > 0
