@@ -408,6 +408,49 @@ class DiskLane(Lane):
         """Of each disk: lost, why, backend."""
     def counts(self, disk: int) -> DiskCounts: ...
 
+# --- rope ---------------------------------------------------------------------------------------------------
+
+def rotate_rows(
+    src: object,
+    dst: object,
+    src_offsets: object,
+    dst_offsets: object,
+    turn_of_row: object,
+    turns: object,
+    *,
+    dtype: str,
+    pairing: str,
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    src_head_stride: int,
+    dst_head_stride: int,
+    lane_by_lane: bool = False,
+    stream: int = 0,
+) -> None:
+    """Turns rows of keys and writes them to where they belong, in one pass (csrc/rope/rotation.h).
+
+    Head h of row r is read at byte `src_offsets[r] + h * src_head_stride` of `src` and written at byte
+    `dst_offsets[r] + h * dst_head_stride` of `dst`. Tensors are contiguous, of any library, all in host memory or all
+    on the current GPU. No two rows may be written to the same place. On the host it returns when done; on a GPU the
+    launch is enqueued and the tables, which are not checked there, must stay until it ran.
+
+    Args:
+        src_offsets, dst_offsets: int64 [rows], bytes.
+        turn_of_row: int32 [rows], into `turns`; -1 writes zeros, -2 copies the row as it is.
+        turns: float32 [turns, 2, rotary_dim / 2], cosines and sines.
+        dtype: of the keys: float32, bfloat16 or float16.
+        pairing: neox or gptj.
+        src_head_stride, dst_head_stride: bytes.
+        lane_by_lane: run the GPU's function on the CPU, one lane after the other.
+        stream: cudaStream_t as a number.
+
+    Raises:
+        GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and destination share.
+        BlockRangeError: a row outside its memory, or a turn that does not exist.
+        TransferError: the GPU refused the launch. ConfigError: a build without CUDA.
+    """
+
 # --- index: hashes and key chains -------------------------------------------------------------------------------------
 
 def sha256(data: bytes, portable: bool = False) -> bytes:

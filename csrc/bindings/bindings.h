@@ -10,6 +10,7 @@ void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_pool(pybind11::module_& m);
+void bind_rope(pybind11::module_& m);
 void bind_storage(pybind11::module_& m);  // after bind_transfer: its lane is a Lane
 void bind_transfer(pybind11::module_& m);
 

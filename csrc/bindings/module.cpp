@@ -43,6 +43,7 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_keys(m);
   flexkv::bind_layout(m);
   flexkv::bind_pool(m);
+  flexkv::bind_rope(m);
   flexkv::bind_transfer(m);
   flexkv::bind_cuda(m);  // after bind_transfer: its lane is a Lane
   flexkv::bind_storage(m);

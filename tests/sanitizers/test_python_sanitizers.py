@@ -22,6 +22,7 @@ FOLDERS = {
         "tests/unit/transfer",
         "tests/unit/storage",
         "tests/unit/gds/test_gds_matrix.py",
+        "tests/unit/blend/test_rotation.py",
     ),
     "thread": (
         "tests/unit/layout",

@@ -22,6 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": BASE,
     "storage": BASE | {"transfer.graph", "transfer.host_pool"},
     "adapters": BASE | {"cache", "transfer", "storage"},
+    "blend": BASE | {"cache", "transfer"},
     "integration": frozenset({"adapters"}),
     "cli": BASE | {"cache", "transfer", "storage", "adapters"},
 }

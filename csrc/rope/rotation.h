@@ -1,0 +1,164 @@
+// The arithmetic of moving cached keys to other positions: each pair of elements of a key turns by the angle
+// between its old and its new position. Compiled by g++ and nvcc alike: rotate_kernel.cu launches it,
+// rotate_host.cpp vectorises the same pair function, and runs the lanes' function one lane after the other.
+//
+// Source of the pairings: RoFormer (arXiv:2104.09864) turns neighbours (as GPT-J does); GPT-NeoX turns
+// element i of the first half with element i of the second. Turning by (new - old) at once equals undoing the
+// old position and applying the new one, and leaves any factor that a model puts on its sines and cosines
+// (YaRN's mscale) as it is.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "rope/element.h"
+
+namespace flexkv {
+
+enum class Pairing : int32_t {
+  kNeox,  // (i, i + rotary_dim / 2)
+  kGptj,  // (2 i, 2 i + 1)
+};
+
+// What is done with a row instead of a turn.
+inline constexpr int32_t kZeroRow = -1;
+inline constexpr int32_t kCopyRow = -2;
+
+// Rows of `heads` heads: head h of row r is read at src + src_offsets[r] + h * src_head_stride and written at
+// dst + dst_offsets[r] + h * dst_head_stride (bytes, multiples of an element). All arrays are in memory that
+// the executing processor reaches. No two rows are written to the same place; a row may be turned in place.
+struct RotationRows {
+  const unsigned char* src = nullptr;
+  unsigned char* dst = nullptr;
+  const int64_t* src_offsets = nullptr;
+  const int64_t* dst_offsets = nullptr;
+  const int32_t* turn_of_row = nullptr;  // [rows]: into `turns`, or kZeroRow, or kCopyRow
+  const float* turns = nullptr;          // [number of turns][2][rotary_dim / 2]: cosines, then sines
+  int64_t src_head_stride = 0;
+  int64_t dst_head_stride = 0;
+  int64_t rows = 0;
+  int32_t heads = 0;
+  int32_t head_dim = 0;    // elements of a head
+  int32_t rotary_dim = 0;  // even; elements that turn, the first ones of a head
+};
+
+struct Pair {
+  float x, y;
+};
+
+// The fused operations are written out, so that every compiler and processor gives the same bits.
+FLEXKV_HD inline Pair turn_pair(Pair pair, float cosine, float sine) {
+  return {fmaf(pair.x, cosine, -(pair.y * sine)), fmaf(pair.y, cosine, pair.x * sine)};
+}
+
+namespace rotation_detail {
+
+// `kCount` elements that move in one access.
+template <typename Element, int kCount>
+struct alignas(sizeof(Element) * kCount) Vector {
+  Element at[kCount];
+};
+
+// Walks the units of a row that fall to a lane (unit number lane, lane + lanes, ...) without dividing.
+struct UnitWalk {
+  int32_t head = 0;
+  int32_t unit;
+  int32_t units;  // of a head
+
+  FLEXKV_HD UnitWalk(int lane, int32_t units_of_head) : unit(lane), units(units_of_head) { settle(); }
+  FLEXKV_HD void advance(int lanes) {
+    unit += lanes;
+    settle();
+  }
+
+ private:
+  FLEXKV_HD void settle() {
+    while (unit >= units) {
+      unit -= units;
+      head += 1;
+    }
+  }
+};
+
+template <typename Element, int kCount>
+FLEXKV_HD inline void copy_part(unsigned char* dst, const unsigned char* src, const RotationRows& rows,
+                                int32_t first, bool zero, int lane, int lanes) {
+  using Unit = Vector<Element, kCount>;
+  const int32_t units = (rows.head_dim - first) / kCount;
+  if (units <= 0) return;
+  const auto start = static_cast<int64_t>(sizeof(Element)) * first;
+  for (UnitWalk walk(lane, units); walk.head < rows.heads; walk.advance(lanes)) {
+    const auto at = start + static_cast<int64_t>(sizeof(Unit)) * walk.unit;
+    auto* to = reinterpret_cast<Unit*>(dst + walk.head * rows.dst_head_stride + at);
+    *to = zero ? Unit{} : *reinterpret_cast<const Unit*>(src + walk.head * rows.src_head_stride + at);
+  }
+}
+
+}  // namespace rotation_detail
+
+// Whether rows of this geometry can move in accesses of `width` bytes.
+template <typename Element>
+FLEXKV_HD inline bool can_move_by(const RotationRows& rows, const unsigned char* dst,
+                                  const unsigned char* src, int64_t width) {
+  const int64_t half = static_cast<int64_t>(sizeof(Element)) * rows.rotary_dim / 2;
+  const int64_t head = static_cast<int64_t>(sizeof(Element)) * rows.head_dim;
+  const auto places =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src));
+  return ((places | half | head | rows.src_head_stride | rows.dst_head_stride) & (width - 1)) == 0;
+}
+
+// What falls to `lane` of row `row`, `kCount` pairs at a time.
+template <typename Element, Pairing kPairing, int kCount>
+FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst, const unsigned char* src,
+                                    int32_t turn, int lane, int lanes) {
+  namespace detail = rotation_detail;
+  using Unit = detail::Vector<Element, kCount>;
+  if (turn < 0) {
+    detail::copy_part<Element, kCount>(dst, src, rows, 0, turn == kZeroRow, lane, lanes);
+    return;
+  }
+  const int32_t half = rows.rotary_dim / 2;
+  const float* cosines = rows.turns + static_cast<int64_t>(turn) * rows.rotary_dim;
+  const float* sines = cosines + half;
+  // The second vector of a unit: half a head, or one vector, behind the first.
+  const int64_t apart = static_cast<int64_t>(sizeof(Element)) * (kPairing == Pairing::kNeox ? half : kCount);
+  constexpr int64_t kStep = sizeof(Unit) * (kPairing == Pairing::kNeox ? 1 : 2);
+  for (detail::UnitWalk walk(lane, half / kCount); walk.head < rows.heads; walk.advance(lanes)) {
+    const unsigned char* from = src + walk.head * rows.src_head_stride + walk.unit * kStep;
+    unsigned char* to = dst + walk.head * rows.dst_head_stride + walk.unit * kStep;
+    Unit held[2] = {*reinterpret_cast<const Unit*>(from), *reinterpret_cast<const Unit*>(from + apart)};
+    for (int k = 0; k < kCount; ++k) {
+      const int first = kPairing == Pairing::kNeox ? k : 2 * k;
+      const int second = kPairing == Pairing::kNeox ? kCount + k : 2 * k + 1;
+      Element& x = held[first / kCount].at[first % kCount];
+      Element& y = held[second / kCount].at[second % kCount];
+      const int32_t pair = walk.unit * kCount + k;
+      const Pair turned = turn_pair({to_float(x), to_float(y)}, cosines[pair], sines[pair]);
+      from_float(turned.x, x);
+      from_float(turned.y, y);
+    }
+    *reinterpret_cast<Unit*>(to) = held[0];
+    *reinterpret_cast<Unit*>(to + apart) = held[1];
+  }
+  // The elements past the rotary ones. In place there is nothing to do.
+  if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
+    detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
+  }
+}
+
+// One row, by a group of `lanes` lanes: 16 bytes at a time where everything is aligned to that, else element
+// by element.
+template <typename Element, Pairing kPairing>
+FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
+  constexpr int kWide = 16 / static_cast<int>(sizeof(Element));
+  const unsigned char* src = rows.src + rows.src_offsets[row];
+  unsigned char* dst = rows.dst + rows.dst_offsets[row];
+  const int32_t turn = rows.turn_of_row[row];
+  if (can_move_by<Element>(rows, dst, src, 16)) {
+    turn_row_lane<Element, kPairing, kWide>(rows, dst, src, turn, lane, lanes);
+  } else {
+    turn_row_lane<Element, kPairing, 1>(rows, dst, src, turn, lane, lanes);
+  }
+}
+
+}  // namespace flexkv

@@ -1,0 +1,133 @@
+"""Turns cached keys from the positions they were computed at to those they are wanted at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.rope import Frequencies, RopeSpec
+from flexkv.c_ext import rotate_rows
+from flexkv.errors import GeometryError
+
+ZERO_ROW = -1
+"""In place of a turn: zeros are written."""
+COPY_ROW = -2
+"""In place of a turn: the row is copied as it is."""
+
+NO_TURNS: NDArray[np.float32] = np.empty((0,), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Where rows of heads lie in a contiguous tensor.
+
+    Attributes:
+        offsets: of each row, bytes, int64 [rows].
+        head_stride: from a row's head to its next, bytes.
+    """
+
+    offsets: NDArray[np.int64]
+    head_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTable:
+    """What is done with each row of a batch.
+
+    Attributes:
+        of_row: int32 [rows]: a row of `turns`, ZERO_ROW or COPY_ROW.
+        turns: float32 [turns, 2, rotary_dim / 2]: cosines and sines of each distance.
+    """
+
+    of_row: NDArray[np.int32]
+    turns: NDArray[np.float32]
+
+    @classmethod
+    def copies(cls, rows: int) -> TurnTable:
+        """All rows are copied: what values are."""
+        return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
+
+
+class KeyRotation:
+    """The rotation of one model's keys.
+
+    A key turns by the angle between its positions at once, which equals undoing the old and applying the new one, with
+    one rounding instead of two. Segments move as a whole, so a batch has few distinct distances and a small table.
+
+    Args:
+        dtype: of the keys: float32, bfloat16 or float16.
+        frequencies: radians a position as the model has them, [rotary_dim / 2]; None: those of `spec`.
+
+    Raises:
+        GeometryError: frequencies of another shape.
+    """
+
+    def __init__(
+        self, spec: RopeSpec, heads: int, dtype: str, frequencies: Frequencies | None = None
+    ) -> None:
+        self.spec = spec
+        self.heads = heads
+        self.dtype = dtype
+        self.element_bytes = 4 if dtype == "float32" else 2
+        self.frequencies = spec.frequencies() if frequencies is None else np.asarray(frequencies, np.float64)
+        if self.frequencies.shape != (spec.rotary_dim // 2,):
+            raise GeometryError(
+                f"frequencies of shape {self.frequencies.shape}: expected is ({spec.rotary_dim // 2},)"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row without gaps between its heads."""
+        return self.heads * self.spec.head_dim * self.element_bytes
+
+    def table(
+        self,
+        old_positions: NDArray[np.int64],
+        new_positions: NDArray[np.int64],
+        zero: NDArray[np.bool_] | None = None,
+    ) -> TurnTable:
+        """The turns of rows from old to new positions, each int64 [rows]; rows in `zero` become zeros.
+
+        A row that stays where it is is copied, bit for bit.
+        """
+        distances, of_row = np.unique(new_positions - old_positions, return_inverse=True)
+        angles = distances[:, None].astype(np.float64) * self.frequencies
+        turns = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+        chosen = np.where(distances[of_row] == 0, COPY_ROW, of_row).astype(np.int32)
+        if zero is not None:
+            chosen[zero] = ZERO_ROW
+        return TurnTable(chosen, np.ascontiguousarray(turns))
+
+    def apply(
+        self,
+        source: object,
+        source_places: RowPlaces,
+        target: object,
+        target_places: RowPlaces,
+        table: TurnTable,
+        *,
+        lane_by_lane: bool = False,
+    ) -> None:
+        """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
+
+        Tensors of any library, contiguous, in host memory; in place where both are the same. Values go through the same
+        call with `TurnTable.copies`.
+        """
+        rotate_rows(
+            source,
+            target,
+            source_places.offsets,
+            target_places.offsets,
+            table.of_row,
+            table.turns,
+            dtype=self.dtype,
+            pairing=self.spec.pairing,
+            heads=self.heads,
+            head_dim=self.spec.head_dim,
+            rotary_dim=self.spec.rotary_dim,
+            src_head_stride=source_places.head_stride,
+            dst_head_stride=target_places.head_stride,
+            lane_by_lane=lane_by_lane,
+        )
