@@ -35,6 +35,7 @@ class DiskLimits:
         waiting_pages: pages that may wait for their write; beyond it they are dropped and counted.
         ops: reads, and writes, in flight at most; no more than the queue places of the lane.
         wait_s: a lookup waits for the disk this long at most, then goes on without.
+        compute_if_faster: a lookup leaves to the engine what it computes sooner than the disk brings it up.
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
     """
 
@@ -44,6 +45,7 @@ class DiskLimits:
     waiting_pages: int = 65_536
     ops: int = 256
     wait_s: float = 30.0
+    compute_if_faster: bool = True
     ttl_s: int | None = None
 
     def check(self) -> None:
@@ -82,6 +84,8 @@ class DiskCounts:
         gone: pages lost with a disk.
         waits: lookups that waited for the disk.
         late: lookups that went on without the disk, because it took too long.
+        left: lookups of which a part was left to the engine, because it computes that sooner.
+        left_pages: pages of those.
     """
 
     written: int = 0
@@ -96,3 +100,5 @@ class DiskCounts:
     gone: int = 0
     waits: int = 0
     late: int = 0
+    left: int = 0
+    left_pages: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,11 +11,39 @@ from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
 from flexkv.cache.disk_base import DiskCounts, DiskLimits
 from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import HostSide
+from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a lookup would have brought up.
+
+    Attributes:
+        parts: per group, the keys of its blocks, each in host memory or on disk.
+        tokens: that the engine need not compute with all of them.
+        whole_blocks: the parts are the same blocks of every group, and any prefix of them is worth having.
+    """
+
+    parts: list[tuple[int, Keys]]
+    tokens: int
+    whole_blocks: bool = False
+
+
+NOTHING = Wanted([], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToEngine:
+    """A choice to compute, for the operator: `pages` take `read_s` to bring up, and `compute_s` to compute."""
+
+    pages: int
+    read_s: float
+    compute_s: float
 
 
 class DiskFlow:
@@ -40,7 +69,10 @@ class DiskFlow:
         self._clock = clock
         self._orders: list[TransferGraph] = []
         self.index = disk
-        self.reads = DiskReads(host, disk, limits, self._orders)
+        self.rates = DiskRates()
+        self.last_left: LeftToEngine | None = None
+        """The last choice to leave pages on disk and compute them."""
+        self.reads = DiskReads(host, disk, limits, self._orders, self.rates, clock)
         self.writes = DiskWrites(host, disk, limits, self._orders)
         self.down = ""
         """Why the disks cannot be used any more; empty while they can."""
@@ -96,24 +128,60 @@ class DiskFlow:
             self.reads.give_up(request_id)
             return 0
         wanted = self._wanted(keys, start_block, blocks, room_pages)
-        if not wanted and tail is not None:
+        if not wanted.parts and tail is not None:
             wanted = self._wanted_tail(tail, start_block + blocks, tail_tokens)
+        worth = self._worth(wanted, now_s)
         ops: set[OpId] = set()
-        for group, group_keys in wanted:
+        for group, group_keys in worth.parts:
             ops |= self.reads.bring_up(group, group_keys)
         if ops:
             self.reads.wait(request_id, ops, now_s)
+        if worth is not wanted:
+            self.reads.leave_rest(request_id, now_s)
         return len(ops)
+
+    def _worth(self, wanted: Wanted, now_s: float) -> Wanted:
+        """The part of `wanted` that is brought up sooner than computed: all of it, as long as nothing is known."""
+        rates, queued = self.rates, self.reads.ops.pages
+        if not wanted.parts or not self._limits.compute_if_faster or not rates.believed(now_s):
+            return wanted
+        pages = sum(len(keys) for _, keys in wanted.parts)
+        if rates.all_worth(pages, wanted.tokens, queued):
+            return wanted
+        # Some may be in host memory or on their way already: then only the rest has to be read.
+        found = [self._host.index.find(group, keys, ready_only=False) for group, keys in wanted.parts]
+        ready = [self._host.index.ready(entries).view(np.bool_) for entries in found]
+        if wanted.whole_blocks:
+            missing = np.cumsum(sum((entries == NO_ENTRY).astype(np.int64) for entries in found))
+            waiting = np.logical_or.accumulate(~np.logical_and.reduce(ready))
+            tokens = self._specs[0].block_tokens * np.arange(1, len(missing) + 1)
+        else:
+            missing = np.array([sum(int(np.count_nonzero(entries == NO_ENTRY)) for entries in found)])
+            waiting = np.array([not all(flags.all() for flags in ready)])
+            tokens = np.array([wanted.tokens])
+        kept = rates.worth(missing, waiting, tokens, queued)
+        if kept == len(missing):
+            return wanted
+        left_pages = int(missing[-1] - (missing[kept - 1] if kept else 0))
+        left_tokens = int(tokens[-1] - (tokens[kept - 1] if kept else 0))
+        self.counts.left += 1
+        self.counts.left_pages += left_pages
+        self.last_left = LeftToEngine(
+            left_pages,
+            rates.read_s(left_pages, queued) + rates.load_s(left_pages),
+            rates.compute_s(left_tokens),
+        )
+        if not kept:
+            return NOTHING
+        return Wanted([(group, keys[:kept]) for group, keys in wanted.parts], int(tokens[kept - 1]), True)
 
     def waits(self, request_id: str) -> bool:
         """Whether the request waits for a read and has not done so for too long. O(1)."""
         wait = self.reads.waits.get(request_id)
         return wait is not None and bool(wait.ops) and self._clock() - wait.since_s <= self._limits.wait_s
 
-    def _wanted(
-        self, keys: Sequence[Keys], start: int, blocks: int, room_pages: int
-    ) -> list[tuple[int, Keys]]:
-        """Per group, the keys of the longest restorable prefix that the match lacks; each in host memory or on disk."""
+    def _wanted(self, keys: Sequence[Keys], start: int, blocks: int, room_pages: int) -> Wanted:
+        """The longest restorable prefix, as far as the match lacks it."""
         end = start + blocks
         if self._all_prefix:
             most = start + max(0, room_pages) // len(self._specs)
@@ -121,18 +189,20 @@ class DiskFlow:
             for group, group_keys in enumerate(keys):
                 reach = end + self._reach(group, group_keys[end:reach])
                 if reach <= end:
-                    return []
-            return [(group, group_keys[end:reach]) for group, group_keys in enumerate(keys)]
+                    return NOTHING
+            parts = [(group, group_keys[end:reach]) for group, group_keys in enumerate(keys)]
+            return Wanted(parts, (reach - end) * self._specs[0].block_tokens, True)
         present = [self._present(group, group_keys[start:]) for group, group_keys in enumerate(keys)]
         longest = longest_restorable(self._specs, present, room_pages)
         if longest <= blocks:
-            return []
+            return NOTHING
         firsts = (first_needed(spec, longest) for spec in self._specs)
-        return [
+        parts = [
             (group, keys[group][start + first : start + longest])
             for group, first in enumerate(firsts)
             if first < longest
         ]
+        return Wanted(parts, (longest - blocks) * self._specs[0].block_tokens)
 
     def _reach(self, group: int, keys: Keys) -> int:
         """How many leading keys are on disk or in host memory; the first is not in host memory."""
@@ -149,24 +219,23 @@ class DiskFlow:
     def _present(self, group: int, keys: Keys) -> np.ndarray:
         return np.asarray((self._host.index.find(group, keys) != NO_ENTRY) | self.index.present(group, keys))
 
-    def _wanted_tail(
-        self, tail: Sequence[TailCandidates | None], end_block: int, tail_tokens: int
-    ) -> list[tuple[int, Keys]]:
-        """The keys of the longest partial tail, if it is longer than `tail_tokens`."""
+    def _wanted_tail(self, tail: Sequence[TailCandidates | None], end_block: int, tail_tokens: int) -> Wanted:
+        """The longest partial tail, if it is longer than `tail_tokens`."""
         lengths: list[dict[int, int]] = []
         for group, candidates in enumerate(tail):
             if not self._all_prefix or candidates is None or candidates.base_block != end_block:
-                return []
+                return NOTHING
             there = np.flatnonzero(self._present(group, candidates.keys))
             lengths.append({int(candidates.tokens[i]): int(i) for i in there})
         longest = max(set.intersection(*(set(known) for known in lengths)), default=0)
         if longest <= tail_tokens:
-            return []
-        return [
+            return NOTHING
+        parts = [
             (group, candidates.keys[lengths[group][longest] :][:1])
             for group, candidates in enumerate(tail)
             if candidates is not None
         ]
+        return Wanted(parts, longest - tail_tokens)
 
     # --- what happens in host memory ---
 
@@ -185,6 +254,11 @@ class DiskFlow:
         """Plans the writes that may be planned now."""
         if not self.down:
             self.writes.pump(len(self._specs), idle=not len(self.reads.ops))
+
+    def offer_all(self) -> None:
+        """What is in host memory and not on disk is to be written: the process is about to end."""
+        if not self.down:
+            self.writes.offer_all(len(self._specs))
 
     def complete(self, result: OpResult) -> None:
         """Takes the terminal result of a read or write.

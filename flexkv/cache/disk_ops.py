@@ -43,6 +43,8 @@ class DiskOp:
         host: entries of the host index, each pinned once by the op.
         disk: entries of the disk index, each pinned once by the op.
         epoch: of the disk index when it was planned.
+        begun_s: the clock when it was planned.
+        ahead: pages of its kind that were in flight then.
         leaving: a write after which the pages leave host memory.
         waiters: requests that wait for a read.
     """
@@ -52,6 +54,8 @@ class DiskOp:
     host: EntryIds
     disk: EntryIds
     epoch: int
+    begun_s: float = 0.0
+    ahead: int = 0
     leaving: bool = False
     waiters: set[str] = field(default_factory=set)
 

@@ -75,7 +75,20 @@ class DiskRates:
         """Whether reading and computing are both known well enough to choose. Without a load none is counted."""
         return self.read.believed(now_s) and self.compute.believed(now_s)
 
-    def worth(self, missing: NDArray[np.int64], tokens: NDArray[np.int64], queued_pages: int) -> int:
+    def all_worth(self, pages: int, tokens: int, queued_pages: int) -> bool:
+        """Whether bringing up `pages`, all of them missing, is quicker than computing the `tokens` that they hold."""
+        # Where a block saves more than its read costs, a longer prefix is always worth more than a shorter one; what
+        # the wait takes away is the same for both.
+        saved_s = self.compute_s(tokens) - self.load_s(pages)
+        return saved_s > self.read_s(pages, queued_pages)
+
+    def worth(
+        self,
+        missing: NDArray[np.int64],
+        waiting: NDArray[np.bool_],
+        tokens: NDArray[np.int64],
+        queued_pages: int,
+    ) -> int:
         """How many of the offered blocks are brought up sooner than computed.
 
         Each prefix of the blocks is weighed: the time to compute it, less the time to read what of it is missing behind
@@ -84,6 +97,7 @@ class DiskRates:
 
         Args:
             missing: pages that a prefix of i + 1 blocks lacks in host memory, int64 [blocks], ascending.
+            waiting: whether such a prefix has to wait for a read, bool [blocks].
             tokens: that such a prefix saves the engine, int64 [blocks].
 
         Returns:
@@ -92,7 +106,20 @@ class DiskRates:
         latency_s, page_s = self.read.line()
         _, load_s = self.load.line()
         _, token_s = self.compute.line()
-        wait_s = np.where(missing > 0, latency_s + page_s * queued_pages, 0.0)
+        wait_s = np.where(waiting, latency_s + page_s * queued_pages, 0.0)
         saved_s = token_s * tokens - wait_s - (page_s + load_s) * missing
         best = len(saved_s) - 1 - int(np.argmax(saved_s[::-1]))
         return best + 1 if saved_s[best] > 0 else 0
+
+    def read_s(self, pages: int, queued_pages: int) -> float:
+        """Seconds to bring up `pages` behind `queued_pages` others."""
+        latency_s, page_s = self.read.line()
+        return latency_s + page_s * (queued_pages + pages)
+
+    def load_s(self, pages: int) -> float:
+        """Seconds that `pages` add to a load."""
+        return self.load.line()[1] * pages
+
+    def compute_s(self, tokens: int) -> float:
+        """Seconds that `tokens` add to the engine's steps."""
+        return self.compute.line()[1] * tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from flexkv.cache.base import Keys
 from flexkv.cache.disk_base import DiskLimits
 from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
+from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.leases import EntryIds
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
 
@@ -22,7 +24,7 @@ class Wait:
         since_s: the clock when it began to wait.
         ops: reads that have not ended.
         held: group and host entries that were read for it, pinned once each, until its next lookup has leased them.
-        given_up: it waited too long, and goes on without the disk.
+        given_up: it goes on without the rest of what is on disk: that took too long, or is computed sooner.
     """
 
     since_s: float
@@ -40,12 +42,20 @@ class DiskReads:
     """
 
     def __init__(
-        self, host: HostSide, disk: DiskIndex, limits: DiskLimits, orders: list[TransferGraph]
+        self,
+        host: HostSide,
+        disk: DiskIndex,
+        limits: DiskLimits,
+        orders: list[TransferGraph],
+        rates: DiskRates,
+        clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._disk = disk
         self._limits = limits
         self._orders = orders
+        self._rates = rates
+        self._clock = clock
         self._reader = [np.zeros(len(tokens), np.int64) for tokens in host.tokens]
         """Of each host slot, the read that is filling it, or 0."""
         self.ops = DiskOps()
@@ -75,7 +85,8 @@ class DiskReads:
             disk, places, tags = self._disk.begin_read(group, wanted)
             graph = self._host.planner.read(group, slots, places, tags)
             op_id = graph.ops[0].op_id
-            self.ops.add(DiskOp(op_id, group, entries, disk, self._disk.epoch))
+            ahead = self.ops.pages
+            self.ops.add(DiskOp(op_id, group, entries, disk, self._disk.epoch, self._clock(), ahead))
             self._reader[group][slots] = op_id
             self._orders.append(graph)
             waited.add(op_id)
@@ -96,6 +107,10 @@ class DiskReads:
         wait.ops |= ops
         for op_id in ops:
             self.ops.get(op_id).waiters.add(request_id)
+
+    def leave_rest(self, request_id: str, now_s: float) -> None:
+        """The request waits for what it waits for, and for no more."""
+        self.waits.setdefault(request_id, Wait(now_s)).given_up = True
 
     def let_go(self, request_id: str) -> None:
         """Unpins what was read for the request: its lookup has leased it, or nobody wants it any more."""
@@ -126,6 +141,9 @@ class DiskReads:
 
     def complete(self, result: OpResult) -> None:
         op = self.ops.pop(result.op_id)
+        if result.status is OpStatus.OK:
+            now_s = self._clock()
+            self._rates.read.see(op.ahead + len(op.host), now_s - op.begun_s, now_s)
         good = op.good(result)
         counts, index = self._disk.counts, self._host.index
         slots = index.slots_of(op.host)

@@ -68,6 +68,32 @@ class DiskWrites:
             for group in range(groups):
                 self._make_room(group)
 
+    def offer_all(self, groups: int) -> None:
+        """Offers what is in host memory and not on disk, in whatever mode: this process is about to end.
+
+        What was used last goes first, each chain from its start, and no more than the disks hold.
+        """
+        index = self._host.index
+        for group in range(groups):
+            entries = index.take_coldest(group, index.up_slots(group))
+            keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
+            index.unpin(entries)
+            keys = keys[: self._disk.entries.up_slots(group)]
+            known = self._disk.known(group, keys)
+            # So that what is written now displaces others and not these.
+            self._disk.used(group, keys[known])
+            keys = keys[~known]
+            if len(keys):
+                self._waiting.append((group, keys))
+                self._waiting_pages += len(keys)
+
+    def give_up_waiting(self) -> int:
+        """Forgets what waits; returns how many pages that are."""
+        pages = self._waiting_pages
+        self.reset()
+        self._disk.counts.lost += pages
+        return pages
+
     def flush(self) -> None:
         """Plans what waits, whatever the mode, as far as the bounds allow."""
         self._drain(self._limits.write_pages)
@@ -127,7 +153,7 @@ class DiskWrites:
         if len(positions):
             graph = self._host.planner.write(group, slots[positions], places, tags)
             self.ops.add(
-                DiskOp(graph.ops[0].op_id, group, entries[positions], disk, self._disk.epoch, leaving)
+                DiskOp(graph.ops[0].op_id, group, entries[positions], disk, self._disk.epoch, leaving=leaving)
             )
             self._orders.append(graph)
         self._disk.counts.dropped_writes += int(np.count_nonzero(without))

@@ -25,6 +25,8 @@ class InflightOp:
         entries: its pages' index entries, each pinned once by the op.
         block_numbers: number of each page's block in the request, int64.
         epoch: the manager's epoch when it was planned.
+        begun_s: the clock when it was planned; kept for loads in front of a disk tier.
+        ahead: pages of its role that were in flight then.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
@@ -40,6 +42,8 @@ class InflightOp:
     block_numbers: NDArray[np.int64]
     epoch: int
     waits_for: tuple[OpId, ...] = ()
+    begun_s: float = 0.0
+    ahead: int = 0
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)

@@ -215,6 +215,7 @@ class LocalCacheManager(CacheManager):
             for g, target in enumerate(targets)
             if len(target)
         )
+        begun_s = self._clock() if self._disk is not None else 0.0
         for op in graph.ops:
             group = lease.groups[op.group]
             self._inflight.add(
@@ -227,6 +228,8 @@ class LocalCacheManager(CacheManager):
                     group.entries[: op.pages],
                     group.first_block + np.arange(op.pages),
                     self._epoch,
+                    begun_s=begun_s,
+                    ahead=self._inflight.pages[OpRole.LOAD],
                 )
             )
         for group, target in zip(lease.groups, targets, strict=True):
@@ -300,6 +303,9 @@ class LocalCacheManager(CacheManager):
             # Also on disk: what is wrong with the page may have been written there too.
             self._disk.index.forget(op.group, keys[op.suspect])
             self._disk.index.used(op.group, keys[~op.suspect])
+            if not op.failed.any():
+                now_s = self._clock()
+                self._disk.rates.load.see(op.ahead + len(op.entries), now_s - op.begun_s, now_s)
         if op.suspect.any():
             counters.forgotten_blocks += self._remove(op.group, op.entries[op.suspect])
         self._index.unpin(op.entries)

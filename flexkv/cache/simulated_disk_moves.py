@@ -10,6 +10,9 @@ from flexkv.cache.simulated_model import Key, ModelOp, require
 from flexkv.cache.simulated_world import World
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferOp
 
+SAME_PACE_S = 5.0
+"""How long the engine computes at one pace; 500 steps."""
+
 
 class DiskMoves:
     """Runs the disk lane of a world and hands its results to the manager."""
@@ -89,6 +92,14 @@ class DiskMoves:
                 row is None or row[1] != identities(op)[page][1],
                 "a page that could not be read is still in the index on disk",
             )
+
+    def measure_step(self) -> None:
+        """A few of the engine's prefill steps were measured: this minute a token takes long, the next it does not."""
+        world = self.world
+        token_s = (0.001, 0.1)[int(world.now_s / SAME_PACE_S) % 2]
+        for _ in range(4):
+            tokens = world.random.randint(16, 64)
+            world.manager.disk.rates.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
         """A disk breaks for good; the manager hears of it. One is left whole, so that the run stays worth its while."""

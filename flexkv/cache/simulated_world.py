@@ -36,6 +36,8 @@ class SimulationConfig:
         disk_places: places on disk of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
         disks: that the places are striped over.
+        measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
+            on disk to the engine.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
     """
 
@@ -53,6 +55,7 @@ class SimulationConfig:
     disk_places: int = 0
     disk_mode: DiskMode = DiskMode.THROUGH
     disks: int = 2
+    measured_steps: bool = False
 
 
 @dataclass

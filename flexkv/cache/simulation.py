@@ -61,7 +61,13 @@ class Simulation:
         if not self.world.config.disk_places:
             return []
         disks = self.disks
-        return [(disks.move, 25), (disks.deliver, 15), (disks.cancel, 0.7), (disks.lose, 0.02)]
+        moves: list[tuple[Action, float]] = [
+            (disks.move, 25),
+            (disks.deliver, 15),
+            (disks.cancel, 0.7),
+            (disks.lose, 0.02),
+        ]
+        return [*moves, (disks.measure_step, 2)] if self.world.config.measured_steps else moves
 
     def run(self) -> SimulationReport:
         """

@@ -258,6 +258,11 @@ class DiskConfig(Section):
         description="A request waits so long for its blocks to come up from disk, then computes them: a slow disk must "
         "not hold a request for good.",
     )
+    compute_if_faster: bool = Field(
+        True,
+        description="Leave blocks that are on disk to the engine where it computes them sooner than the disk brings "
+        "them up, as both were measured lately; off for engines whose time is dearer than a request's.",
+    )
     write_pages: Count = Field(
         4096,
         description="Pages being written at once at most; each keeps its slot of host memory from eviction.",

@@ -42,7 +42,12 @@ def start(
     """A new engine process with a disk tier; the one before it has ended."""
     engines.close()
     engines.close_others()
-    disk: dict[str, Any] = {"disk__folders": str(folder), "disk__bytes_per_folder": SLAB_BYTES}
+    disk: dict[str, Any] = {
+        "disk__folders": str(folder),
+        "disk__bytes_per_folder": SLAB_BYTES,
+        # The model is tiny and the machine may be busy: what is asked here is what the disk serves.
+        "disk__compute_if_faster": False,
+    }
     connected = connector(None, **disk | settings)
     return engines.another(connected, environment, tensor_parallel_size=tensor_parallel_size)
 

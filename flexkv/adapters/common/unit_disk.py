@@ -50,6 +50,7 @@ def disk_limits(config: FlexKVConfig) -> DiskLimits:
         waiting_pages=config.store.inflight_pages,
         ops=max(1, config.transfer.queue_ops // OPS_SHARE),
         wait_s=disk.wait_s,
+        compute_if_faster=disk.compute_if_faster,
         ttl_s=disk.ttl_s,
     )
 
@@ -149,12 +150,18 @@ class UnitDisk:
         counters.add("flexkv_disk_expired_pages_total", new["expired"])
         counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
+        counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
+        counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries
         counters.set("flexkv_disk_slots", entries.up_slots(0))
         counters.set("flexkv_disk_slots_used", len(entries))
         counters.set("flexkv_disks", sum(self._tier.alive))
+        rates = self._flow.rates
+        for what, line in (("read", rates.read), ("load", rates.load)):
+            counters.set("flexkv_disk_page_seconds", line.line()[1], what=what)
+        counters.set("flexkv_compute_token_seconds", rates.compute.line()[1])
 
     def close(self) -> bool:
         """Writes what waits and makes it durable, within `transfer.close_s`."""

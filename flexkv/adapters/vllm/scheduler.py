@@ -22,6 +22,7 @@ from flexkv.adapters.vllm.outcomes import Outcomes
 from flexkv.adapters.vllm.references import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
@@ -67,6 +68,7 @@ class Parts:
     outcomes: Outcomes
     watch: StoreWatch
     workers: tuple[WorkerSide, ...]
+    steps: StepTimes | None
 
 
 class SchedulerSide:
@@ -169,7 +171,9 @@ class SchedulerSide:
         if isinstance(stores, CacheListener):
             listeners.add(stores)
         outcomes = Outcomes(unit, workers, self.requests, loads, stores, watch, counters, self.events)
-        return Parts(unit, lookups, loads, stores, outcomes, watch, workers)
+        # Only what the disks bring up competes with computing.
+        steps = StepTimes(unit.manager.disk.rates.compute) if unit.disk is not None else None
+        return Parts(unit, lookups, loads, stores, outcomes, watch, workers, steps)
 
     def _make_stores(self, unit: HostUnit, watch: StoreWatch) -> StoreMode:
         store = self._config.store
@@ -247,6 +251,9 @@ class SchedulerSide:
             self.orders.disk_busy = parts.unit.disk_busy
             self.orders.grant = parts.unit.grant
             self._expire(parts.unit)
+            if parts.steps is not None and output.total_num_scheduled_tokens:
+                sync = any(job.sync for job in self.orders.loads)
+                parts.steps.began(self._forward_step, output, sync)
         self.orders.idle = output.total_num_scheduled_tokens == 0
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
@@ -298,6 +305,8 @@ class SchedulerSide:
             self.take_handshake(report.handshakes)
         if self.parts is not None:
             self.parts.outcomes.take(report)
+            if self.parts.steps is not None and report.step:
+                self.parts.steps.ended(report.step)
             self._pump(self.parts)
 
     def _pump(self, parts: Parts) -> None:

@@ -60,7 +60,7 @@ def test_ranks_share_one_page(make_disk_engine: Make, ranks: int, remote: bool, 
     assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
 
 
-@pytest.mark.parametrize("mode", ["through", "back"])
+@pytest.mark.parametrize("mode", ["through", "back", "evict"])
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_every_mode_keeps_everything_over_an_orderly_end(
     make_disk_engine: Make, mode: str, load: str
@@ -263,3 +263,17 @@ def test_folders_are_joined_by_colons() -> None:
     assert load_config({"disk.folders": "/a:/b"}, {}).disk.folders == ("/a", "/b")
     assert load_config({"disk.folders": ["/a", "/b"]}, {}).disk.folders == ("/a", "/b")
     assert load_config({}, {"FLEXKV_DISK_FOLDERS": "/a"}).disk.folders == ("/a",)
+
+
+def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Make) -> None:
+    long, share = list(range(97)), {"store.max_reference_share": 1.0}
+    engine = make_disk_engine(**share)
+    engine.run(make_request(long, "one"))
+    engine = make_disk_engine(**share)
+    assert engine.run(make_request(long, "two")) == 96
+    engine.run(make_request([7, *long[1:]], "three"))
+    rates = engine.side.unit.manager.disk.rates
+    assert (rates.read.samples, rates.load.samples, rates.compute.samples) == (1, 1, 1)
+    gauges = engine.counters.data
+    assert gauges["flexkv_disk_page_seconds"]["read"] > 0
+    assert gauges["flexkv_compute_token_seconds"][""] > 0

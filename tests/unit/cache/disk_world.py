@@ -12,7 +12,7 @@ from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
 from flexkv.cache.simulated_engine import Symbol
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 BLOCK_TOKENS = 4
 NONE = np.empty(0, np.int32)
@@ -73,6 +73,11 @@ class DiskWorld:
             self.manager.complete(0, OpResult(op.op_id, OpStatus.OK, NONE))
         self.manager.check_integrity()
         return plan.dropped
+
+    def load_ended(self, graph: TransferGraph) -> None:
+        """The engine's load ended well."""
+        for op in graph.ops:
+            self.manager.complete(0, OpResult(op.op_id, OpStatus.OK, NONE))
 
     def match(self, keys: Keys, name: str = "r") -> MatchResult:
         result = self.manager.match(name, [keys], 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk_base import DiskMode
+from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.simulated_disk import SimDiskTier
 from flexkv.errors import ClosedError
@@ -129,6 +129,24 @@ def test_a_data_plane_that_refuses_turns_the_disks_off(caplog: pytest.LogCapture
     world.manager.check_integrity()
 
 
+def test_the_operator_hears_that_pages_are_computed_instead(caplog: pytest.LogCaptureFixture) -> None:
+    world, keys = DiskWorld(), chain(6)
+    driver, _ = make(world)
+    world.store(keys)
+    settle(driver)
+    world.drop_host()
+    rates = world.manager.disk.rates
+    with caplog.at_level("INFO"):
+        for request in range(3):
+            for n in range(8):
+                rates.read.see(n + 1, n + 1, world.now_s)
+                rates.compute.see(n + 1, 1e-6, world.now_s)
+            assert world.match(keys, f"r{request}").reads == 0
+            world.now_s += 1
+            driver.pump()
+    assert caplog.text.count("left to the engine") == 1
+
+
 def test_lost_disks_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     world, keys = DiskWorld(), chain(6)
     driver, _ = make(world)
@@ -147,8 +165,8 @@ def test_lost_disks_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     assert str(world.manager.disk.down) == "no disk is left"
 
 
-@pytest.mark.parametrize("mode", [DiskMode.THROUGH, DiskMode.BACK])
-def test_a_close_writes_what_waits(mode: DiskMode) -> None:
+@pytest.mark.parametrize("mode", DiskMode)
+def test_a_close_writes_what_is_not_on_disk(mode: DiskMode) -> None:
     world, keys = DiskWorld(mode=mode), chain(6)
     driver, plane = make(world, steps=3)
     world.store(keys)
@@ -160,6 +178,37 @@ def test_a_close_writes_what_waits(mode: DiskMode) -> None:
     assert driver.close(0.0)
     again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
     assert again.hits(keys) == 6
+
+
+def test_a_close_writes_what_was_used_last_where_the_disk_is_smaller() -> None:
+    world = DiskWorld(slots=16, places=8, mode=DiskMode.EVICT)
+    old, new = chain(6, seed=1), chain(6, seed=2)
+    for name, keys in (("old", old), ("new", new)):
+        world.store(keys, name=name)
+        world.manager.release(name)
+    driver, _ = make(world)
+    assert driver.close(30.0)
+    again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
+    assert (again.hits(new), again.hits(old)) == (6, 2)
+
+
+def test_a_close_does_not_write_twice() -> None:
+    world, keys = DiskWorld(mode=DiskMode.THROUGH), chain(6)
+    driver, plane = make(world)
+    world.store(keys)
+    settle(driver)
+    submitted = plane.submitted
+    assert driver.close(30.0)
+    assert plane.submitted == submitted
+
+
+def test_a_close_begins_no_write_that_has_no_time_to_end(caplog: pytest.LogCaptureFixture) -> None:
+    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    driver, _ = make(world, steps=10**9)
+    world.store(chain(6))
+    assert not driver.close(0.1)
+    assert "did not write 4 pages" in caplog.text
+    assert world.manager.disk.counts.lost == 4
 
 
 def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,17 @@ def test_every_action_and_outcome_occurs() -> None:
         assert sum(getattr(report.disk, name) for report in reports) > 0, name
 
 
+def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
+    reports = [
+        Simulation(dataclasses.replace(config(seed, groups, DiskMode.THROUGH), measured_steps=True)).run()
+        for seed, groups in enumerate(GROUPS)
+    ]
+    for report in reports:
+        assert report.disk.left > 0
+        assert report.disk.read > 0
+        assert report.verified_pages > 50
+
+
 def test_a_seed_repeats_its_steps() -> None:
     first, second = (Simulation(config(5, "two groups", DiskMode.BACK, 1_500)).run() for _ in range(2))
     assert first == second

@@ -1,0 +1,53 @@
+"""How long the engine's prefill steps take, as the scheduler's side sees it: from the plan of a step to its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flexkv.cache.disk_rates import MovingLine
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+MIN_PREFILL_TOKENS = 64
+"""Steps that compute fewer prompt tokens are decode steps to us: they would take about as long with none."""
+
+MIN_CHUNK_TOKENS = 16
+"""A request with fewer tokens in a step decodes, also with speculation."""
+
+MAX_STEPS = 64
+"""Steps under way that are remembered; an engine has two or three."""
+
+
+class StepTimes:
+    """Feeds the times of prefill steps to a line of seconds by tokens.
+
+    With steps in flight behind one another a step begins when the one before it has ended. A step in which the worker
+    waits for a load says nothing about computing, and is left out.
+    """
+
+    def __init__(self, line: MovingLine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._line = line
+        self._clock = clock
+        self._begun: deque[tuple[int, float, int]] = deque(maxlen=MAX_STEPS)
+        self._last_end_s = 0.0
+
+    def began(self, step: int, output: SchedulerOutput, waits_for_load: bool) -> None:
+        """A step with a forward was planned. O(requests)."""
+        chunks = output.num_scheduled_tokens.values()
+        prefill = sum(tokens for tokens in chunks if tokens >= MIN_CHUNK_TOKENS)
+        counts = prefill >= MIN_PREFILL_TOKENS and not waits_for_load
+        total = output.total_num_scheduled_tokens if counts else 0
+        self._begun.append((step, self._clock(), total))
+
+    def ended(self, step: int) -> None:
+        """The outcome of `step`, and so of all before it, was heard."""
+        now_s = self._clock()
+        while self._begun and self._begun[0][0] <= step:
+            number, begun_s, tokens = self._begun.popleft()
+            if number == step and tokens:
+                self._line.see(tokens, now_s - max(begun_s, self._last_end_s), now_s)
+        self._last_end_s = now_s
