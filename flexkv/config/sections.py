@@ -166,10 +166,11 @@ class StoreConfig(Section):
 class LoadConfig(Section):
     """How hits are loaded."""
 
-    mode: Literal["async", "sync"] = Field(
+    mode: Literal["async", "sync", "layerwise"] = Field(
         "async",
-        description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, which "
-        "has the lowest latency with one request at a time.",
+        description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, "
+        "before its forward, and `layerwise` during it: each layer is waited for when the forward comes to it. These "
+        "two have the lowest latency with one request at a time.",
     )
     deadline_s: Seconds = Field(
         30.0,

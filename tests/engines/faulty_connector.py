@@ -52,3 +52,16 @@ class CarelessConnector(FaultyConnector):
         if unit is not None:
             unit.manager.discard_from = lambda request_id, first_block: 0  # type: ignore[method-assign]
         super().update_connector_output(connector_output)
+
+
+class ImpatientWorker(FaultyWorker):
+    """Says that it waited for a layer, and has not."""
+
+    def wait_for_layer(self, name: str) -> None:
+        self._layer_loads._waited.add(self._layer_numbers[name])
+
+
+class ImpatientConnector(FaultyConnector):
+    """Lets the forward read layers that have not come: the control of the tests of layerwise loads."""
+
+    worker_class = ImpatientWorker

@@ -13,7 +13,8 @@ class LoadJob:
 
     Attributes:
         graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
-        sync: the step's forward needs it.
+        sync: the step's forward needs it: all of it before it starts, or with layerwise ops each layer when it
+            comes to it.
     """
 
     request_id: str
@@ -24,3 +25,8 @@ class LoadJob:
     @property
     def ops(self) -> tuple[TransferOp, ...]:
         return self.graph.ops if self.graph is not None else ()
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the forward waits for its layers one by one."""
+        return any(op.layerwise for op in self.ops)

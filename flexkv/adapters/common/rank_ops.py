@@ -171,8 +171,7 @@ class RankOps:
                 the engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._load_deadline_s
-        while any(load.job is job for load in self._waiting):
-            self.poll(PLACE_WAIT_S)
+        self._find_place(job)
         for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
             if self._wait(mine, ends_s):
                 continue
@@ -187,6 +186,28 @@ class RankOps:
                     "its blocks may be written at any time"
                 )
         self.poll()
+
+    def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None = None) -> bool:
+        """Waits until a layer of a layerwise load is in place, or pages of it are known to have failed.
+
+        Args:
+            stream: the engine's, on a device: what it is given next comes after the layer's copies.
+
+        Returns:
+            False when that was not so by `ends_s`: the whole load then counts as failed.
+        """
+        self._find_place(job)
+        for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
+            if mine.given_up:
+                return False
+            found = self.engine.wait_layer(mine.ticket, layer, max(0.0, ends_s - time.monotonic()), stream)
+            # A stream is not made to wait for a layer with failed pages, and others may share those that are whole.
+            in_time = found.in_time if not found.failed or stream is None else self._wait(mine, ends_s)
+            if not in_time:
+                mine.given_up = PAST_DEADLINE
+                self.engine.cancel(mine.ticket)
+                return False
+        return True
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
         """Waits for stores up to `transfer.stuck_s`; what has not ended by then counts as failed."""
@@ -267,6 +288,10 @@ class RankOps:
         return bool(self._ops or self._ended or self._waiting)
 
     # --- internals ---
+
+    def _find_place(self, job: LoadJob) -> None:
+        while any(load.job is job for load in self._waiting):
+            self.poll(PLACE_WAIT_S)
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:

@@ -22,7 +22,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMe
 from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.config import load_config
+from flexkv.config import FlexKVConfig, load_config
 from flexkv.observe import Counters, configure_logging, get_logger
 
 if TYPE_CHECKING:
@@ -44,6 +44,25 @@ SYNC_LOADS_NEED = (
     "with async scheduling the next step is under way before a failed load is heard of, and vLLM would keep the token "
     "which that step sampled; sync loads need --no-async-scheduling"
 )
+
+LAYERWISE_NEEDS = (
+    "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
+)
+
+
+def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
+    """`load.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked != "async" and vllm_config.scheduler_config.async_scheduling:
+        logger.warning("load.mode=%s: %s; loads are async here", asked, SYNC_LOADS_NEED)
+        return "async"
+    if asked == "layerwise" and vllm_config.speculative_config is not None:
+        logger.warning("load.mode=layerwise: %s; loads are sync here", LAYERWISE_NEEDS)
+        return "sync"
+    return asked
+
+
+def _with_load_mode(settings: FlexKVConfig, mode: str) -> FlexKVConfig:
+    return settings.model_copy(update={"load": settings.load.model_copy(update={"mode": mode})})
 
 
 class FlexKVConnector(KVConnectorBase_V1):
@@ -83,12 +102,8 @@ class FlexKVConnector(KVConnectorBase_V1):
             local_link.announce(engine_id, self.worker)
             return
         self._warn_of_policy()
-        if settings.load.mode == "sync" and vllm_config.scheduler_config.async_scheduling:
-            logger.warning("load.mode=sync: %s; loads are async here", SYNC_LOADS_NEED)
-            settings = settings.model_copy(
-                update={"load": settings.load.model_copy(update={"mode": "async"})}
-            )
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
+        settings = _with_load_mode(settings, possible_load_mode(settings.load.mode, vllm_config))
         self.scheduler = SchedulerSide(
             share_of_node(settings, parallel.data_parallel_size_local),
             geometry,
@@ -125,6 +140,11 @@ class FlexKVConnector(KVConnectorBase_V1):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return required_layout(vllm_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole forward would leave out its waits for layers."""
+        return load_config(extra_config).load.mode == "layerwise"
 
     def get_kv_connector_stats(self) -> FlexKVStats | None:
         if self.scheduler is not None:
@@ -180,7 +200,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         self._worker.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads that a forward reads have ended before it starts."""
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any

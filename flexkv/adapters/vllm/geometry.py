@@ -111,12 +111,23 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
     Raises:
         GeometryError: tensors and configuration disagree, or the pool is not plain memory.
     """
-    geometry = block_geometry(config)
     cuda_device_of(list(caches.values()))  # refuses what no lane can reach
+    handler = _handler(caches, config, ranks)
+    return handler.view(0), handler.format_id(0)
+
+
+def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> dict[str, int]:
+    """Of each attention layer its number in the view; a layer that shares another's KV has that one's."""
+    handler = _handler(caches, config, ranks)
+    return {name: handler.layer_number(name) for name in block_geometry(config).layer_names}
+
+
+def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> VllmHandler:
+    geometry = block_geometry(config)
     on_cpu = current_platform.is_cpu()
     is_latent = is_replicated(config)
     interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None
-    handler = VllmHandler(
+    return VllmHandler(
         caches=caches,
         placements=config.kv_cache_tensors,
         groups=[
@@ -126,4 +137,3 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
         order=str(config.kv_cache_layout),
         ranks=1 if is_latent else ranks,
     )
-    return handler.view(0), handler.format_id(0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.observe import get_logger
-from flexkv.transfer.graph import OpId
+from flexkv.transfer.graph import OpId, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -22,11 +23,13 @@ class Loads:
 
     Args:
         sync: they run within the step that needs them, not between steps.
+        by_layer: such a step waits for each layer when it comes to it, not for all of them before it starts.
     """
 
-    def __init__(self, lookups: Lookups, sync: bool) -> None:
+    def __init__(self, lookups: Lookups, sync: bool, by_layer: bool = False) -> None:
         self._lookups = lookups
         self._sync = sync
+        self._by_layer = by_layer
         self._jobs: dict[OpId, LoadJob] = {}
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
@@ -40,6 +43,8 @@ class Loads:
         promised = tracker.lookup is not None
         graph = self._lookups.begin_load(tracker, blocks, external_tokens)
         if graph is not None:
+            if self._by_layer:
+                graph = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
             job = LoadJob(tracker.request_id, graph, self._sync)
             for op in job.ops:
                 self._jobs[op.op_id] = job

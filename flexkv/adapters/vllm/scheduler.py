@@ -166,7 +166,8 @@ class SchedulerSide:
             counters,
             self._use.drop_last_block,
         )
-        loads = Loads(lookups, self._config.load.mode == "sync")
+        mode = self._config.load.mode
+        loads = Loads(lookups, sync=mode != "async", by_layer=mode == "layerwise")
         stores = self._make_stores(unit, watch)
         if isinstance(stores, CacheListener):
             listeners.add(stores)

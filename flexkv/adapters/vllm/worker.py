@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
+from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.rank_worker import RankWorker
-from flexkv.adapters.vllm.geometry import build_view, is_replicated
+from flexkv.adapters.vllm.geometry import build_view, is_replicated, layer_numbers
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
+from flexkv.errors import GeometryError
 from flexkv.transfer.graph import OpResult
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class WorkerSide(RankWorker):
         super().__init__(config, rank, _current_stream)
         self._ranks = ranks
         self.kv_config: KVCacheConfig | None = None
+        self._layer_numbers: dict[str, int] = {}
+        self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._heard_step = 0
         self._step_said = 0
         self._ready_said = -1
@@ -56,6 +60,7 @@ class WorkerSide(RankWorker):
         view, format_id = build_view(caches, config, self._ranks)
         self.take_pool(view, format_id, tuple(caches.values()), config.num_blocks, is_replicated(config))
         self.kv_config = config
+        self._layer_numbers = layer_numbers(caches, config, self._ranks)
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
@@ -83,17 +88,31 @@ class WorkerSide(RankWorker):
             self._ops.end_before_reuse(orders.reused, REUSE_WAIT_S)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Submits the step's loads, and waits for those that its forward reads."""
+        """Submits the step's loads, and waits for those that its forward reads from its start."""
         # Not every connector class forwards the hook that comes before.
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job)
         for job in orders.loads:
-            if job.sync:
+            if job.sync and not job.by_layer:
                 self._ops.finish_load(job)
+        by_layer = [job for job in orders.loads if job.by_layer]
+        self._layer_loads.begin(by_layer, self.view.num_layers if by_layer else 0)
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward is about to read this attention layer: returns when the step's loads have filled it.
+
+        Raises:
+            GeometryError: no KV cache was registered for the layer.
+        """
+        if name not in self._layer_numbers:
+            raise GeometryError(f"layer {name!r} is none of {list(self._layer_numbers)[:4]}...")
+        stream = None if self.device is None else _current_stream(self.device)
+        self._layer_loads.wait(self._layer_numbers[name], stream)
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that the step's forward completed."""
+        """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
+        self._layer_loads.finish()
         for graph in orders.stores:
             self._ops.submit_store(graph)
 

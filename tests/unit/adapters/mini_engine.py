@@ -320,6 +320,8 @@ class MiniEngine:
         worker.start_loads(orders)
         if before_forward is not None:
             before_forward()
+        for layer in self.kv_config.kv_cache_groups[0].layer_names if scheduled else ():
+            worker.wait_for_layer(layer)
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens

@@ -18,7 +18,7 @@ PROMPT = list(range(100, 123))
 """5 whole blocks of 4 tokens, and 3 more tokens."""
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 @pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
 def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: bool) -> None:
     engine = make_engine(ranks=ranks, remote=remote, **{"load.mode": mode})

@@ -1,0 +1,70 @@
+"""Loads within a step that the forward waits for layer by layer, as it comes to each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+NOT_WAITED_FOR = "the forward did not wait for every layer"
+
+
+class LayerLoads:
+    """The layerwise loads of one step.
+
+    A load that fails, or does not come before `load.deadline_s`, is not noticed by the forward: what it computes from
+    then on is wrong, and `finish` has the blocks named in the step's report. So has a layer that nobody waited for,
+    because the forward may have read it too early.
+    """
+
+    def __init__(self, ops: RankOps, deadline_s: float) -> None:
+        self._ops = ops
+        self._deadline_s = deadline_s
+        self._jobs: list[LoadJob] = []
+        self._waited: set[int] = set()
+        self._layers = 0
+        self._ends_s = 0.0
+
+    def begin(self, jobs: Sequence[LoadJob], layers: int) -> None:
+        """Loads that were submitted for the forward to come, of KV with so many layers."""
+        self._jobs = list(jobs)
+        self._waited.clear()
+        self._layers = layers
+        self._ends_s = time.monotonic() + self._deadline_s
+
+    def wait(self, layer: int, stream: int | None = None) -> None:
+        """Returns when layer `layer` of all loads is in place, or its blocks will be named.
+
+        Args:
+            stream: the engine's, on a device: what it is given next comes after the copies.
+        """
+        self._waited.add(layer)
+        for job in list(self._jobs):
+            if not self._ops.wait_layer(job, layer, self._ends_s, stream):
+                self._jobs.remove(job)
+                self._ops.finish_load(job)
+
+    def finish(self) -> None:
+        """The forward is over: waits for the end of its loads.
+
+        Raises:
+            ClosedError: see `RankOps.finish_load`.
+        """
+        jobs, self._jobs = self._jobs, []
+        if jobs and len(self._waited) < self._layers:
+            logger.error(
+                "%s: it asked for %d of %d; the loads count as failed",
+                NOT_WAITED_FOR,
+                len(self._waited),
+                self._layers,
+            )
+            for job in jobs:
+                for op in job.ops:
+                    self._ops.give_up(op.op_id, NOT_WAITED_FOR)
+        for job in jobs:
+            self._ops.finish_load(job)
