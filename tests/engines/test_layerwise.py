@@ -11,7 +11,7 @@ from .session import BLOCK_TOKENS, EngineSession, Prompt
 from .test_failures import CARELESS, FAILED_LOADS, FAULTY, acted, compute_from_a_failed_load, faulty
 from .test_parallel import TWO_RANKS
 
-LAYERWISE = {"load__mode": "layerwise"}
+LAYERWISE: dict[str, Any] = {"load__mode": "layerwise"}
 LATE_LAYER = {"action": "delay", "kind": "load", "layer": 2, "delay_s": 0.3, "times": 1}
 IMPATIENT = FAULTY | {"kv_connector": "ImpatientConnector"}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,32 +19,17 @@ from flexkv.transfer.layerwise.base import (
 )
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
-
-BUFFERS = 2
-"""One is loaded while the other is transformed and then scattered."""
+from flexkv.transfer.layerwise.pipeline import BUFFERS, Pipeline, PipelineReport
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """How a pipeline ended.
-
-    Attributes:
-        failed: number of a chunk -> why its rows must not be used. They hold zeros, or what a blender made of them.
-        quiet: nothing moves any more. Where it is False the engine's blocks must not be reused: `LoadPipeline.quiet`.
-    """
-
-    failed: dict[int, str] = field(default_factory=dict)
-    quiet: bool = True
-
-
-class LoadPipeline:
+class LoadPipeline(Pipeline):
     """Brings the layers of some chunks into paged memory, as a generator of three overlapping stages.
 
     `run()` wants one `next`, a `send` for each layer in turn (one row source a chunk), and a final `next`, which
-    yields the `LoadReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of layer
-    i; so when `send` for layer i returns, that layer is the one to be had from `get_kv`, and layer i-1 is on its way
-    to paged memory, where it may not be changed any more. The schedule is CacheBlend's (LMCache's `batched_to_gpu`);
-    here the stages wait for each other by events and never for the whole device:
+    yields the `PipelineReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of
+    layer i; so when `send` for layer i returns, that layer is the one to be had from `get_kv`, and layer i-1 is on its
+    way to paged memory, where it may not be changed any more. The schedule is CacheBlend's (`batched_to_gpu` of
+    LMCache); here the stages wait for each other by events and never for the whole device:
 
         loaded(i) -> transform(i) -> scatter(i) -> load(i+2), which takes the same buffer
         whatever the caller gave its own stream before a step -> scatter of that step
@@ -56,13 +39,10 @@ class LoadPipeline:
     stages are left out, and every chunk is failed. Closing the generator half way waits for what was begun.
 
     Args:
-        slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
         transform: None leaves keys as they are.
         deadline_s: how long `get_kv`, the end, and `close` wait.
 
-    Raises:
-        ContractError: other counts of slots and rows, or a slot twice.
-        BlockRangeError: a slot outside the pool.
+    Raises: see `Pipeline`.
     """
 
     def __init__(
@@ -74,37 +54,21 @@ class LoadPipeline:
         transform: LayerTransform | None = None,
         deadline_s: float = 30.0,
     ) -> None:
-        slots = np.asarray(slots, dtype=np.int64)
-        if slots.shape != (chunks.rows,):
-            raise ContractError(f"slots of shape {slots.shape} for {chunks.rows} rows")
-        if len(np.unique(slots)) != len(slots):
-            raise ContractError("two rows have the same slot")
-        blocks, tokens = paged.split(slots)
-        self._device = device
-        self._paged = paged
-        self._chunks = chunks
+        super().__init__(device, paged, slots, chunks, deadline_s)
         self._transform = transform
-        self._deadline_s = deadline_s
-        self._blocks, self._tokens = device.index(blocks), device.index(tokens)
-        shape = (paged.planes, chunks.rows, paged.heads, paged.head_width)
-        self._buffers = [device.buffer(shape, paged.dtype) for _ in range(BUFFERS)]
         self._load, self._compute, self._store = (device.stream(n) for n in ("load", "compute", "store"))
         self._loaded: dict[int, Event] = {}
         self._transformed: dict[int, Event] = {}
         self._scattered: dict[int, Event] = {}
         self._current: int | None = None
         self._gaps: dict[int, Array] = {}
-        self._failed: dict[int, str] = {}
         self._positions = chunks.positions()
-        self._started = False
 
     # --- the generator ---
 
-    def run(self) -> Generator[LoadReport | None, Sequence[RowSource], None]:
+    def run(self) -> Generator[PipelineReport | None, Sequence[RowSource], None]:
         """See the class. May be run once."""
-        if self._started:
-            raise ContractError("a pipeline runs once")
-        self._started = True
+        self._start()
         layers = self._paged.num_layers
         reported = False
         try:
@@ -117,13 +81,14 @@ class LoadPipeline:
                     self._begin_load(step, (yield None))
                 elif step == layers:
                     yield None
-            report = self._report()
+            # The last scatter waited for everything before it, so it has heard of every failure.
+            report = self._report(self._scattered[layers - 1])
             reported = True
             yield report
         finally:
             self._current = None
-            if not reported and not self.quiet(self._deadline_s):
-                raise PipelineError(f"a load pipeline still moves bytes after {self._deadline_s:g} s")
+            if not reported:
+                self._end_early()
 
     def get_kv(self, layer: int) -> Array:
         """The layer that was transformed last, to be read and edited until the next step.
@@ -154,24 +119,13 @@ class LoadPipeline:
             raise ContractError(f"layer {layer} is scattered two steps after its load")
         return self._device.caller_waits(self._scattered[layer], self._deadline_s)
 
-    def quiet(self, deadline_s: float) -> bool:
-        """Whether nothing that was begun moves any more, waiting for that up to `deadline_s` seconds."""
-        ends_s = time.monotonic() + deadline_s
-        events = [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
-        return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in events)
-
-    @property
-    def failed(self) -> dict[int, str]:
-        """Chunks known to have failed so far, and why."""
-        return dict(self._failed)
+    def _events(self) -> list[Event]:
+        return [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
 
     # --- the stages ---
 
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
-        if len(sources) != len(self._chunks.chunks):
-            raise ContractError(
-                f"layer {layer}: {len(sources)} row sources for {len(self._chunks.chunks)} chunks"
-            )
+        self._require_one_a_chunk(layer, len(sources), "row sources")
         buffer = self._buffers[layer % BUFFERS]
         if layer >= BUFFERS:
             self._after_scatter(layer - BUFFERS)
@@ -232,14 +186,3 @@ class LoadPipeline:
 
     def _after_transform(self, layer: int) -> None:
         self._store.wait(self._transformed[layer])
-
-    def _report(self) -> LoadReport:
-        quiet = self.quiet(self._deadline_s)
-        # The last scatter waited for everything before it, so it has heard of every failure.
-        last = self._scattered[self._paged.num_layers - 1]
-        error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
-        failed = dict(self._failed)
-        if error:
-            # A copy: what still moves looks at the original.
-            failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
-        return LoadReport(failed, quiet)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, RowPositions, RowSource, Stream
 from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
-from flexkv.transfer.layerwise.load import LoadPipeline, LoadReport
+from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.pipeline import PipelineReport
 from flexkv.transfer.layerwise.rows import ArrayRows
 
 GENEROUS_S = 60.0
@@ -92,7 +93,7 @@ class LayerWorld:
     def pipeline(self, device: LayerDevice, kind: type[LoadPipeline] = LoadPipeline) -> LoadPipeline:
         return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S)
 
-    def load(self, pipeline: LoadPipeline) -> LoadReport:
+    def load(self, pipeline: LoadPipeline) -> PipelineReport:
         """One next, a send a layer, a final next."""
         steps = pipeline.run()
         next(steps)

@@ -1,0 +1,105 @@
+"""What load and store pipelines have in common: rows, slots, two buffers, and how they end."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexkv.errors import ContractError
+from flexkv.transfer.layerwise.base import Event, LayerDevice, PipelineError, RowNumbers
+from flexkv.transfer.layerwise.chunks import ChunkSet
+from flexkv.transfer.layerwise.paged import PagedLayers
+
+BUFFERS = 2
+"""One is filled while the other is emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineReport:
+    """How a pipeline ended.
+
+    Attributes:
+        failed: number of a chunk -> why its rows must not be used, in paged memory after a load and where they were
+            taken to after a store. In paged memory they are zeros, or what somebody made of those.
+        quiet: nothing moves any more. Where it is False neither the engine's blocks nor the other side's memory may be
+            reused: `Pipeline.quiet`.
+    """
+
+    failed: dict[int, str] = field(default_factory=dict)
+    quiet: bool = True
+
+
+class Pipeline(ABC):
+    """One run over all layers of some chunks.
+
+    Args:
+        slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
+        deadline_s: how long each wait of the caller lasts at most.
+
+    Raises:
+        ContractError: other counts of slots and rows, or a slot twice.
+        BlockRangeError: a slot outside the pool.
+    """
+
+    def __init__(
+        self, device: LayerDevice, paged: PagedLayers, slots: RowNumbers, chunks: ChunkSet, deadline_s: float
+    ) -> None:
+        slots = np.asarray(slots, dtype=np.int64)
+        if slots.shape != (chunks.rows,):
+            raise ContractError(f"slots of shape {slots.shape} for {chunks.rows} rows")
+        if len(np.unique(slots)) != len(slots):
+            raise ContractError("two rows have the same slot")
+        blocks, tokens = paged.split(slots)
+        self._device = device
+        self._paged = paged
+        self._chunks = chunks
+        self._deadline_s = deadline_s
+        self._blocks, self._tokens = device.index(blocks), device.index(tokens)
+        shape = (paged.planes, chunks.rows, paged.heads, paged.head_width)
+        self._buffers = [device.buffer(shape, paged.dtype) for _ in range(BUFFERS)]
+        self._failed: dict[int, str] = {}
+        self._started = False
+
+    @abstractmethod
+    def _events(self) -> list[Event]:
+        """Of everything that was begun."""
+
+    @property
+    def num_layers(self) -> int:
+        return self._paged.num_layers
+
+    def quiet(self, deadline_s: float) -> bool:
+        """Whether nothing that was begun moves any more, waiting for that up to `deadline_s` seconds."""
+        ends_s = time.monotonic() + deadline_s
+        return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in self._events())
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Chunks known to have failed so far, and why."""
+        return dict(self._failed)
+
+    def _start(self) -> None:
+        if self._started:
+            raise ContractError("a pipeline runs once")
+        self._started = True
+
+    def _require_one_a_chunk(self, layer: int, count: int, what: str) -> None:
+        if count != len(self._chunks.chunks):
+            raise ContractError(f"layer {layer}: {count} {what} for {len(self._chunks.chunks)} chunks")
+
+    def _end_early(self) -> None:
+        if not self.quiet(self._deadline_s):
+            raise PipelineError(f"a pipeline that was closed still moves bytes after {self._deadline_s:g} s")
+
+    def _report(self, last: Event) -> PipelineReport:
+        """`last`: the event that has heard of every failure."""
+        quiet = self.quiet(self._deadline_s)
+        error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
+        failed = dict(self._failed)
+        if error:
+            # A copy: what still moves looks at the original.
+            failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
+        return PipelineReport(failed, quiet)

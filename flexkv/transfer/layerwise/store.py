@@ -1,0 +1,82 @@
+"""The store pipeline: gather layer i from paged memory while layer i-1 is on its way out, in two buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from flexkv.transfer.layerwise.base import Array, Event, LayerDevice, LostRows, RowNumbers, RowTarget
+from flexkv.transfer.layerwise.chunks import ChunkSet
+from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.pipeline import BUFFERS, Pipeline, PipelineReport
+
+
+class StorePipeline(Pipeline):
+    """Takes the layers of some chunks out of paged memory, as a generator.
+
+    `run()` wants one `next`; a `send` for each layer in turn once its rows are computed (one row target a chunk); and a
+    final `next`, which waits for the last layer and yields the `PipelineReport`. No `send` waits. Edges:
+
+        what the caller gave its own stream before a send -> gather(i) -> store(i) -> gather(i+2), the same buffer
+
+    A target that raises `LostRows` fails its chunk alone; anything else ends the pipeline with every chunk failed.
+    """
+
+    def __init__(
+        self,
+        device: LayerDevice,
+        paged: PagedLayers,
+        slots: RowNumbers,
+        chunks: ChunkSet,
+        deadline_s: float = 30.0,
+    ) -> None:
+        super().__init__(device, paged, slots, chunks, deadline_s)
+        self._gather, self._store = device.stream("load"), device.stream("store")
+        self._gathered: dict[int, Event] = {}
+        self._stored: dict[int, Event] = {}
+
+    def run(self) -> Generator[PipelineReport | None, Sequence[RowTarget], None]:
+        """See the class. May be run once."""
+        self._start()
+        reported = False
+        try:
+            for layer in range(self._paged.num_layers):
+                self._begin(layer, (yield None))
+            yield None
+            report = self._report(self._stored[self._paged.num_layers - 1])
+            reported = True
+            yield report
+        finally:
+            if not reported:
+                self._end_early()
+
+    def _events(self) -> list[Event]:
+        return [*self._gathered.values(), *self._stored.values()]
+
+    def _begin(self, layer: int, targets: Sequence[RowTarget]) -> None:
+        self._require_one_a_chunk(layer, len(targets), "row targets")
+        buffer, targets = self._buffers[layer % BUFFERS], tuple(targets)
+        if layer >= BUFFERS:
+            self._after_store(layer - BUFFERS)
+        computed = self._device.caller_event()
+        if computed is not None:
+            self._gather.wait(computed)
+        self._gather.run(lambda: self._paged.read(layer, self._blocks, self._tokens, buffer), "gather", layer)
+        self._gathered[layer] = self._gather.record()
+        self._after_gather(layer)
+        self._store.run(lambda: self._empty(layer, buffer, targets), "store", layer)
+        self._stored[layer] = self._store.record()
+
+    def _after_store(self, layer: int) -> None:
+        self._gather.wait(self._stored[layer])
+
+    def _after_gather(self, layer: int) -> None:
+        self._store.wait(self._gathered[layer])
+
+    def _empty(self, layer: int, buffer: Array, targets: Sequence[RowTarget]) -> None:
+        for number, (chunk, target) in enumerate(zip(self._chunks.chunks, targets, strict=True)):
+            if number in self._failed:
+                continue
+            try:
+                target.copy_from(buffer[:, self._chunks.rows_of(chunk)])
+            except LostRows as lost:
+                self._failed[number] = f"layer {layer}: {lost}"
