@@ -18,6 +18,9 @@ from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGra
 
 KEY_BYTES = 16
 
+NO_BLOCK = -1
+"""In place of an engine block: the engine keeps no page there."""
+
 Keys = NDArray[np.uint8]
 """Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
 
@@ -207,7 +210,8 @@ class CacheManager(ABC):
 
         With `tail`, the last engine block of each group takes the matched partial tail, after all the matched blocks.
         The engine may take fewer blocks than were promised (of a group whose policy is not PREFIX: all or none); the
-        rest is released. None when there is nothing to load. Never BUSY.
+        rest is released, and so is what has NO_BLOCK for an engine block. None when there is nothing to load. Never
+        BUSY.
 
         Raises:
             ContractError: the request has no lease, or asks for more than it was promised.

@@ -47,12 +47,12 @@ def check_limits(limits: ManagerLimits) -> None:
             raise ConfigError(f"{name}={getattr(limits, name)}; allowed are values above 0")
 
 
-def as_block_ids(blocks: BlockIds, place: str) -> BlockIds:
+def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
     """An own copy of `blocks` as int32 [blocks].
 
     Raises:
         ContractError: not a one-dimensional integer array.
-        BlockRangeError: a negative block, or one of 2**31 or more.
+        BlockRangeError: a block below `least`, or one of 2**31 or more.
     """
     given = np.asarray(blocks)
     if not given.size:
@@ -61,8 +61,8 @@ def as_block_ids(blocks: BlockIds, place: str) -> BlockIds:
         raise ContractError(
             f"{place}: engine blocks are {given.dtype} of shape {given.shape}; needed are integers [n]"
         )
-    if given.min() < 0 or (given.dtype != np.int32 and given.max() >= 2**31):
+    if given.min() < least or (given.dtype != np.int32 and given.max() >= 2**31):
         raise BlockRangeError(
-            f"{place}: engine blocks from {given.min()} to {given.max()}; allowed are 0 to 2**31 - 1"
+            f"{place}: engine blocks from {given.min()} to {given.max()}; allowed are {least} to 2**31 - 1"
         )
     return given.astype(np.int32)

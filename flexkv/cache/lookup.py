@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
+from flexkv.cache.base import NO_BLOCK, GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
 from flexkv.cache.checks import as_block_ids
 from flexkv.cache.leases import EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
@@ -152,13 +152,14 @@ class Lookup:
 
         Raises:
             ContractError: asks for more than was promised, or for a part that its policy cannot restore.
-            BlockRangeError: a negative engine block.
+            BlockRangeError: an engine block below NO_BLOCK.
         """
         if len(blocks) != len(self._specs):
             raise ContractError(f"begin_load: {len(blocks)} block lists for {len(self._specs)} groups")
         targets = []
         for number, (spec, group) in enumerate(zip(self._specs, lease.groups, strict=True)):
-            target = as_block_ids(blocks[number], f"begin_load of request {request_id!r}, group {number}")
+            place = f"begin_load of request {request_id!r}, group {number}"
+            target = as_block_ids(blocks[number], place, least=NO_BLOCK)
             whole = len(target) - tail
             partial_ok = spec.policy is GroupPolicy.PREFIX and not tail
             allowed = (

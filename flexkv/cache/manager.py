@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import (
+    NO_BLOCK,
     CacheListener,
     CacheManager,
     Completion,
@@ -210,10 +211,11 @@ class LocalCacheManager(CacheManager):
         self._leases.pop(request_id)
         if self._disk is not None:
             self._disk.reads.drop(request_id)
+        kept = [np.flatnonzero(target != NO_BLOCK) for target in targets]
         graph = self._planner.load(
-            (g, target, lease.groups[g].slots[: len(target)])
+            (g, target[kept[g]], lease.groups[g].slots[kept[g]])
             for g, target in enumerate(targets)
-            if len(target)
+            if len(kept[g])
         )
         begun_s = self._clock() if self._disk is not None else 0.0
         for op in graph.ops:
@@ -225,16 +227,16 @@ class LocalCacheManager(CacheManager):
                     OpRole.LOAD,
                     op.group,
                     op.blocks,
-                    group.entries[: op.pages],
-                    group.first_block + np.arange(op.pages),
+                    group.entries[kept[op.group]],
+                    group.first_block + kept[op.group],
                     self._epoch,
                     begun_s=begun_s,
                     ahead=self._inflight.pages[OpRole.LOAD],
                 )
             )
-        for group, target in zip(lease.groups, targets, strict=True):
-            if len(target) < len(group.entries):
-                self._index.unpin(group.entries[len(target) :])
+        for group, used in zip(lease.groups, kept, strict=True):
+            if len(used) < len(group.entries):
+                self._index.unpin(np.delete(group.entries, used))
         return graph if graph.ops else None
 
     def begin_store(

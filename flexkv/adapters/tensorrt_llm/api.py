@@ -1,0 +1,64 @@
+"""The connector's base classes: TensorRT-LLM's own where the package is installed, else classes of the same shape.
+
+The package moved the file between its versions 1.2 and 1.3; both places are tried.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+MODULES = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
+)
+"""From 1.3 on, and before."""
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+"""Where launchers say which rank a process is, for a process without the package."""
+
+
+class BareWorker:
+    """What a worker's base class does: keeps the arguments and the metadata bound last."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+        self._metadata: Any = None
+
+    def bind_connector_meta(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def get_connector_meta(self) -> Any:
+        return self._metadata
+
+
+class BareScheduler:
+    """What a scheduler's base class does: keeps the arguments."""
+
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+
+
+def find_api() -> Any:
+    """The module that defines the connector's base classes; None where the package is not installed."""
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Anything else that is missing is a broken installation, which the user should see.
+            if error.name is None or not name.startswith(error.name):
+                raise
+    return None
+
+
+_api = find_api()
+WorkerBase: Any = BareWorker if _api is None else _api.KvCacheConnectorWorker
+SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorScheduler
+
+
+def mpi_rank() -> int:
+    """This process's rank in the engine's world; 0 where nothing says it."""
+    if _api is not None:
+        return int(importlib.import_module("tensorrt_llm._utils").mpi_rank())
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)

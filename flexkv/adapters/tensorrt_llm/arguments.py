@@ -1,0 +1,171 @@
+"""What the engine's arguments mean to us, and which of them we refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexkv.errors import ConfigError
+from flexkv.layout.trtllm import TrtllmModel
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """The engine's arguments, normalised. What they do not say is 0, empty or None.
+
+    Attributes:
+        model: folder or hub name.
+        ranks: tensor-parallel size: all the ranks of the unit.
+        tokens_per_block: as the arguments say; MLA's pool has 64 whatever they say.
+        kv_dtype: of the KV cache.
+        layers: of the model, without those of a draft model.
+        draft: a draft model may have layers in the same pool.
+        architecture: the model's own configuration.
+    """
+
+    model: str
+    revision: str | None
+    ranks: int
+    tokens_per_block: int
+    kv_dtype: str
+    dtype: str
+    quantization: str
+    layers: int
+    kv_heads: tuple[int, ...]
+    head_size: int
+    latent: bool | None
+    draft: str
+    architecture: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, llm_args: Any) -> EngineArguments:
+        """Reads and checks `TorchLlmArgs`.
+
+        Raises:
+            ConfigError: the engine is split or keeps KV in a way that no page describes; names the argument.
+        """
+        cache = getattr(llm_args, "kv_cache_config", None)
+        _refuse(llm_args, cache)
+        architecture = _architecture(str(llm_args.model))
+        text = architecture.get("text_config", architecture)
+        _refuse_model(text, bool(getattr(llm_args, "sparse_attention_config", None)))
+        ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
+        layers = int(text.get("num_hidden_layers", 0))
+        latent = "kv_lora_rank" in text if text else None
+        heads, head_size = _heads(text, ranks)
+        return cls(
+            model=str(llm_args.model),
+            revision=getattr(llm_args, "revision", None),
+            ranks=ranks,
+            tokens_per_block=int(getattr(cache, "tokens_per_block", 0) or 0),
+            kv_dtype=str(getattr(cache, "dtype", "auto")),
+            dtype=str(getattr(llm_args, "dtype", "auto")),
+            quantization=str(getattr(llm_args, "quant_config", None)),
+            layers=layers,
+            kv_heads=(heads,) * layers if heads and not latent else (),
+            head_size=head_size,
+            latent=latent,
+            draft=str(getattr(llm_args, "speculative_config", None) or ""),
+            architecture=architecture,
+        )
+
+    def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
+        """What a pool of `pool_layers` layers is checked against; `latent` is what the pool itself says.
+
+        Raises:
+            ConfigError: the pool is of another kind than the model, or does not hold all of its layers.
+        """
+        if self.latent is not None and self.latent != latent:
+            raise ConfigError(
+                f"the pool keeps {'one latent' if latent else 'K and V'} a layer, the model's configuration says "
+                f"{'a latent (kv_lora_rank)' if self.latent else 'K and V'}"
+            )
+        if self.layers and pool_layers != self.layers and not (self.draft and pool_layers > self.layers):
+            raise ConfigError(
+                f"the pool has {pool_layers} layers, the model {self.layers}: other pools hold the rest, and only "
+                "one is handed over, so what was restored would be incomplete"
+            )
+        tokens = 0 if latent else self.tokens_per_block
+        heads = self.kv_heads[:1] * pool_layers
+        return TrtllmModel(kv_heads=heads, head_size=self.head_size, tokens_per_block=tokens, latent=latent)
+
+
+def _refuse(llm_args: Any, cache: Any) -> None:
+    for name in ("pipeline_parallel_size", "context_parallel_size", "max_beam_width"):
+        value = getattr(llm_args, name, 1) or 1
+        if value != 1:
+            raise ConfigError(f"TensorRT-LLM's {name} is {value}; with a KV cache connector it must be 1")
+    if getattr(llm_args, "enable_attention_dp", False):
+        raise ConfigError(
+            "enable_attention_dp is on: its ranks hold blocks of different requests, and one scheduler on rank 0 "
+            "plans for all; set it to false"
+        )
+    if getattr(cache, "host_cache_size", 0):
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size is {cache.host_cache_size}: the engine's own host cache moves blocks "
+            "under the connector; set it to 0, flexkv keeps them in host memory (host.bytes)"
+        )
+    dtype = str(getattr(cache, "dtype", "auto")).lower()
+    if "fp4" in dtype:
+        raise ConfigError(
+            f"kv_cache_config.dtype is {dtype}: its block scales lie in a pool that is not handed over, so KV would "
+            "lose them; use fp8 or auto"
+        )
+    windows = getattr(cache, "max_attention_window", None) or ()
+    if len(set(windows)) > 1:
+        raise ConfigError(
+            f"kv_cache_config.max_attention_window is {list(windows)}: each window has a pool of its own and only "
+            "one is handed over"
+        )
+    if getattr(cache, "enable_partial_reuse", False):
+        logger.warning(
+            "kv_cache_config.enable_partial_reuse is on: a request of which the engine has a part of a block is not "
+            "looked up, because pages are loaded whole; set it to false"
+        )
+
+
+def _refuse_model(text: Mapping[str, Any], sparse: bool) -> None:
+    if sparse or "index_topk" in text:
+        raise ConfigError(
+            "the model's sparse attention keeps indexer keys in pools that are not handed over; restored blocks "
+            "would lack them"
+        )
+    for name in ("layers_block_type", "hybrid_override_pattern", "ssm_state_size", "mamba_d_state"):
+        if text.get(name):
+            raise ConfigError(f"the model has recurrent layers ({name}); their state is not handed over")
+    heads = text.get("num_key_value_heads")
+    if isinstance(heads, list) and len(set(heads)) > 1:
+        raise ConfigError(
+            f"layers have {sorted(set(heads))} KV heads: each count has a pool of its own and only one is handed over"
+        )
+
+
+def _architecture(model: str) -> dict[str, Any]:
+    """The model's config.json where the model is a folder on this machine; else empty, and shapes are not checked."""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text())
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds a {type(found).__name__}, not a model's configuration")
+    return found
+
+
+def _heads(text: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+    """KV heads on one rank, and elements of one head (for MLA: of the latent); zeros where nothing says it."""
+    if "kv_lora_rank" in text:
+        return 1, int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
+    queries = int(text.get("num_attention_heads", 0))
+    if not queries:
+        return 0, 0
+    heads = text.get("num_key_value_heads", queries)
+    heads = int(heads[0] if isinstance(heads, list) else heads)
+    size = text.get("head_dim") or int(text["hidden_size"]) // queries
+    # With more ranks than heads each rank holds a copy of one.
+    return max(1, heads // ranks), int(size)

@@ -1,0 +1,164 @@
+"""The two classes that TensorRT-LLM loads: they hand every hook to the side that it concerns."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+from weakref import WeakMethod, WeakValueDictionary
+
+from flexkv.adapters.tensorrt_llm.api import SchedulerBase, WorkerBase, mpi_rank
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
+from flexkv.adapters.tensorrt_llm.messages import StepMetadata
+from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
+from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from flexkv.config import load_config
+from flexkv.errors import GeometryError
+from flexkv.observe import configure_logging
+
+_schedulers: WeakValueDictionary[str, SchedulerSide] = WeakValueDictionary()
+"""By their address: rank 0's worker keeps its scheduler going in iterations in which the engine asks nothing."""
+
+
+class FlexKVWorker(WorkerBase):
+    """One rank's worker. Set as `connector_worker_class`.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed, or the engine is split or configured in a way that is not
+            supported.
+    """
+
+    supports_attention_dp = False
+
+    side_class: type[WorkerSide] = WorkerSide
+    """What runs the lanes; a subclass may decorate their mover."""
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        settings = load_config()
+        configure_logging(settings.observe.log_level)
+        self._arguments = EngineArguments.of(llm_args)
+        self.side = self.side_class(settings, mpi_rank())
+        _close_at_exit(self.shutdown)
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """The primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+
+        Raises:
+            GeometryError: it has another shape, or is not all of the model's KV.
+        """
+        self.side.register(geometry_of_pool(kv_cache_tensor, self._arguments))
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """The pools as later versions describe them.
+
+        Raises:
+            GeometryError: several layer groups, a sliding window, or regions that no page describes.
+        """
+        self.side.register(geometry_of_layout(layout, self._arguments))
+
+    def register_forward_pass_callable(self) -> None:
+        """None is needed: copies are fenced with the engine's stream when they are submitted."""
+
+    def start_load_kv(self, stream: Any) -> None:
+        metadata = self.get_connector_meta()
+        assert metadata is None or isinstance(metadata, StepMetadata)
+        self.side.start(metadata)
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """Loads that a forward reads have ended before it starts; these hooks do not fire in CUDA graph replay."""
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """Stores move whole blocks after the request has ended."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        """Stores are asynchronous: the engine keeps the blocks until `get_finished` returns the request."""
+
+    def get_finished(
+        self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        ended = self.side.finished(finished_gen_req_ids, started_loading_req_ids)
+        if (scheduler := _schedulers.get(self.side.address)) is not None:
+            scheduler.poll()
+        return ended
+
+    def shutdown(self) -> None:
+        """Ends the lanes. Idempotent."""
+        self.side.close()
+
+
+class FlexKVScheduler(SchedulerBase):
+    """The scheduler on rank 0. Set as `connector_scheduler_class`.
+
+    Raises:
+        ConfigError: as `FlexKVWorker`.
+    """
+
+    supports_attention_dp = False
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self.side = SchedulerSide(load_config(), EngineArguments.of(llm_args))
+        _schedulers[self.side.address] = self.side
+        _close_at_exit(self.shutdown)
+
+    def wait_for_initialization(self) -> None:
+        """Nothing is waited for: until every rank has joined, which takes its first iterations, nothing is promised."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self.side.build(scheduler_output)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self.side.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        self.side.allocated(request, block_ids)
+
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: list[list[int]]
+    ) -> None:
+        self.side.allocated(request, _only_group(block_ids_by_layer_group))
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        return self.side.finished(request, cache_block_ids)
+
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
+    ) -> bool:
+        return self.side.finished(request, _only_group(cache_block_ids_by_layer_group))
+
+    def cancel_load(self, request: Any) -> None:
+        self.side.cancel_load(_id_of(request))
+
+    def request_reset(self, request: Any) -> None:
+        self.side.forget(_id_of(request))
+
+    def shutdown(self) -> None:
+        """Ends disks and host pool. Idempotent."""
+        _schedulers.pop(self.side.address, None)
+        self.side.close()
+
+
+def _only_group(by_group: list[list[int]]) -> list[int]:
+    if len(by_group) != 1:
+        raise GeometryError(
+            f"the cache has {len(by_group)} layer groups; a page holds the blocks of 1. Models with several attention "
+            "windows are not cached"
+        )
+    return by_group[0]
+
+
+def _id_of(request: Any) -> int:
+    """Of a request, or of what is an id already."""
+    return int(getattr(request, "request_id", request))
+
+
+def _close_at_exit(method: Any) -> None:
+    """Versions before the latest end no connector; what waits for a disk is written all the same."""
+    reference = WeakMethod(method)
+
+    def close() -> None:
+        if (found := reference()) is not None:
+            found()
+
+    atexit.register(close)

@@ -1,0 +1,135 @@
+"""Views of the engine's pool, from the tensor that 1.x hands over and from the layout of later versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.errors import GeometryError
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.trtllm import TrtllmBuffer, TrtllmHandler, TrtllmRegion
+
+LATENT_TOKENS = 64
+"""Tokens a block of an MLA pool: the engine's kernels force it, whatever the arguments say."""
+
+OWNER = "tensorrt-llm"
+KV_ROLES = ("key", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """One rank's pool.
+
+    Attributes:
+        view: `KvView` of the blocks.
+        replicated: all ranks hold the same bytes (MLA).
+        owner: the tensor that the pool lies in.
+    """
+
+    view: Any
+    format_id: FormatId
+    block_tokens: int
+    num_blocks: int
+    replicated: bool
+    owner: Any
+
+
+def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
+    """The primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+
+    Raises:
+        GeometryError, ConfigError: it does not have that shape or is not what the arguments say.
+    """
+    if len(tuple(pool.shape)) != 4:
+        raise GeometryError(
+            f"the pool has shape {tuple(pool.shape)}; expected are [blocks, layers, 1 or 2, elements of a block]"
+        )
+    num_blocks, layers, kv_factor, elements = (int(size) for size in pool.shape)
+    latent = kv_factor == 1
+    model = arguments.model_of(layers, latent)
+    ranks = 1 if latent else arguments.ranks
+    handler = TrtllmHandler.from_pool(pool, model, ranks)
+    tokens = handler.format_id(0).interior_tokens
+    if not tokens:
+        # Neither the model's shape nor the arguments say it.
+        tokens = LATENT_TOKENS if latent else 0
+    if latent and tokens != LATENT_TOKENS:
+        raise GeometryError(
+            f"the pool's blocks hold {tokens} tokens of the model's latent; MLA pools have {LATENT_TOKENS}"
+        )
+    if not tokens or elements % tokens:
+        raise GeometryError(
+            f"the pool has {elements} elements a block, which are no whole number of tokens (arguments say "
+            f"{tokens or 'nothing about'} tokens a block)"
+        )
+    view = handler.view(0)
+    interior = Interior.LATENT if latent else Interior.KV_SPLIT_HND
+    return PoolGeometry(
+        view, FormatId.of_view(view, interior, tokens, ranks), tokens, num_blocks, latent, pool
+    )
+
+
+def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
+    """`KvCacheLayout` of a cache with one layer group: any number of regions, slot i of all of them is block i.
+
+    Raises:
+        GeometryError: several layer groups, a sliding window, or regions of a kind that no page describes.
+    """
+    if len(layout.groups) != 1:
+        raise GeometryError(
+            f"the cache has {len(layout.groups)} layer groups; a page holds the blocks of 1. Models with several "
+            "attention windows are not cached"
+        )
+    group = layout.groups[0]
+    if group.window_size is not None:
+        raise GeometryError(
+            f"the cache's attention window is {group.window_size} tokens: blocks that it has passed have no page, "
+            "so a prefix could not be restored; such models are not cached"
+        )
+    regions = tuple(group.regions) + tuple(getattr(group, "replicated_regions", ()))
+    if not regions:
+        raise GeometryError("the cache's layer group has no regions")
+    plain = all(_is_plain(region) for region in regions)
+    latent = plain and not any(buffer.role == "value" for region in regions for buffer in region.buffers)
+    layers = len({buffer.layer_id for region in regions for buffer in region.buffers})
+    arguments.model_of(layers, latent if plain else bool(arguments.latent))
+    tokens = int(layout.tokens_per_block)
+    ranks = arguments.ranks
+    replicated = latent and ranks > 1
+    handler = TrtllmHandler.from_regions(
+        [_region(region, plain) for region in regions],
+        tokens,
+        (Interior.LATENT if latent else Interior.KV_SPLIT_HND) if plain else Interior.OPAQUE,
+        1 if latent else ranks,
+        "" if plain else OWNER,
+    )
+    owner = regions[0].as_tensor()
+    return PoolGeometry(
+        handler.view(0), handler.format_id(0), tokens, int(regions[0].num_slots), replicated, owner
+    )
+
+
+def _is_plain(region: Any) -> bool:
+    """Whether the region is nothing but K and V of layers that are all alike."""
+    return (
+        all(buffer.role in KV_ROLES and buffer.expansion == 1 for buffer in region.buffers)
+        and len(region.buffers) > 0
+        and region.size % len(region.buffers) == 0
+    )
+
+
+def _region(region: Any, plain: bool) -> TrtllmRegion:
+    # The engine gives no size of a buffer: those of one role are alike, and K is as long as V.
+    size = region.size // max(1, len(region.buffers))
+    buffers = (
+        tuple(
+            TrtllmBuffer(int(buffer.layer_id), number * size, size)
+            for number, buffer in enumerate(region.buffers)
+        )
+        if plain
+        else ()
+    )
+    return TrtllmRegion(
+        int(region.base), int(region.size), int(region.stride), int(region.num_slots), buffers
+    )

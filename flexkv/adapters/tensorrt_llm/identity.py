@@ -1,0 +1,69 @@
+"""Who may share a block: the engine's namespace, and within it that of one request's salt and adapter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.cache.keys import namespace_digest
+from flexkv.config import FlexKVConfig
+
+RUN = os.urandom(16)
+"""Tells this run from all others."""
+
+NOT_IN_TOKENS = (
+    "multimodal_hashes",
+    "multimodal_embedding",
+    "mrope_rotary_cos_sin",
+    "prompt_embedding_table",
+    "encoder_input_features",
+    "cross_attention_mask",
+    "skip_cross_attn_blocks",
+)
+"""Attributes of a request whose KV depends on more than its tokens. Equal placeholder tokens would make one image's KV
+another's, so such a request is neither looked up nor stored."""
+
+
+def engine_namespace(arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int) -> bytes:
+    """32 bytes, the same in every process that would compute the same KV.
+
+    Raises:
+        ConfigError: nothing identifies the weights.
+    """
+    fields = {
+        "engine": "tensorrt-llm",
+        "weights": settings.identity.model or weights_identity(arguments.model, arguments.revision),
+        "architecture": plain_config(dict(arguments.architecture)),
+        "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
+        "kv_dtype": arguments.kv_dtype,
+        "block_tokens": block_tokens,
+        "draft": arguments.draft,
+        "namespace": settings.identity.namespace,
+    }
+    return namespace_digest({name: framed(value) for name, value in fields.items()})
+
+
+def request_namespace(engine: bytes, request: Any) -> bytes | None:
+    """The namespace of one request's keys; None where its KV depends on what no key says.
+
+    The engine knows an adapter by a number that says nothing about its content, so what a request with an adapter
+    computed is of use to this run alone.
+    """
+    if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
+        return None
+    # The engine's own caches go by the salt's number; it is all that a request shows inside a lookup.
+    salt = getattr(request, "cache_salt_id", None)
+    if salt is None:
+        salt = getattr(request, "cache_salt", None)
+    adapter = getattr(request, "lora_task_id", None)
+    if salt is None and adapter is None:
+        return engine
+    fields = {"engine": engine, "salt": framed(salt), "adapter": framed(adapter)}
+    if adapter is not None:
+        fields["run"] = RUN
+    return namespace_digest(fields)

@@ -1,0 +1,157 @@
+"""The way between rank 0's scheduler and the workers of all ranks, beside the engine's own.
+
+TensorRT-LLM carries nothing from a worker to the scheduler, and nothing to a worker in an iteration without a batch. So
+rank 0 listens on a local socket of an unguessable name, which its first metadata tells the ranks. Neither side ever
+waits: what cannot be sent yet is kept, up to a bound.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+from typing import Any
+
+from flexkv.errors import ClosedError
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+LENGTH = struct.Struct("<I")
+PEER = struct.Struct("3i")
+
+CHUNK_BYTES = 1 << 18
+"""Read at once; a socket's default buffer holds about as much."""
+
+MAX_WAITING_BYTES = 64 << 20
+"""Unsent bytes to one rank at most: orders of a million pages. A rank that is further behind does not read."""
+
+
+class Wire:
+    """One end of a connection: whole messages in order, nothing blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._out = bytearray()
+        self._in = bytearray()
+        self.closed = ""
+        """Why the connection ended; empty while it lives."""
+
+    def send(self, message: object) -> None:
+        """Sends a message, or keeps it for the next `flush`."""
+        if self.closed:
+            return
+        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._out += LENGTH.pack(len(content)) + content
+        if len(self._out) > MAX_WAITING_BYTES:
+            self.close(f"the other side left more than {MAX_WAITING_BYTES} bytes unread")
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes now."""
+        while self._out and not self.closed:
+            try:
+                sent = self._socket.send(self._out[:CHUNK_BYTES])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.close(str(error))
+                return
+            del self._out[:sent]
+
+    def receive(self) -> list[Any]:
+        """The messages that have come since."""
+        self.flush()
+        while not self.closed:
+            try:
+                chunk = self._socket.recv(CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.close(str(error))
+                break
+            if not chunk:
+                self.close("the other side ended")
+            self._in += chunk
+        messages = []
+        while len(self._in) >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._in)
+            if len(self._in) < LENGTH.size + size:
+                break
+            messages.append(pickle.loads(memoryview(self._in)[LENGTH.size : LENGTH.size + size]))
+            del self._in[: LENGTH.size + size]
+        return messages
+
+    def close(self, reason: str = "closed here") -> None:
+        """Ends the connection. Idempotent."""
+        self.closed = self.closed or reason
+        self._out.clear()
+        self._socket.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    _, uid, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    return bool(uid == os.geteuid())
+
+
+class Listener:
+    """The scheduler's end. Only processes of the same user on this machine are let in."""
+
+    def __init__(self) -> None:
+        self.address = f"flexkv-{os.getpid()}-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # An abstract name: it leaves no file behind, however the process ends.
+        self._socket.bind("\0" + self.address)
+        self._socket.setblocking(False)
+        self._socket.listen(64)
+        self._wires: list[Wire] = []
+
+    def poll(self) -> list[Any]:
+        """The messages of all ranks since the last call, in the order of each."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                break
+            if _same_user(connection):
+                self._wires.append(Wire(connection))
+            else:
+                logger.warning("a process of another user tried to connect; it was turned away")
+                connection.close()
+        return [message for wire in self._wires for message in wire.receive()]
+
+    def broadcast(self, message: object) -> None:
+        """Sends to every rank."""
+        for wire in self._wires:
+            wire.send(message)
+
+    @property
+    def broken(self) -> str:
+        """Why a rank is gone; empty while all are there."""
+        return next((wire.closed for wire in self._wires if wire.closed), "")
+
+    def close(self) -> None:
+        self._socket.close()
+        for wire in self._wires:
+            wire.close()
+
+
+def connect(address: str) -> Wire:
+    """A rank's end.
+
+    Raises:
+        ClosedError: nobody of this user listens there (the scheduler has ended, or runs on another machine).
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect("\0" + address)
+    except OSError as error:
+        connection.close()
+        raise ClosedError(f"no scheduler listens at {address} on this machine: {error}") from error
+    if not _same_user(connection):
+        connection.close()
+        raise ClosedError(f"a process of another user listens at {address}")
+    return Wire(connection)

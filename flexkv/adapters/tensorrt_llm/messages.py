@@ -1,0 +1,78 @@
+"""What rank 0's scheduler and the ranks' workers tell each other. Plain and picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts
+from flexkv.transfer.graph import OpResult, TransferGraph
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What `build_connector_meta` returns: the engine broadcasts it to every rank, and never takes it back.
+
+    Attributes:
+        step: counts up, so that a worker that sees the same metadata again does nothing twice.
+        address: where the scheduler listens for its ranks.
+        loads: of requests that this step's forward computes.
+    """
+
+    step: int
+    address: str
+    loads: tuple[LoadJob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A load between steps. A rank starts it when its engine has told it the request's id: only then has this rank
+    enqueued every forward that may still use the blocks."""
+
+    request_id: int
+    job: LoadJob
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """What a rank stores of a request that has ended, once its engine has told it the id. `graph` may be None: then
+    the request's blocks only wait for its load to end."""
+
+    request_id: int
+    graph: TransferGraph | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOrder:
+    """Nobody waits for the request's load any more; what was not issued is dropped."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank says.
+
+    Attributes:
+        facts: of its pool, in its first report, with `block_tokens` as its pool has them.
+        ready: host slots that it can use; None when the number has not changed.
+        error: why it cannot use the host pool at all.
+    """
+
+    rank: int
+    facts: RankFacts | None = None
+    block_tokens: int = 0
+    results: tuple[OpResult, ...] = ()
+    ready: int | None = None
+    error: str = ""
+
+
+Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Orders of one rank that wait for their id."""
+
+    loads: dict[int, LoadOrder] = field(default_factory=dict)
+    saves: dict[int, SaveOrder] = field(default_factory=dict)

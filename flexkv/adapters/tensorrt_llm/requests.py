@@ -1,0 +1,81 @@
+"""What the scheduler's side remembers of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.adapters.tensorrt_llm.identity import request_namespace
+from flexkv.cache.base import Keys
+from flexkv.cache.keys import EngineKeyChain, TokenChain
+from flexkv.transfer.graph import OpId
+
+GROUP = 0
+"""The one KV group of a cache that this adapter accepts."""
+
+
+class RequestKeys:
+    """Index keys of one request's blocks, from its tokens. Costs O(new blocks).
+
+    Args:
+        namespace: of the request; see `request_namespace`.
+    """
+
+    def __init__(self, block_tokens: int, namespace: bytes) -> None:
+        self._chain = TokenChain(block_tokens)
+        self._keys = EngineKeyChain(namespace, GROUP)
+
+    def of(self, tokens: Sequence[int]) -> Keys:
+        """Keys of all whole blocks of `tokens`, which begin with those of the last call."""
+        if self._chain.extend(tokens):
+            self._keys.extend(self._chain.digests)
+        return self._keys.keys
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request.
+
+    Attributes:
+        keys: None where its KV depends on what no key says.
+        start_block, promised: the last promise: blocks from `start_block` on; 0 for none.
+        step_loaded: tokens that the next step's forward finds loaded, which its first report leaves out.
+        computed: tokens whose KV is in the engine's blocks once the last ordered forward has run.
+        load: op of a load between steps that has not ended well on all ranks.
+        prompt_tokens: of the request.
+    """
+
+    request_id: int
+    keys: RequestKeys | None
+    start_block: int = 0
+    promised: int = 0
+    step_loaded: int = 0
+    computed: int = 0
+    load: OpId | None = None
+    prompt_tokens: int = 0
+
+
+class RequestTable:
+    """The live requests."""
+
+    def __init__(self, block_tokens: int, namespace: bytes) -> None:
+        self._block_tokens = block_tokens
+        self._namespace = namespace
+        self._tracked: dict[int, Tracked] = {}
+
+    def of(self, request: Any) -> Tracked:
+        """The request's entry, made when it is met first."""
+        request_id = int(request.request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            namespace = request_namespace(self._namespace, request)
+            keys = None if namespace is None else RequestKeys(self._block_tokens, namespace)
+            tracked = self._tracked[request_id] = Tracked(request_id, keys)
+        return tracked
+
+    def get(self, request_id: int) -> Tracked | None:
+        return self._tracked.get(request_id)
+
+    def pop(self, request_id: int) -> None:
+        self._tracked.pop(request_id, None)

@@ -1,0 +1,250 @@
+"""The worker's side: one rank's copies, each started when the engine has named its request, each id returned once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_facts import PoolGrant
+from flexkv.adapters.common.rank_worker import RankWorker
+from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry
+from flexkv.adapters.tensorrt_llm.link import Wire, connect
+from flexkv.adapters.tensorrt_llm.messages import (
+    CancelOrder,
+    Inbox,
+    LoadOrder,
+    RankReport,
+    SaveOrder,
+    StepMetadata,
+)
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError, TransferError
+from flexkv.observe import get_logger
+from flexkv.transfer.graph import OpId, OpResult, OpStatus
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Awaited:
+    """A request that the engine has named and that was not returned yet.
+
+    Attributes:
+        started: its order has come, and its ops were submitted.
+        open: ops that have not ended.
+        failed: blocks of its load hold no valid KV.
+        cancelled: nobody waits for its load any more, so it may be returned also when it failed.
+    """
+
+    started: bool = False
+    open: set[OpId] = field(default_factory=set)
+    failed: str = ""
+    cancelled: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.started and not self.open
+
+
+class WorkerSide(RankWorker):
+    """One rank. All methods are called by the engine's executor thread."""
+
+    def __init__(self, config: FlexKVConfig, rank: int) -> None:
+        super().__init__(config, rank, _current_stream)
+        self.address = ""
+        self._block_tokens = 0
+        self._step = 0
+        self._wire: Wire | None = None
+        self._ready_said = -1
+        self._error_said = False
+        self._inbox = Inbox()
+        self._saves: dict[int, Awaited] = {}
+        self._loads: dict[int, Awaited] = {}
+        self._cancelled: set[int] = set()
+        self._load_of: dict[OpId, int] = {}
+        self._save_of: dict[OpId, int] = {}
+
+    def register(self, pool: PoolGeometry) -> None:
+        """Takes the engine's pool."""
+        self._block_tokens = pool.block_tokens
+        self.take_pool(pool.view, pool.format_id, (pool.owner,), pool.num_blocks, pool.replicated)
+
+    # --- one iteration, in the order in which the engine calls ---
+
+    def start(self, metadata: StepMetadata | None) -> None:
+        """Begins the iteration: loads that its forward reads are in place when this returns.
+
+        Raises:
+            TransferError: some did not arrive. The engine would compute with what the blocks held before.
+        """
+        if metadata is None or metadata.step <= self._step:
+            return
+        self._step = metadata.step
+        self._join(metadata.address)
+        self._receive()
+        for job in metadata.loads:
+            self._ops.submit_load(job)
+        for job in metadata.loads:
+            self._ops.finish_load(job)
+        if metadata.loads:
+            self._report(self._end_ops())
+        if lost := self._ops.take_failed_blocks():
+            raise TransferError(
+                f"rank {self.rank}: a load inside the step did not fill blocks {sorted(lost)[:8]} "
+                f"({len(lost)} in all); the forward must not read them"
+            )
+
+    def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Starts what the engine names here for the first time, and returns what has ended, each id once.
+
+        A load that lost blocks is not returned: the engine would take it as loaded, and it knows no other end. Its
+        request stays where it is until it is cancelled.
+        """
+        self._saves.update((int(request_id), Awaited()) for request_id in saving)
+        self._loads.update((int(request_id), Awaited()) for request_id in loading)
+        self._receive()
+        self._launch()
+        self._ops.poll()
+        results = self._end_ops()
+        self._ops.take_failed_blocks()
+        loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
+        for request_id in loaded:
+            del self._loads[request_id]
+        # Its blocks are freed after this, so a load that still writes them comes first.
+        saved = [i for i, save in self._saves.items() if save.ended and i not in self._loads]
+        for request_id in saved:
+            del self._saves[request_id]
+        self._report(results)
+        return saved, loaded
+
+    # --- orders ---
+
+    def _join(self, address: str) -> None:
+        if self._wire is not None or self.address == address:
+            return
+        self.address = address
+        try:
+            self._wire = connect(address)
+        except ClosedError as error:
+            logger.error("rank %d: nothing is cached: %s", self.rank, error)
+            return
+        self._wire.send(RankReport(self.rank, self.facts(), self._block_tokens))
+
+    def _receive(self) -> None:
+        if self._wire is None:
+            return
+        for order in self._wire.receive():
+            if isinstance(order, PoolGrant):
+                self.take_grant(order)
+            elif isinstance(order, LoadOrder):
+                self._cancelled.discard(order.request_id)
+                self._inbox.loads[order.request_id] = order
+            elif isinstance(order, SaveOrder):
+                self._inbox.saves[order.request_id] = order
+            elif isinstance(order, CancelOrder):
+                self._cancel(order.request_id)
+
+    def _launch(self) -> None:
+        for request_id, load in self._loads.items():
+            if load.started:
+                continue
+            if request_id in self._cancelled:
+                self._cancelled.discard(request_id)
+                load.started = load.cancelled = True
+            elif (order := self._inbox.loads.pop(request_id, None)) is not None:
+                load.started = True
+                load.open = {op.op_id for op in order.job.ops}
+                self._load_of.update(dict.fromkeys(load.open, request_id))
+                self._ops.submit_load(order.job)
+        for request_id, save in self._saves.items():
+            if save.started:
+                continue
+            if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
+                save.started = True
+                if wanted.graph is not None:
+                    save.open = {op.op_id for op in wanted.graph.ops}
+                    self._save_of.update(dict.fromkeys(save.open, request_id))
+                    self._ops.submit_store(wanted.graph)
+            elif self._wire is None or self._wire.closed:
+                # Nobody will order anything any more; the engine must get its blocks back.
+                save.started = True
+
+    def _cancel(self, request_id: int) -> None:
+        order = self._inbox.loads.pop(request_id, None)
+        if order is not None:
+            # Not issued here, and never will be. The engine may name the request later than we hear of its end.
+            self._dropped(order.job)
+            load = self._loads.get(request_id)
+            if load is None:
+                self._cancelled.add(request_id)
+            else:
+                load.started = load.cancelled = True
+            return
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.cancelled = True
+            for op_id in load.open:
+                self._ops.give_up(op_id, "the request ended")
+
+    def _dropped(self, job: LoadJob) -> None:
+        results = tuple(
+            OpResult(
+                op.op_id, OpStatus.CANCELLED, np.arange(op.pages, dtype=np.int32), "the request ended first"
+            )
+            for op in job.ops
+        )
+        self._report(results)
+
+    # --- reports ---
+
+    def _end_ops(self) -> tuple[OpResult, ...]:
+        results = tuple(self._ops.take_results())
+        self._ops.take_finished()
+        for result in results:
+            if (request_id := self._load_of.pop(result.op_id, None)) is not None:
+                load = self._loads[request_id]
+                load.open.discard(result.op_id)
+                if len(result.failed) and not load.cancelled:
+                    load.failed = result.reason or "pages failed"
+                    logger.error(
+                        "rank %d: %d pages of request %d's load failed (%s); it is not reported as loaded, and waits "
+                        "until it is cancelled",
+                        self.rank,
+                        len(result.failed),
+                        request_id,
+                        load.failed,
+                    )
+            elif (request_id := self._save_of.pop(result.op_id, None)) is not None:
+                self._saves[request_id].open.discard(result.op_id)
+        return results
+
+    def _report(self, results: tuple[OpResult, ...]) -> None:
+        if self._wire is None:
+            return
+        ready = self.usable_slots if self.attached else -1
+        error = "" if self._error_said else self._ops.refusal
+        if not results and ready == self._ready_said and not error:
+            return
+        changed = ready if ready != self._ready_said else None
+        self._ready_said, self._error_said = ready, bool(self._ops.refusal)
+        self._wire.send(RankReport(self.rank, results=results, ready=changed, error=error))
+
+    @property
+    def awaited(self) -> int:
+        """Requests that the engine has named and that were not returned."""
+        return len(self._saves) + len(self._loads)
+
+    def close(self) -> None:
+        super().close()
+        if self._wire is not None:
+            self._wire.close()
+
+
+def _current_stream(device: int) -> int:
+    """The stream that this thread gives the engine's work to, as an integer."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,452 @@
+"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here: it plays the calls that the engine's
+connector manager and executor loop make, in their order and with their checks, over a block-first pool in plain memory.
+
+Its "model" writes numbers that depend on all tokens up to a position, on salt, adapter, layer, head and rank. Before a
+chunk is computed, every earlier position in the request's blocks is compared with what it must be. Blocks are filled
+with garbage when they are freed, so that a copy out of a freed block or a block that was not loaded is seen.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+GARBAGE = 0x7FA5A5A5
+LONG_S = 120.0
+"""An executor that is still busy after this long is stuck."""
+
+
+class Group(Protocol):
+    """What the ranks do together."""
+
+    rank: int
+
+    def broadcast(self, value: Any) -> Any: ...
+    def allgather(self, value: Any) -> list[Any]: ...
+
+
+class Alone:
+    """The group of one rank."""
+
+    rank = 0
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Pair:
+    """Two ranks in two processes over a pipe."""
+
+    def __init__(self, rank: int, pipe: Any) -> None:
+        self.rank = rank
+        self._pipe = pipe
+
+    def broadcast(self, value: Any) -> Any:
+        if self.rank == 0:
+            self._pipe.send(value)
+            return value
+        return self._take()
+
+    def allgather(self, value: Any) -> list[Any]:
+        self._pipe.send(value)
+        other = self._take()
+        return [value, other] if self.rank == 0 else [other, value]
+
+    def _take(self) -> Any:
+        assert self._pipe.poll(LONG_S), "the other rank says nothing"
+        return self._pipe.recv()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pool: [blocks, layers, kv, heads * tokens * size]."""
+
+    blocks: int = 40
+    layers: int = 3
+    kv: int = 2
+    heads: int = 2
+    tokens: int = 4
+    size: int = 8
+
+
+class HostTensor:
+    """What the connector asks of a torch tensor, over an array: importing torch would cost each process seconds."""
+
+    device = SimpleNamespace(type="cpu", index=None)
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.dtype = f"torch.{array.dtype}"
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
+
+    def storage_offset(self) -> int:
+        return 0
+
+
+class Pool:
+    """The KV pool of one rank, and the numbers that belong in it."""
+
+    def __init__(self, shape: Shape, rank: int) -> None:
+        s = self.shape = shape
+        self.rank = rank
+        self.words: NDArray[np.uint32] = np.full(
+            (s.blocks, s.layers, s.kv, s.heads, s.tokens, s.size), GARBAGE, np.uint32
+        )
+        flat = self.words.reshape(s.blocks, s.layers, s.kv, s.heads * s.tokens * s.size)
+        self.tensor = HostTensor(flat.view(np.float32))
+
+    def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
+        """[layers, kv, heads, positions, size] of token positions [first, end)."""
+        s = self.shape
+        chain = np.empty(end, np.uint32)
+        state = (request.secret * 2654435761 + self.rank * 40503 + 17) & 0xFFFFFFFF
+        for position, token in enumerate(request.tokens[:end]):
+            state = (state * 1664525 + token + 1013904223) & 0xFFFFFFFF
+            chain[position] = state
+        rest = np.arange(s.layers * s.kv * s.heads * s.size, dtype=np.uint32).reshape(
+            s.layers, s.kv, s.heads, 1, s.size
+        )
+        # Finite floats only: a NaN's bits may change in a copy of floats.
+        return (chain[first:end].reshape(1, 1, 1, -1, 1) + rest * np.uint32(9973)) & np.uint32(0x3FFFFFFF)
+
+    def write(self, request: Request, first: int, end: int) -> None:
+        truth = self.truth(request, first, end)
+        for position in range(first, end):
+            block = request.blocks[position // self.shape.tokens]
+            self.words[block, :, :, :, position % self.shape.tokens] = truth[:, :, :, position - first]
+
+    def wrong(self, request: Request, end: int) -> list[int]:
+        """Positions before `end` whose numbers are not what they must be."""
+        truth = self.truth(request, 0, end)
+        found = []
+        for position in range(end):
+            block = request.blocks[position // self.shape.tokens]
+            here = self.words[block, :, :, :, position % self.shape.tokens]
+            if not np.array_equal(here, truth[:, :, :, position]):
+                found.append(position)
+        return found
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as the engine shows it to a connector, and what the executor keeps of it."""
+
+    request_id: int
+    tokens: list[int]
+    new_tokens: int = 2
+    cache_salt_id: int | None = None
+    lora_task_id: int | None = None
+    multimodal_hashes: Any = None
+    blocks: list[int] = field(default_factory=list)
+    state: str = "context"
+    position: int = 0
+    matched: int = 0
+    prompt: int = 0
+    told_blocks: int = 0
+    told_tokens: int = 0
+    told: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def secret(self) -> int:
+        return 7919 * (self.cache_salt_id or 0) + 104729 * (self.lora_task_id or 0)
+
+    def get_tokens(self, beam: int) -> list[int]:
+        assert beam == 0
+        return list(self.tokens)
+
+
+class Executor:
+    """One rank. Every rank is given the same requests in the same order.
+
+    Args:
+        scheduler: on rank 0 only.
+        chunk: tokens of a context chunk at most.
+        layout: hand the pool over as a layout, with one layer group, instead of as a tensor.
+        quiet: build no metadata in an iteration that computes nothing, as some versions do.
+
+    Attributes:
+        calls: how often each hook was called.
+        wrong: (request, position) where a forward found other numbers than it must.
+        loaded: tokens that each request did not compute because they were loaded.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        scheduler: Any,
+        worker: Any,
+        shape: Shape,
+        chunk: int = 1_000_000,
+        layout: bool = False,
+        quiet: bool = False,
+        seed: int = 1,
+    ) -> None:
+        self.group, self.scheduler, self.worker = group, scheduler, worker
+        assert (scheduler is not None) == (group.rank == 0), "the scheduler lives on rank 0 alone"
+        self.shape, self.chunk = shape, chunk
+        self.by_group, self.quiet = layout, quiet
+        self.pool = Pool(shape, group.rank)
+        self.free = list(range(shape.blocks))
+        random.Random(seed).shuffle(self.free)
+        self.requests: list[Request] = []
+        self.calls: Counter[str] = Counter()
+        self.wrong: list[tuple[int, int]] = []
+        self.loaded: dict[int, int] = {}
+        self.ended: list[int] = []
+        self.passes = 0
+        self._new_loading: dict[int, Request] = {}
+        self._new_saving: dict[int, Request] = {}
+        self._pending_loading: dict[int, Request] = {}
+        self._pending_saving: dict[int, Request] = {}
+        self._local_loading: dict[int, Request] = {}
+        self._local_saving: dict[int, Request] = {}
+        self._has_sequence: set[int] = set()
+        if layout:
+            worker.register_kv_cache_layout(layout_of(self.pool))
+        else:
+            worker.register_kv_caches(self.pool.tensor)
+        if scheduler is not None:
+            scheduler.wait_for_initialization()
+
+    # --- what a test does ---
+
+    def add(self, request: Request) -> Request:
+        self.requests.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """The client is gone: the request ends where it is."""
+        if request.state != "done" and request.state != "saving":
+            self._finish(request)
+
+    def run(self, until: Any = None) -> None:
+        """Iterates until every request is done, or until `until()` says so."""
+        ends_s = time.monotonic() + LONG_S
+        while not (until() if until is not None else self.idle):
+            assert time.monotonic() < ends_s, (
+                f"stuck: {[(r.request_id, r.state) for r in self.requests if r.state != 'done']}"
+            )
+            if not self.step():
+                time.sleep(0.001)
+
+    @property
+    def idle(self) -> bool:
+        return all(request.state == "done" for request in self.requests)
+
+    # --- one iteration ---
+
+    def step(self) -> bool:
+        """One iteration of the loop; whether a forward ran."""
+        batch = [r for r in self.requests if r.state in ("context", "generation")]
+        ran = False
+        if batch:
+            self._prepare(batch)
+            output = self._scheduler_output(batch)
+            for request_id, request in self._new_loading.items():
+                request.state = "loading"
+                assert request_id == request.request_id
+            batch = [r for r in batch if r.state != "loading"]
+            if batch or not self.quiet:
+                self._bind(output)
+                self.worker.start_load_kv(None)
+                self.calls["start_load_kv"] += 1
+            if batch:
+                self._forward(batch)
+                ran = True
+        self._get_finished()
+        return ran
+
+    def _prepare(self, batch: list[Request]) -> None:
+        for request in batch:
+            if request.state != "context" or request.request_id in self._has_sequence:
+                continue
+            found: tuple[int, bool] = (0, False)
+            if self.scheduler is not None:
+                self.calls["get_num_new_matched_tokens"] += 1
+                found = self.scheduler.get_num_new_matched_tokens(request, 0)
+            tokens, is_async = self.group.broadcast(found)
+            if tokens == 0 and is_async:
+                raise RuntimeError("load_kv_async must be False when num_tokens is 0")
+            assert tokens < request.prompt, "at least one prompt token must be left to compute"
+            if is_async:
+                self._new_loading[request.request_id] = request
+            request.matched = tokens
+            self._allocate(request, request.prompt)
+            self._has_sequence.add(request.request_id)
+            request.position = tokens
+            self.loaded[request.request_id] = tokens
+            if self.scheduler is not None:
+                self.calls["update_state_after_alloc"] += 1
+                if self.by_group:
+                    self.scheduler.update_state_after_alloc_by_layer_group(request, [list(request.blocks)])
+                else:
+                    self.scheduler.update_state_after_alloc(request, list(request.blocks))
+
+    def _allocate(self, request: Request, tokens: int) -> None:
+        while len(request.blocks) * self.shape.tokens < tokens:
+            request.blocks.append(self.free.pop())
+
+    def _scheduler_output(self, batch: list[Request]) -> SimpleNamespace:
+        new: list[SimpleNamespace] = []
+        cached: list[SimpleNamespace] = []
+        for request in batch:
+            if request.request_id in self._new_loading:
+                continue
+            if request.state == "generation":
+                self._allocate(request, len(request.tokens))
+            is_context = request.state == "context"
+            said = SimpleNamespace(
+                request_id=request.request_id,
+                new_tokens=request.tokens[request.told_tokens :],
+                new_block_ids=request.blocks[request.told_blocks :],
+                computed_position=request.position if is_context else len(request.tokens) - 1,
+                num_scheduled_tokens=min(request.prompt - request.position, self.chunk) if is_context else 1,
+            )
+            if is_context and not request.told:
+                said.computed_position -= request.matched if self.loaded_in_step(request) else 0
+            request.told_tokens, request.told_blocks = len(request.tokens), len(request.blocks)
+            (cached if request.told else new).append(said)
+            request.told = True
+        return SimpleNamespace(new_requests=new, cached_requests=cached)
+
+    def loaded_in_step(self, request: Request) -> bool:
+        """Whether this very iteration's lookup matched it: only then its first report leaves the match out."""
+        return (
+            request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)
+        )
+
+    def _bind(self, output: SimpleNamespace) -> None:
+        metadata = None
+        if self.scheduler is not None:
+            self.calls["build_connector_meta"] += 1
+            metadata = self.scheduler.build_connector_meta(output)
+        self.worker.bind_connector_meta(self.group.broadcast(metadata))
+
+    def _forward(self, batch: list[Request]) -> None:
+        self.passes += 1
+        work: list[tuple[Request, int, int]] = []
+        for request in batch:
+            if request.state == "context":
+                first, end = request.position, min(request.prompt, request.position + self.chunk)
+            else:
+                first, end = len(request.tokens) - 1, len(request.tokens)
+            self.wrong += [(request.request_id, position) for position in self.pool.wrong(request, first)]
+            work.append((request, first, end))
+        for layer in range(self.shape.layers):
+            self.worker.wait_for_layer_load(layer, None)
+            self.worker.save_kv_layer(layer, None)
+            self.calls["layer"] += 2
+        for request, first, end in work:
+            self.pool.write(request, first, end)
+        self.worker.wait_for_save(None)
+        self.calls["wait_for_save"] += 1
+        for request, _, end in work:
+            if request.state == "context":
+                request.position = end
+                if end < request.prompt:
+                    continue
+                request.state = "generation"
+            request.tokens.append((sum(request.tokens) * 31 + request.secret) % 50_000)
+            if len(request.tokens) - request.prompt >= request.new_tokens:
+                self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        is_saving = False
+        if self.scheduler is not None:
+            self.calls["request_finished"] += 1
+            if self.by_group:
+                is_saving = self.scheduler.request_finished_by_layer_group(request, [list(request.blocks)])
+            else:
+                is_saving = self.scheduler.request_finished(request, list(request.blocks))
+        if self.group.broadcast(is_saving):
+            self._new_saving[request.request_id] = request
+            request.state = "saving"
+        else:
+            assert not self.has_transfer(request.request_id), "blocks are freed under a transfer"
+            self._release(request)
+
+    def has_transfer(self, request_id: int) -> bool:
+        return any(
+            request_id in group for group in (self._new_loading, self._pending_loading, self._local_loading)
+        )
+
+    def _release(self, request: Request) -> None:
+        for block in request.blocks:
+            self.pool.words[block] = GARBAGE
+        self.free = request.blocks[::-1] + self.free
+        request.blocks = []
+        request.state = "done"
+        self.ended.append(request.request_id)
+
+    def _get_finished(self) -> None:
+        started, finished = list(self._new_loading), list(self._new_saving)
+        self._pending_loading |= self._new_loading
+        self._pending_saving |= self._new_saving
+        self._new_loading, self._new_saving = {}, {}
+        self.calls["get_finished"] += 1
+        saved, loaded = self.worker.get_finished(finished, started)
+        for request_id in saved:
+            self._local_saving[request_id] = self._pending_saving.pop(
+                request_id
+            )  # KeyError: unknown or repeated
+        for request_id in loaded:
+            self._local_loading[request_id] = self._pending_loading.pop(request_id)
+        said = self.group.allgather((list(self._local_saving), list(self._local_loading)))
+        for request_id in set.intersection(*(set(item[1]) for item in said)):
+            request = self._local_loading.pop(request_id)
+            if request.state == "loading":
+                request.state = "context"
+                request.was_loading = True  # type: ignore[attr-defined]
+        for request_id in set.intersection(*(set(item[0]) for item in said)):
+            request = self._local_saving.pop(request_id)
+            assert not self.has_transfer(request_id), "blocks are freed under a load"
+            self._release(request)
+
+
+def layout_of(pool: Pool, window: int | None = None, groups: int = 1) -> Any:
+    """The pool as one region that holds K and V of every layer."""
+    s = pool.shape
+    size = s.layers * s.kv * s.heads * s.tokens * s.size * 4
+    buffers = tuple(
+        SimpleNamespace(layer_id=layer, role=role, expansion=1)
+        for layer in range(s.layers)
+        for role in ("key", "value")[: s.kv]
+    )
+    region = SimpleNamespace(
+        base=pool.tensor.data_ptr(),
+        size=size,
+        stride=size,
+        num_slots=s.blocks,
+        buffers=buffers,
+        as_tensor=lambda: pool.tensor,
+    )
+    group = SimpleNamespace(
+        layer_group_id=0,
+        layer_ids=tuple(range(s.layers)),
+        window_size=window,
+        regions=(region,),
+        replicated_regions=(),
+    )
+    return SimpleNamespace(tokens_per_block=s.tokens, groups=(group,) * groups)

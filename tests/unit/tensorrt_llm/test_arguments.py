@@ -1,0 +1,170 @@
+"""What is refused, and that the reason is said; geometry from the tensor, checked against the arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexkv.adapters.tensorrt_llm import FlexKVScheduler, api
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace, request_namespace
+from flexkv.config import load_config
+from flexkv.errors import ConfigError, GeometryError
+from flexkv.layout.format_id import Interior
+from tests.unit.tensorrt_llm.executor import HostTensor, Pool, Shape, layout_of
+from tests.unit.tensorrt_llm.world import arguments
+
+LLAMA = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "head_dim": 8,
+}
+LATENT = {"num_hidden_layers": 3, "num_attention_heads": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 2}
+
+
+def model(folder: Path, **config: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def pool(blocks: int = 5, layers: int = 3, kv: int = 2, elements: int = 2 * 4 * 8) -> HostTensor:
+    return HostTensor(np.zeros((blocks, layers, kv, elements), np.float16))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2"),
+        ({"max_beam_width": 4}, "max_beam_width is 4"),
+        ({"enable_attention_dp": True}, "enable_attention_dp"),
+        ({"cache": {"host_cache_size": 1 << 30}}, "host_cache_size"),
+        ({"cache": {"dtype": "nvfp4"}}, "block scales"),
+        ({"cache": {"max_attention_window": [512, 4096]}}, "each window has a pool"),
+        ({"sparse_attention_config": SimpleNamespace(algorithm="dsa")}, "indexer keys"),
+    ],
+)
+def test_arguments_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineArguments.of(arguments(**given))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA | {"num_key_value_heads": [4, 4, 2]}, "each count has a pool"),
+        (LLAMA | {"hybrid_override_pattern": "M-M*"}, "recurrent layers"),
+        (LATENT | {"index_topk": 2048}, "indexer keys"),
+    ],
+)
+def test_models_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineArguments.of(arguments(model=model(tmp_path, **config)))
+
+
+def test_partial_reuse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    EngineArguments.of(arguments(cache={"enable_partial_reuse": True}))
+    assert "enable_partial_reuse" in caplog.text
+
+
+def test_geometry_comes_from_the_tensor(tmp_path: Path) -> None:
+    given = EngineArguments.of(arguments(ranks=2, model=model(tmp_path, **LLAMA)))
+    found = geometry_of_pool(pool(), given)
+    assert (found.block_tokens, found.num_blocks, found.replicated) == (4, 5, False)
+    assert found.format_id.interior is Interior.KV_SPLIT_HND
+    assert found.format_id.ranks == 2
+    assert found.view.stripe_bytes == 3 * 2 * 64 * 2
+    assert len(found.view.segments) == 1, "a block is one run"
+
+
+def test_latent_blocks_have_64_tokens_whatever_the_arguments_say(tmp_path: Path) -> None:
+    given = EngineArguments.of(arguments(tokens=32, model=model(tmp_path, **LATENT)))
+    found = geometry_of_pool(pool(kv=1, elements=64 * 8), given)
+    assert (found.block_tokens, found.format_id.interior) == (64, Interior.LATENT)
+    with pytest.raises(GeometryError, match="MLA pools have 64"):
+        geometry_of_pool(pool(kv=1, elements=32 * 8), given)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "said"),
+    [
+        (pool(elements=2 * 8 * 8), GeometryError, "tokens"),
+        (pool(layers=2), ConfigError, "other pools hold the rest"),
+        (pool(kv=1), ConfigError, "one latent"),
+        (HostTensor(np.zeros((5, 3, 64), np.float16)), GeometryError, "shape"),
+        (HostTensor(np.zeros((5, 3, 2, 128), np.float16)[..., ::2]), GeometryError, "stride"),
+    ],
+)
+def test_a_pool_that_is_not_what_the_arguments_say(
+    tmp_path: Path, tensor: Any, error: type[Exception], said: str
+) -> None:
+    given = EngineArguments.of(arguments(ranks=2, model=model(tmp_path, **LLAMA)))
+    with pytest.raises(error, match=said):
+        geometry_of_pool(tensor, given)
+
+
+def test_a_layout_gives_the_same_pages() -> None:
+    numbers = Pool(Shape(), 0)
+    given = EngineArguments.of(arguments())
+    one, other = geometry_of_pool(numbers.tensor, given), geometry_of_layout(layout_of(numbers), given)
+    assert one.format_id == other.format_id
+    assert one.view.stripe_bytes == other.view.stripe_bytes
+
+
+def test_layouts_are_refused() -> None:
+    numbers, given = Pool(Shape(), 0), EngineArguments.of(arguments())
+    with pytest.raises(GeometryError, match="2 layer groups"):
+        geometry_of_layout(layout_of(numbers, groups=2), given)
+    with pytest.raises(GeometryError, match="attention window"):
+        geometry_of_layout(layout_of(numbers, window=512), given)
+    scheduler = FlexKVScheduler(arguments())
+    try:
+        with pytest.raises(GeometryError, match="2 layer groups"):
+            scheduler.request_finished_by_layer_group(SimpleNamespace(request_id=1), [[1], [2]])
+        with pytest.raises(GeometryError, match="2 layer groups"):
+            scheduler.update_state_after_alloc_by_layer_group(SimpleNamespace(request_id=1), [[1], [2]])
+    finally:
+        scheduler.shutdown()
+
+
+def test_other_roles_stay_opaque() -> None:
+    """A region with a role that we do not know is moved whole, and converted by nobody."""
+    layout = layout_of(Pool(Shape(), 0))
+    for buffer in layout.groups[0].regions[0].buffers[:1]:
+        buffer.role = "index_key"
+    found = geometry_of_layout(layout, EngineArguments.of(arguments()))
+    assert found.format_id.interior is Interior.OPAQUE
+
+
+def test_namespaces() -> None:
+    settings = load_config({"identity.model": "m"}, {})
+    given = EngineArguments.of(arguments())
+    engine = engine_namespace(given, settings, 4)
+    others = [
+        engine_namespace(given, settings, 8),
+        engine_namespace(given, load_config({"identity.model": "n"}, {}), 4),
+        engine_namespace(EngineArguments.of(arguments(cache={"dtype": "fp8"})), settings, 4),
+    ]
+    names = [
+        request_namespace(engine, SimpleNamespace(cache_salt_id=salt, lora_task_id=adapter))
+        for salt in (None, 0, 1)
+        for adapter in (None, 0, 1)
+    ]
+    assert names[0] == engine
+    assert len({*names, *others}) == len(names) + len(others)
+    assert request_namespace(engine, SimpleNamespace(multimodal_hashes=[[1]])) is None
+
+
+def test_it_imports_without_the_package() -> None:
+    if api.find_api() is None:
+        assert api.WorkerBase is api.BareWorker
+    else:
+        assert api.WorkerBase is api.find_api().KvCacheConnectorWorker

@@ -1,0 +1,276 @@
+"""Each trap of TensorRT-LLM's connector interface, by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexkv import c_ext
+from flexkv.adapters.tensorrt_llm.link import Listener, connect
+from flexkv.adapters.tensorrt_llm.scheduler import present_runs
+from flexkv.errors import ClosedError, TransferError
+from flexkv.transfer.graph import OpKind
+from tests.unit.tensorrt_llm.executor import Request
+from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
+from tests.unit.tensorrt_llm.world import World
+
+FAIL, STALL = 0, 2
+LONG_S = 60.0
+
+
+class Faults:
+    """Makes one mover with one rule, and keeps it."""
+
+    def __init__(self, action: int, kind: OpKind, times: int = -1) -> None:
+        self._rule = c_ext.FaultRule(action, kind=int(kind), times=times)
+        self.mover: Any = None
+
+    def __call__(self) -> Any:
+        self.mover = c_ext.FaultyMover(c_ext.HostMover(), [self._rule])
+        return self.mover
+
+
+def steps(world: World, count: int = 20) -> None:
+    for _ in range(count):
+        world.executor.step()
+
+
+def test_a_lone_async_load_needs_no_metadata(make_world: Callable[..., World]) -> None:
+    """Where nothing is scheduled no metadata is built, so a load that started only there would never start."""
+    world = make_world(quiet=True)
+    world.warm_up()
+    world.serve(PROMPT)
+    built = world.executor.calls["build_connector_meta"]
+    request = world.request(PROMPT, new_tokens=1)
+    world.executor.run(until=lambda: request.state != "context" or request.position > 0)
+    world.executor.run()
+    assert world.hit(request) == WHOLE
+    assert world.executor.calls["build_connector_meta"] == built + 1, "only for its one forward"
+    world.check()
+
+
+def test_an_id_is_remembered_and_returned_once(make_world: Callable[..., World]) -> None:
+    """The engine names an id once; a load that takes many iterations is returned in a later one, and only there."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world(movers=faults)
+    world.warm_up()
+    world.serve(PROMPT)
+    request = world.request(PROMPT)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    steps(world)
+    assert request.state == "loading"
+    other = world.request([5, 6, 7, 8, 9])
+    world.executor.run(until=lambda: other.state == "saving")
+    faults.mover.release()
+    world.executor.run()
+    steps(world)  # a second return would be a KeyError of the executor
+    assert world.hit(request) == WHOLE
+    world.check()
+
+
+def test_a_save_in_flight_keeps_its_blocks(make_world: Callable[..., World]) -> None:
+    """Blocks are filled with garbage when they are freed: freed too early, the stored page would be garbage."""
+    faults = Faults(STALL, OpKind.D2H, times=1)
+    world = make_world(movers=faults)
+    world.warm_up()
+    request = world.request(PROMPT)
+    world.executor.run(until=lambda: request.state == "saving")
+    assert faults.mover.wait_stalled(1, LONG_S)
+    steps(world)
+    assert request.state == "saving"
+    faults.mover.release()
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def test_never_async_without_tokens(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    assert world.scheduler.get_num_new_matched_tokens(world.executor.add(_request(1)), 0) == (0, False)
+    world.executor.requests.clear()
+
+
+def test_blocks_that_the_engine_has_in_part_are_not_looked_up(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    world.serve(PROMPT)
+    assert world.scheduler.get_num_new_matched_tokens(_request(1, PROMPT), 3) == (0, False)
+    assert world.scheduler.get_num_new_matched_tokens(_request(1, PROMPT), 8) == (WHOLE - 8, True)
+    assert not world.scheduler.request_finished(_request(1, PROMPT), [])
+    world.check()
+
+
+def test_metadata_that_stays_bound_is_carried_out_once(make_world: Callable[..., World]) -> None:
+    world = make_world({"FLEXKV_LOAD_MODE": "sync"}, movers=(faults := Faults(FAIL, OpKind.DROP)))
+    world.warm_up()
+    world.serve(PROMPT)
+    request = world.request(PROMPT, new_tokens=1)
+    world.executor.run(until=lambda: request.state != "context")
+    calls = faults.mover.calls
+    for _ in range(3):
+        world.worker.start_load_kv(None)
+    assert faults.mover.calls == calls
+    world.executor.run()
+    world.check()
+
+
+def test_a_failed_async_load_is_not_reported(make_world: Callable[..., World]) -> None:
+    """The engine has no way to hear of it: its request waits until it is cancelled, and the others go on."""
+    world = make_world(movers=Faults(FAIL, OpKind.H2D, times=1))
+    world.warm_up()
+    world.serve(PROMPT)
+    request = world.request(PROMPT)
+    steps(world)
+    assert request.state == "loading"
+    assert world.hit(world.serve_beside([3, *PROMPT[1:]])) == 0
+    world.executor.cancel(request)
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) < WHOLE, "the page that failed is no longer promised"
+    world.check()
+
+
+def test_a_failed_sync_load_stops_the_step(make_world: Callable[..., World]) -> None:
+    world = make_world({"FLEXKV_LOAD_MODE": "sync"}, movers=Faults(FAIL, OpKind.H2D, times=1))
+    world.warm_up()
+    world.serve(PROMPT)
+    world.request(PROMPT)
+    with pytest.raises(TransferError, match="must not read them"):
+        world.executor.step()
+    assert world.executor.wrong == []
+
+
+def test_a_request_that_is_cancelled_while_it_loads(make_world: Callable[..., World]) -> None:
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world(movers=faults)
+    world.warm_up()
+    world.serve(PROMPT)
+    request = world.request(PROMPT)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    world.executor.cancel(request)
+    steps(world)
+    assert request.state == "saving", "bytes may still arrive: the blocks stay"
+    faults.mover.release()
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def test_a_request_that_is_cancelled_while_it_computes(make_world: Callable[..., World]) -> None:
+    """Only what was computed is stored."""
+    world = make_world(chunk=6)
+    world.warm_up()
+    request = world.request(PROMPT)
+    steps(world, 2)
+    assert request.position == 12
+    world.executor.cancel(request)
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == 12
+    world.check()
+
+
+def test_an_order_waits_for_its_id(make_world: Callable[..., World]) -> None:
+    """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
+    world = make_world(movers=(faults := Faults(FAIL, OpKind.DROP)))
+    world.warm_up()
+    world.serve(PROMPT)
+    calls = faults.mover.calls
+    request = _request(900, PROMPT)
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
+    blocks = [world.executor.free.pop() for _ in range(8)]
+    world.scheduler.update_state_after_alloc(request, blocks)
+    for _ in range(5):
+        assert world.worker.get_finished([], []) == ([], [])
+    assert faults.mover.calls == calls, "the order has come, and nothing was copied"
+    loaded: list[int] = world.worker.get_finished([], [900])[1]
+    while not loaded:
+        loaded = world.worker.get_finished([], [])[1]
+    assert loaded == [900]
+    request.blocks = blocks
+    assert world.executor.pool.wrong(request, WHOLE) == []
+
+
+def test_a_reset_request_starts_again(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    request = world.request(PROMPT)
+    world.executor.step()
+    world.scheduler.request_reset(request)
+    assert not world.scheduler.request_finished(request, list(request.blocks)), (
+        "nothing is known of its new blocks"
+    )
+    world.executor.requests.clear()
+
+
+def test_blocks_without_a_page_are_skipped(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    request = world.request(PROMPT, new_tokens=50)
+    world.executor.run(until=lambda: request.state == "generation")
+    blocks = list(request.blocks)
+    blocks[2] = -1
+    assert world.scheduler.request_finished(request, blocks)
+    stored = world.scheduler.side.unit.manager
+    world.worker.get_finished([request.request_id], [])
+    for _ in range(1000):
+        if stored.inflight_ops() == 0:
+            break
+        world.worker.get_finished([], [])
+    assert stored.stats().stored_pages == 6
+    fresh = _request(901, PROMPT)
+    assert world.scheduler.get_num_new_matched_tokens(fresh, 0) == (8, True)
+    world.scheduler.update_state_after_alloc(fresh, [-1, world.executor.free.pop(), -1])
+    loaded: list[int] = world.worker.get_finished([], [901])[1]
+    while not loaded:
+        loaded = world.worker.get_finished([], [])[1]
+    assert loaded == [901]
+    stored.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs"),
+    [([], []), ([-1, -1], []), ([3, 4], [(0, 2)]), ([-1, 3, -1, -1, 7, 8], [(1, 2), (4, 6)])],
+)
+def test_present_runs(blocks: list[int], runs: list[tuple[int, int]]) -> None:
+    assert present_runs(np.asarray(blocks, np.int32)) == runs
+
+
+def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    world.scheduler.shutdown()
+    saved: list[int] = []
+    for _ in range(100):
+        saved += world.worker.get_finished([7] if _ == 0 else [], [])[0]
+    assert saved == [7]
+
+
+def test_nobody_listens() -> None:
+    listener = Listener()
+    address = listener.address
+    wire = connect(address)
+    wire.send(SimpleNamespace(word="hello"))
+    assert [message.word for message in listener.poll()] == ["hello"]
+    listener.broadcast(b"x" * 1_000_000)
+    found: list[bytes] = []
+    for _ in range(1000):
+        found += wire.receive()
+        listener.poll()
+        if found:
+            break
+    assert found == [b"x" * 1_000_000]
+    listener.close()
+    assert wire.receive() == []
+    assert wire.closed
+    with pytest.raises(ClosedError, match="no scheduler listens"):
+        connect(address)
+
+
+def _request(request_id: int, tokens: list[int] | None = None) -> Any:
+    return Request(request_id, list(tokens or [1, 2, 3, 4, 5]))

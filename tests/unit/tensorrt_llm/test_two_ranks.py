@@ -1,0 +1,81 @@
+"""Two ranks as processes: each holds its own heads, both must have ended before anything is used."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.transfer.graph import OpKind
+from tests.unit.tensorrt_llm.executor import Shape
+from tests.unit.tensorrt_llm.pair import run_pair
+from tests.unit.tensorrt_llm.test_runs import CORRUPT, PROMPT, WHOLE
+from tests.unit.tensorrt_llm.world import World
+
+DELAY = 1
+DELAY_S = 0.02
+
+
+def hits(world: World) -> list[int]:
+    world.serve(PROMPT)
+    first = world.hit(world.serve(PROMPT))
+    for tail in range(3):
+        world.request([*PROMPT[:20], 1, tail, 3, 4, 5])
+    world.executor.run()
+    return [first, world.hit(world.serve([*PROMPT, 8, 8, 8]))]
+
+
+def test_both_ranks_load_their_heads() -> None:
+    assert run_pair(hits, {"FLEXKV_LOAD_MODE": "sync"}, chunk=9) == [[WHOLE, WHOLE]] * 2
+
+
+def test_latents_are_stored_once() -> None:
+    """MLA: all ranks hold the same bytes; only rank 0 stores them, and both load them."""
+    shape = Shape(blocks=12, kv=1, heads=1, tokens=64)
+    assert run_pair(latent_hits, {}, shape=shape) == [128, 128]
+
+
+def latent_hits(world: World) -> int:
+    world.executor.pool.rank = 0  # the same bytes on both
+    prompt = [(3 * n) % 500 for n in range(130)]
+    world.serve(prompt)
+    return world.hit(world.serve(prompt))
+
+
+def slow_on_rank_1() -> Any:
+    """Rank 1's copies take their time; rank 0's are done long before."""
+    if multiprocessing.parent_process() is None:
+        return None
+    return c_ext.FaultyMover(c_ext.HostMover(), [c_ext.FaultRule(DELAY, delay_s=DELAY_S)])
+
+
+def late_and_cancelled(world: World) -> list[Any]:
+    """Async loads, and then a request that is cancelled while its load is under way on rank 1."""
+    found = hits(world)
+    request = world.request(PROMPT)
+    world.executor.step()
+    was_loading = request.state == "loading"
+    world.executor.cancel(request)
+    world.executor.run()
+    again = world.serve(PROMPT)
+    return [*found, was_loading, world.hit(again)]
+
+
+def test_a_late_rank_holds_the_others() -> None:
+    """The engine goes on when every rank has returned an id; ids that one rank returned early are not lost."""
+    assert run_pair(late_and_cancelled, {}, movers=slow_on_rank_1) == [[WHOLE, WHOLE, True, WHOLE]] * 2
+
+
+def corrupt_on_rank_1() -> Any:
+    if multiprocessing.parent_process() is None:
+        return None
+    rule = c_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
+    return c_ext.FaultyMover(c_ext.HostMover(), [rule])
+
+
+def test_wrong_bytes_of_one_rank_are_seen() -> None:
+    """The control."""
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_pair(hits, {}, movers=corrupt_on_rank_1)

@@ -1,0 +1,119 @@
+"""An executor with the connector's two classes, as one rank of an engine has them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
+from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from tests.unit.tensorrt_llm.executor import Alone, Executor, Group, Request, Shape
+
+SHAPE = Shape()
+
+
+def settings(**more: str) -> dict[str, str]:
+    """Variables for a small host tier."""
+    return {
+        "FLEXKV_HOST_BYTES": "2MiB",
+        "FLEXKV_HOST_EXTENT_BYTES": "2MiB",
+        "FLEXKV_HOST_HUGE_PAGES": "off",
+        "FLEXKV_IDENTITY_MODEL": "stand-in",
+    } | more
+
+
+def arguments(ranks: int = 1, tokens: int = SHAPE.tokens, **more: Any) -> SimpleNamespace:
+    """The part of `TorchLlmArgs` that the connector reads."""
+    cache = {"tokens_per_block": tokens, "dtype": "auto", "host_cache_size": None} | more.pop("cache", {})
+    given = {
+        "model": "stand-in",
+        "revision": None,
+        "dtype": "float16",
+        "tensor_parallel_size": ranks,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 1,
+        "enable_attention_dp": False,
+        "max_beam_width": 1,
+        "quant_config": None,
+        "speculative_config": None,
+        "sparse_attention_config": None,
+    }
+    return SimpleNamespace(kv_cache_config=SimpleNamespace(**cache), **(given | more))
+
+
+class World:
+    """One rank.
+
+    Args:
+        movers: makes the mover of this rank's lanes.
+    """
+
+    def __init__(
+        self,
+        group: Group | None = None,
+        ranks: int = 1,
+        shape: Shape = SHAPE,
+        movers: Any = None,
+        llm_args: Any = None,
+        **options: Any,
+    ) -> None:
+        group = group or Alone()
+        given = llm_args or arguments(ranks, shape.tokens)
+
+        class Side(WorkerSide):
+            def make_mover(self) -> Any:
+                return movers() if movers is not None else None
+
+        class Worker(FlexKVWorker):
+            side_class = Side
+
+        self.worker = Worker(given)
+        self.worker.side.rank = group.rank
+        self.scheduler = FlexKVScheduler(given) if group.rank == 0 else None
+        self.executor = Executor(group, self.scheduler, self.worker, shape, **options)
+        self._ids = itertools.count(100)
+
+    def request(self, tokens: list[int], **more: Any) -> Request:
+        """A request that the executor runs from the next iteration on."""
+        return self.executor.add(Request(next(self._ids), list(tokens), **more))
+
+    def serve(self, tokens: list[int], **more: Any) -> Request:
+        """Runs one request to its end."""
+        request = self.request(tokens, **more)
+        self.executor.run()
+        return request
+
+    def serve_beside(self, tokens: list[int]) -> Request:
+        """Runs one request to its end, whatever the others do."""
+        request = self.request(tokens)
+        self.executor.run(until=lambda: request.state == "done")
+        return request
+
+    def warm_up(self) -> None:
+        """Iterations in which every rank joins: until then nothing is promised."""
+        for number in range(200):
+            self.serve([60_000 + number, 1, 2], new_tokens=1)
+            usable = self.scheduler is not None and self.scheduler.side.usable
+            if self.executor.group.broadcast(usable):
+                return
+        raise AssertionError("the unit does not become usable")
+
+    def hit(self, request: Request) -> int:
+        """Tokens that the request did not compute."""
+        return self.executor.loaded[request.request_id]
+
+    def check(self) -> None:
+        """No forward read a wrong number, no block is lost, and the manager's books are right."""
+        assert self.executor.wrong == []
+        assert self.executor.idle
+        assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
+        assert self.worker.side.awaited == 0
+        if self.scheduler is not None and self.scheduler.side.unit is not None:
+            self.scheduler.side.poll()
+            self.scheduler.side.unit.manager.check_integrity()
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        if self.scheduler is not None:
+            self.scheduler.shutdown()
