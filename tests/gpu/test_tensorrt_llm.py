@@ -59,7 +59,9 @@ def test_tokens_are_those_without_flexkv(
     monkeypatch.setenv("FLEXKV_HOST_BYTES", "1GiB")
     monkeypatch.setenv("FLEXKV_HOST_VERIFY", "true")
     monkeypatch.setenv("FLEXKV_LOAD_MODE", mode)
-    prompts = [" ".join(f"{word} {number}" for number in range(200)) for word in ("red", "green", "blue", "white")]
+    prompts = [
+        " ".join(f"{word} {number}" for number in range(200)) for word in ("red", "green", "blue", "white")
+    ]
     plain = generate(package, prompts, with_connector=False)
     assert generate(package, prompts, with_connector=True) == plain
     said = capfd.readouterr()
