@@ -76,7 +76,7 @@ def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
         shape = PRESETS[preset]
         (staging / "config.json").write_text(json.dumps(_config(shape), indent=1))
         _write_weights(staging / "model.safetensors", shape, seed)
-        _write_tokenizer(staging, shape)
+        write_tokenizer(staging, shape)
         try:
             os.rename(staging, target)
         except OSError:
@@ -150,7 +150,8 @@ def _write_weights(path: Path, shape: ModelShape, seed: int) -> None:
     save_file(tensors, str(path), metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
+def write_tokenizer(folder: Path, shape: ModelShape) -> None:
+    """Writes a tokenizer with a word for every token of the vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
