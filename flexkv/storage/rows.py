@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from flexkv.storage.base import IndexRows
 from flexkv.storage.index import ROW, Rows
 
+TOGETHER_MS = 1000
+"""Uses within so many milliseconds count as one: each disk's journal stamps them when it gets to them."""
+
 
 def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
     """The rows of all disks by place, the one used longest ago first; None for a disk that has nothing to say.
@@ -28,7 +31,9 @@ def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
         places.append(slots * len(disks) + disk)
     found = np.concatenate(parts) if parts else np.empty(0, ROW)
     place = np.concatenate(places) if places else np.empty(0, np.int64)
-    order = np.lexsort((found["generation"], found["used"]))
+    # Blocks used together have about the same time, a little apart from disk to disk: of those, the one written last is
+    # farthest from its prompt's start, and so is the first to go.
+    order = np.lexsort((~found["generation"], found["used"] // TOGETHER_MS))
     found, place = found[order], place[order]
     keep = _newest_of_each_key(found)
     if not keep.all():

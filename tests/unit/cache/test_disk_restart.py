@@ -1,0 +1,99 @@
+"""What the order of use and the chains of blocks look like to the next process: the real folders, no page moved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.disk_index import DiskIndex
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.unit import DiskUnit
+from tests.unit.cache.disk_world import chain
+
+PLACES = 24
+IMAGE_BYTES = 8192
+DEADLINE_S = 60.0
+
+
+class Restarts:
+    """Opens the same two folders again and again; the wall clock is scripted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 1_000_000.0
+        self._folders = [folder / "a", folder / "b"]
+        self.tier: DiskUnit | None = None
+
+    def open(self) -> DiskIndex:
+        self.close()
+        group = DiskGroup("test", (4096,), (np.array([[0, 4096, 0]]),), 4)
+        options = DiskOptions(PLACES // 2 * IMAGE_BYTES + (64 << 10), preallocate=False)
+        self.tier = DiskUnit.open(self._folders, DiskIdentity("test", bytes(32)), [group], options)
+        return DiskIndex([GroupSpec(4, PLACES)], self.tier, "lru", lambda: self.now_s)
+
+    def close(self) -> None:
+        if self.tier is not None:
+            assert self.tier.close(DEADLINE_S)
+            self.tier = None
+
+    def write(self, index: DiskIndex, keys: Keys) -> None:
+        """Writes a chain, and waits until it is durable and so has its time of use."""
+        assert self.tier is not None
+        entries = index.begin_write(0, keys, np.full(len(keys), 4, np.int32), len(keys))[1]
+        assert index.end_write(0, entries, np.ones(len(entries), np.bool_)).all()
+        durable, ends_s = 0, time.monotonic() + DEADLINE_S
+        while durable < len(entries):
+            durable += sum(len(pages.places) for pages in self.tier.poll().durable)
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Restarts]:
+    world = Restarts(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: world.now_s)
+    yield world
+    world.close()
+
+
+def kept(index: DiskIndex, keys: Keys) -> list[bool]:
+    return index.present(0, keys).tolist()
+
+
+def test_what_was_used_last_stays_over_a_restart(restarts: Restarts) -> None:
+    index = restarts.open()
+    places = index.entries.up_slots(0)
+    chains = [chain(places // 3, seed) for seed in range(3)]
+    for keys in chains:
+        restarts.write(index, keys)
+        restarts.now_s += 10
+    index.used(0, chains[0])
+    index = restarts.open()
+    assert len(index) == places // 3 * 3
+    restarts.write(index, chain(places // 3 + places % 3, seed=9))
+    assert all(kept(index, chains[0])), "used last"
+    assert not any(kept(index, chains[1])), "used longest ago"
+    assert all(kept(index, chains[2]))
+
+
+def test_a_chain_loses_its_end_first_over_a_restart(restarts: Restarts) -> None:
+    index = restarts.open()
+    places = index.entries.up_slots(0)
+    keys = chain(places)
+    restarts.write(index, keys)
+    index = restarts.open()
+    restarts.write(index, chain(5, seed=1))
+    assert kept(index, keys) == [True] * (places - 5) + [False] * 5
+
+
+def test_a_chain_is_one_walk_after_a_restart(restarts: Restarts) -> None:
+    index = restarts.open()
+    keys = chain(index.entries.up_slots(0))
+    restarts.write(index, keys)
+    index = restarts.open()
+    entries = index.entries.match_prefix(0, keys)
+    assert np.array_equal(np.diff(entries.astype(np.int64)), np.ones(len(keys) - 1))
