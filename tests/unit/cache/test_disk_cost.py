@@ -1,0 +1,105 @@
+"""The scheduler's thread loops over no blocks in Python: a request of many takes as many lines as one of few."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flexkv.cache
+from flexkv.cache.disk_base import DiskMode
+from flexkv.cache.disk_reads import DiskReads
+from flexkv.transfer.graph import OpId, OpResult, OpStatus
+from tests.unit.cache.disk_world import NONE, DiskWorld, chain
+
+FOLDER = str(Path(flexkv.cache.__file__).parent)
+FEW, MANY = 24, 3000
+
+
+@contextmanager
+def counted(lines: list[int]) -> Iterator[None]:
+    """Appends how many lines of the control plane ran; what is simulated does not count."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        if not name.startswith(FOLDER) or Path(name).name.startswith("simulated"):
+            return None
+        count += event == "line"
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
+    lines.append(count)
+
+
+def lines_of(blocks: int, measured: bool) -> list[int]:
+    """Lines for a store on its way to disk, a lookup that hits disk, the read's end, and the promise."""
+    lines: list[int] = []
+    world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=DiskMode.THROUGH)
+    disk, keys = world.manager.disk, chain(blocks)
+    for n in range(8 if measured else 0):
+        # Slow enough that each prefix is weighed, and not so slow that anything is left.
+        disk.rates.read.see(n + 1, 1.0 + n, 0.0)
+        disk.rates.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
+        disk.rates.read.see(n + 1, 1.0 + n, world.now_s)
+    plan = world.manager.begin_store("w", 0, keys, np.arange(blocks, dtype=np.int32), 0)
+    assert plan.graph is not None
+    with counted(lines):
+        world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
+        disk.pump()
+    (write,) = [op for graph in disk.take_orders() for op in graph.ops]
+    with counted(lines):
+        disk.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+    world.drop_host(2 * blocks)
+    with counted(lines):
+        assert world.manager.match("r", [keys], 0).reads == 1
+    (read,) = [op for graph in disk.take_orders() for op in graph.ops]
+    assert read.pages == blocks
+    with counted(lines):
+        assert world.manager.match("s", [keys], 0).reads == 1, "another waits for the same read"
+    with counted(lines):
+        disk.complete(OpResult(OpId(read.op_id), OpStatus.OK, NONE))
+    with counted(lines):
+        assert world.manager.match("r", [keys], 0).blocks == blocks
+    return lines
+
+
+@pytest.fixture
+def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page moves here, so the simulated disk must not ask for it."""
+    monkeypatch.setattr("flexkv.cache.simulated_disk.require", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unjudged")
+@pytest.mark.parametrize("measured", [False, True])
+def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
+    assert lines_of(MANY, measured) == lines_of(FEW, measured)
+
+
+@pytest.mark.usefixtures("unjudged")
+def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = DiskReads.complete
+    source = (
+        "def looping(self, result):\n    for _ in self.ops.get(result.op_id).host.tolist():\n        pass\n"
+    )
+    space: dict[str, Any] = {}
+    exec(compile(source, f"{FOLDER}/disk_reads.py", "exec"), space)
+
+    def both(self: DiskReads, result: OpResult) -> None:
+        space["looping"](self, result)
+        complete(self, result)
+
+    monkeypatch.setattr(DiskReads, "complete", both)
+    assert lines_of(MANY, False) != lines_of(FEW, False)
