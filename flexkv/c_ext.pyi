@@ -45,6 +45,30 @@ class KvView:
     def stripe_bytes(self) -> int: ...
     def check(self) -> None: ...
 
+class PageConversion:
+    """Rewrites stripes from one order of rows into another. A row is K or V of one token and head.
+
+    Args:
+        counts: layers, K and V (2, or 1), tokens, heads.
+        row_bytes: of one row.
+        source, target: bytes from one layer, K to V, token and head to the next.
+
+    Raises:
+        GeometryError: the rows of one of the orders leave gaps or overlap.
+    """
+
+    def __init__(
+        self,
+        counts: tuple[int, int, int, int],
+        row_bytes: int,
+        source: tuple[int, int, int, int],
+        target: tuple[int, int, int, int],
+    ) -> None: ...
+    @property
+    def stripe_bytes(self) -> int: ...
+    def convert(self, source: Buffer, target: Buffer) -> None:
+        """Both hold `stripe_bytes` bytes and share none. Raises GeometryError otherwise."""
+
 class SlotImage:
     """Geometry of a slot image: stripes and trailer, each from a 4 KiB boundary. Offsets and sizes in
     bytes.

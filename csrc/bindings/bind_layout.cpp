@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "layout/kv_view.h"
+#include "layout/page_conversion.h"
 #include "layout/page_digest.h"
 #include "layout/slot_image.h"
 #include "transfer/host_copy.h"
@@ -167,6 +168,31 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
+void bind_conversion(py::module_& m) {
+  py::class_<PageConversion>(m, "PageConversion")
+      .def(py::init<const RowCounts&, int64_t, const RowStrides&, const RowStrides&>(), py::arg("counts"),
+           py::arg("row_bytes"), py::arg("source"), py::arg("target"))
+      .def_property_readonly("stripe_bytes", &PageConversion::stripe_bytes)
+      .def(
+          "convert",
+          [](const PageConversion& conversion, const py::buffer& source, const py::buffer& target) {
+            const ByteBuffer from(source, ByteBuffer::kReadable);
+            const ByteBuffer to(target, ByteBuffer::kWritable);
+            for (const size_t bytes : {from.size(), to.size()}) {
+              if (static_cast<int64_t>(bytes) != conversion.stripe_bytes()) {
+                throw GeometryError("the buffer has " + std::to_string(bytes) + " bytes: the stripe has " +
+                                    std::to_string(conversion.stripe_bytes()));
+              }
+            }
+            if (from.data() < to.data() + to.size() && to.data() < from.data() + from.size()) {
+              throw GeometryError("source and target share bytes: a page is not converted in place");
+            }
+            py::gil_scoped_release release;
+            conversion.convert(from.data(), to.data());
+          },
+          py::arg("source"), py::arg("target"));
+}
+
 }  // namespace
 
 void bind_layout(py::module_& m) {
@@ -174,6 +200,7 @@ void bind_layout(py::module_& m) {
   bind_slot_image(m);
   bind_host_copy(m);
   bind_digest(m);
+  bind_conversion(m);
 }
 
 }  // namespace flexkv
