@@ -1,12 +1,13 @@
 # make demo and make test are all a new user needs; `make help` lists the rest.
 PYTHON ?= python3
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test preflight preflight-test env build build-test lint format test-unit test-native \
-        test-sanitizers test-engines soak bench clean distclean
+.PHONY: help demo test preflight preflight-test env env-sglang build build-test lint format test-unit test-native \
+        test-sanitizers test-engines test-sglang soak bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -14,7 +15,7 @@ help:  ## this list
 demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of every token
 	$(PY) -m demo
 
-test: build-test  ## the whole suite; the last line is pytest's summary
+test: build-test env-sglang  ## the whole suite; the last line is pytest's summary
 	@$(PYTEST)
 
 preflight:
@@ -25,6 +26,9 @@ preflight-test:
 
 env: preflight  ## the virtual environment (again quick when nothing changed)
 	@$(PYTHON) -m build_support.environment $(VENV)
+
+env-sglang: preflight  ## the second environment, for the tests with the real SGLang
+	@$(PYTHON) -m build_support.sglang_environment $(SGLANG_VENV)
 
 build: env  ## the native core, in place
 	@$(PY) setup.py --quiet build_ext --inplace
@@ -54,12 +58,15 @@ test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
 test-engines: build  ## tests with the real vLLM engine
 	@$(PYTEST) tests/engines
 
+test-sglang: build env-sglang  ## tests with the real SGLang engine
+	@$(PYTEST) tests/engines_sglang
+
 soak: build-test  ## simulation, transfer stress and engine pressure, 20 times as long (or FLEXKV_SOAK)
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
 
 # Every program in benchmarks/ takes --json.
 BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
-bench: build  ## all benchmarks: tables, and JSON in out/
+bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
 
@@ -67,4 +74,4 @@ clean:  ## what the build made
 	rm -rf build dist out *.egg-info flexkv/*.so
 
 distclean: clean  ## and the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SGLANG_VENV)

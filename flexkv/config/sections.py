@@ -181,6 +181,11 @@ class LoadConfig(Section):
         60.0,
         description="A lookup keeps its slots from eviction for this long when the engine never follows it up.",
     )
+    lookup_wait_s: Seconds = Field(
+        1.0,
+        description="An engine that cannot be asked to come back (SGLang's linker) waits so long within its lookup for "
+        "pages to come up from disk; what has not come by then is computed.",
+    )
     inflight_pages: Count = Field(
         65_536,
         description="Pages promised or loading at most; a longer hit is cut to what fits, because a promise must be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,15 @@ class RankFacts:
     run_table: NDArray[np.int64]
     format_id: str
     replicated: bool = False
+
+    @classmethod
+    def of_view(
+        cls, view: Any, rank: int, num_blocks: int, format_id: str, replicated: bool = False
+    ) -> RankFacts:
+        """What a rank of this process says of the pool that `view` (a `KvView`) describes."""
+        runs = view.runs[:, [3, 2, 4]]
+        runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
+        return cls(rank, os.getpid(), view.stripe_bytes, num_blocks, runs, format_id, replicated)
 
     @property
     def runs(self) -> int:

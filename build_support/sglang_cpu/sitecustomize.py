@@ -1,0 +1,36 @@
+"""What SGLang's wheel finds on a machine with CUDA and a CPU's torch lacks. Python loads it at start, in children too.
+
+torchvision from PyPI is linked to CUDA: its native part does not load beside a CPU's torch, and then its own import
+fails over operators that nobody has declared. Declared they need no code: nothing here calls them.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+
+VISION_OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class _BeforeTorchvision(MetaPathFinder):
+    """Finds nothing: declares torchvision's operators when it is about to be imported, and steps aside."""
+
+    library = None
+
+    def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
+        if fullname != "torchvision":
+            return None
+        sys.meta_path.remove(self)
+        import torch
+
+        if not torch.cuda.is_available():
+            library = torch.library.Library("torchvision", "DEF")
+            for operator in VISION_OPERATORS:
+                library.define(operator)
+            # The declarations go with the object.
+            _BeforeTorchvision.library = library
+        return None
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

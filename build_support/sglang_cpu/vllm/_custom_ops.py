@@ -1,0 +1,22 @@
+"""Names that SGLang imports on a CPU and, with its native torch layers there, does not call."""
+
+from typing import NoReturn
+
+
+def _absent(name: str) -> NoReturn:
+    raise NotImplementedError(f"vllm._custom_ops.{name}: not on a CPU; SGLang was to use its torch layers")
+
+
+def rotary_embedding(*_arguments: object) -> NoReturn:
+    """Never called: SGLang's CPU forward of rotary embeddings is plain torch."""
+    _absent("rotary_embedding")
+
+
+def rms_norm(*_arguments: object) -> NoReturn:
+    """Never called, as above."""
+    _absent("rms_norm")
+
+
+def fused_add_rms_norm(*_arguments: object) -> NoReturn:
+    """Never called, as above."""
+    _absent("fused_add_rms_norm")

@@ -1,0 +1,76 @@
+"""Makes the second environment, in which the tests run the real SGLang on a CPU.
+
+`python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) with the Python that built the native core:
+flexkv is not installed there a second time but found in the working tree. SGLang pins packages that vLLM pins
+otherwise, so the two share none. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from build_support.console import fail, say
+from build_support.environment import ROOT, Step, requirements, run_steps
+from build_support.preflight import engine_name
+
+FOLDER = ROOT / ".venv-sglang"
+STAND_INS = ROOT / "build_support" / "sglang_cpu"
+
+STEP_GIVE_UP_S = 2400.0
+"""A step of downloads and unpacking takes a few minutes on two cores; one that takes this long hangs."""
+
+ROOM_BYTES = 6 << 30
+"""The environment takes 3 GB; pip unpacks beside it."""
+
+HINT = """\
+SGLang's wheels cannot be had here, so `make test` cannot run the real SGLang. Let pip reach an index that has them
+(pip.conf, PIP_INDEX_URL), take a Python that they are built for (make PYTHON=python3.11), or run the other tests:
+make test-unit test-native test-engines."""
+
+
+def plan() -> list[Step]:
+    """What is installed, in order. SGLang itself comes without its dependencies: they are those of a GPU."""
+    return [
+        requirements("sglang-torch", hint=HINT),
+        requirements("sglang-minimal", hint=HINT),
+        requirements("sglang-no-deps", "--no-deps", hint=HINT),
+    ]
+
+
+def make(folder: Path) -> None:
+    """Brings the environment in `folder` up to date; moments when nothing changed. Ends the program where it cannot."""
+    parent = folder.parent
+    if not folder.exists() and shutil.disk_usage(parent).free < ROOM_BYTES:
+        free = shutil.disk_usage(parent).free >> 20
+        fail(f"{parent} has {free} MiB free; the environment of SGLang's tests needs {ROOM_BYTES >> 20}")
+    for _ in run_steps(folder, plan(), STEP_GIVE_UP_S):
+        pass
+    _link_working_tree(folder)
+
+
+def _link_working_tree(folder: Path) -> None:
+    """Lets the environment's Python find this working tree, the stand-ins for a CPU, and flexkv's entry points."""
+    python = folder / "bin" / "python"
+    program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
+    site = Path(done.stdout.strip())
+    (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\n")
+    # Metadata alone: an editable install would build the native core again with this environment's paths.
+    command = [str(python), "setup.py", "-q", "dist_info", "--output-dir", str(site)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode != 0:
+        fail(f"no entry points for {folder}: {told.stderr.strip()[-600:]}")
+
+
+def main() -> None:
+    if engine_name() == "none":
+        say("FLEXKV_ENGINE=none: no environment for SGLang; its tests will fail")
+        return
+    make(Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER).resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The engine's side: SGLang in its own environment, steered by lines of JSON on two descriptors.
+
+python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Operations:
+    """What may be asked of the running engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Runs requests at once: `ids`, `tokens`, and for another tenant `extra_key`."""
+        return list(self._run(self._generate_all(requests)))
+
+    def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
+        """Runs a request and aborts it when it has given `after_tokens` tokens."""
+        return dict(self._run(self._abort(request, after_tokens)))
+
+    def flush(self) -> bool:
+        """Empties the engine's own cache, once it is idle."""
+        for _ in range(100):
+            if self._engine.flush_cache().success:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def update_weights(self, path: str) -> bool:
+        """Loads weights in place."""
+        answer = self._engine.update_weights_from_disk(path)
+        return bool(answer[0] if isinstance(answer, (tuple, list)) else answer.success)
+
+    def processor_seconds(self) -> float:
+        """User and system time of all of the engine's processes until now."""
+        import psutil  # type: ignore[import-untyped]
+
+        mine = psutil.Process()
+        times = [process.cpu_times() for process in (mine, *mine.children(recursive=True))]
+        return float(sum(time.user + time.system for time in times))
+
+    def _run(self, work: Any) -> Any:
+        return self._engine.loop.run_until_complete(asyncio.wait_for(work, 240))
+
+    async def _generate_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(self._generate(request) for request in requests)))
+
+    async def _generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        start_s = time.perf_counter()
+        first_s = None
+        last: dict[str, Any] = {}
+        async for part in self._stream(request):
+            first_s = first_s if first_s is not None else time.perf_counter() - start_s
+            last = part
+        return _answer(last, first_s)
+
+    async def _abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        aborted = False
+        async for last in self._stream(request):
+            if not aborted and last["meta_info"]["completion_tokens"] >= after_tokens:
+                self._engine.tokenizer_manager.abort_request(rid=last["meta_info"]["id"])
+                aborted = True
+        return _answer(last, None)
+
+    def _stream(self, request: dict[str, Any]) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        asked = GenerateReqInput(
+            input_ids=request["ids"],
+            sampling_params={"max_new_tokens": request["tokens"], "temperature": 0, "ignore_eos": True},
+            return_logprob=True,
+            stream=True,
+            extra_key=request.get("extra_key"),
+        )
+        return self._engine.tokenizer_manager.generate_request(asked, None)
+
+
+def _answer(last: dict[str, Any], ttft_s: float | None) -> dict[str, Any]:
+    about = last["meta_info"]
+    details = about.get("cached_tokens_details") or {}
+    return {
+        "tokens": last["output_ids"],
+        "logprobs": [entry[0] for entry in about["output_token_logprobs"]],
+        "device": details.get("device", 0) if about["cached_tokens"] else 0,
+        "host": sum(count for kind, count in details.items() if kind != "device" and isinstance(count, int)),
+        "cached": about["cached_tokens"],
+        "finish": about["finish_reason"]["type"],
+        "ttft_s": ttft_s,
+    }
+
+
+def main() -> None:
+    orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
+    import sglang
+
+    engine = sglang.Engine(**json.loads(sys.argv[3]))
+    operations = Operations(engine)
+    print(json.dumps({"value": os.getpid()}), file=answers, flush=True)
+    for line in orders:
+        order = json.loads(line)
+        if order["name"] == "close":
+            break
+        try:
+            reply = {"value": getattr(operations, order["name"])(**order["arguments"])}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers, flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A real SGLang engine in its own environment, steered call by call. Every call is bounded in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from build_support.sglang_environment import FOLDER
+
+ROOT = Path(__file__).resolve().parents[1]
+START_DEADLINE_S = 900.0
+"""Three processes import torch and SGLang: half a minute on two idle cores, minutes where others use them."""
+CALL_DEADLINE_S = 300.0
+CLOSE_DEADLINE_S = 60.0
+LOG_TAIL_CHARACTERS = 5000
+
+PAGE_TOKENS = 16
+POOL_TOKENS = 2048
+
+ENGINE = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "dtype": "float32",
+    "page_size": PAGE_TOKENS,
+    "max_total_tokens": POOL_TOKENS,
+    "max_running_requests": 4,
+    "mem_fraction_static": 0.5,
+    "context_length": 1536,
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    # An idle scheduler would take a core from the engine beside it.
+    "sleep_on_idle": True,
+    "random_seed": 1,
+    "log_level": "info",
+}
+"""What SGLang needs on a machine without a GPU, and a pool small enough to fill."""
+
+ENVIRONMENT = {
+    # With the ninja that SGLang compiles by.
+    "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+    # The model is tiny: more threads only wait for each other. Compiling a kernel takes longer than all its runs.
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # SGLang compiles its page hash at first use, and takes CXX for one word; "ccache g++" is for our own build.
+    **({"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}),
+}
+
+
+def linker(
+    module: str = "flexkv.adapters.sglang", name: str = "FlexKVLinker", **settings: Any
+) -> dict[str, Any]:
+    """Engine arguments for flexkv as the external linker; settings are dotted keys with `__` for the dot."""
+    extra = {key.replace("__", "."): value for key, value in settings.items()}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": name,
+            "linker_module_path": module,
+            "linker_extra_config": extra,
+        },
+    }
+
+
+class SglangProcess:
+    """Starts an engine; use as a context manager.
+
+    Raises:
+        RuntimeError: there is no environment, or the engine did not start, answer or end in time; with its log's end.
+    """
+
+    def __init__(self, model: Path, log: Path, arguments: Mapping[str, Any], **environment: str) -> None:
+        python = FOLDER / "bin" / "python"
+        if not python.exists():
+            raise RuntimeError(f"{python} does not exist: `make env-sglang` makes SGLang's environment")
+        self._log = log
+        settings = {**ENGINE, "model_path": str(model), **arguments}
+        theirs_in, self._orders = os.pipe()
+        self._answers, theirs_out = os.pipe()
+        command = [str(python), "-W", "ignore", "-m", "demo.sglang_child"]
+        command += [str(theirs_in), str(theirs_out), json.dumps(settings)]
+        environ = {**os.environ, **ENVIRONMENT, **environment}
+        environ.pop("PYTHONPATH", None)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs_in, theirs_out),
+                start_new_session=True,
+            )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._buffer = b""
+        try:
+            self._answer("start", START_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SglangProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Runs one of the child's `Operations`."""
+        order = json.dumps({"name": name, "arguments": arguments}) + "\n"
+        os.write(self._orders, order.encode())
+        return self._answer(name, CALL_DEADLINE_S)
+
+    def close(self) -> None:
+        """Ends the engine and all of its processes. Idempotent."""
+        if self._orders < 0:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._orders, b'{"name": "close"}\n')
+        os.close(self._orders)
+        os.close(self._answers)
+        self._orders = -1
+        try:
+            self._process.wait(CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            # Its session is ours: nothing else is in that group.
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _answer(self, name: str, deadline_s: float) -> Any:
+        ends_s = time.monotonic() + deadline_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, ends_s - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"{name}: no answer within {deadline_s:.0f} s\n{self._tail()}")
+            more = os.read(self._answers, 1 << 16)
+            if not more:
+                raise RuntimeError(f"{name}: the engine's process ended\n{self._tail()}")
+            self._buffer += more
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"{name}: {reply['error']}\n{self._tail()}")
+        return reply["value"]
+
+    def _tail(self) -> str:
+        return self.log()[-LOG_TAIL_CHARACTERS:]

@@ -1,0 +1,225 @@
+"""flexkv as HiCache's storage: SGLang keeps its host tier, and pages beyond it go to flexkv's host memory and disks.
+
+`--hicache-storage-backend dynamic` with this class and `"interface_v1": 1`. Pages move between SGLang's host pool and
+flexkv's slots by its lanes, each byte once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from flexkv.adapters.common.host_unit import share_of_node
+from flexkv.adapters.sglang.host_pool import view_of_host_pool
+from flexkv.adapters.sglang.identity import Place, owner_of
+from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.adapters.sglang.weight_watch import watch_weights
+from flexkv.cache.base import Completion
+from flexkv.config import load_config
+from flexkv.errors import ContractError, GeometryError
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+PUMP_S = 0.005
+"""How often the disks are looked after while they have something to do."""
+
+OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""Entries of the extra config that are SGLang's; all others are flexkv's."""
+
+LOOK_S = 0.0005
+"""How often a waiting get or set looks whether its copies have ended."""
+
+
+class FlexKVHiCache(HiCacheStorage):
+    """One rank's storage. SGLang calls it from its prefetch and backup threads at once; a lock puts them in order.
+
+    Raises:
+        ConfigError: a setting is wrong, or nothing identifies the weights.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        extra = dict(storage_config.extra_config or {})
+        if not extra.get("interface_v1"):
+            raise ContractError('flexkv needs "interface_v1": 1 in --hicache-storage-backend-extra-config')
+        self._place = Place.of_this_process()
+        settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
+        self._config = share_of_node(load_config(settings), self._place.ranks)
+        self._cache: RankCache | None = None
+        self._lock = threading.RLock()
+        self._stored = threading.Event()
+        self._numbers = count(1)
+
+    # --- set up ---
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Takes SGLang's host pool.
+
+        Raises:
+            GeometryError: its layout is not one that can be moved piece by piece.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        pool = view_of_host_pool(mem_pool_host)
+        from sglang.srt.runtime_context import get_server_args
+
+        owner = owner_of(get_server_args(), pool, self._place, self._config, str(mem_pool_host.dtype))
+        self._cache = RankCache(
+            self._config,
+            pool.view,
+            str(pool.format_id),
+            pool.tensors,
+            pool.pages,
+            pool.page_size,
+            owner,
+            stream_of=_no_stream,
+        )
+        threading.Thread(target=self._write_to_disk, name="flexkv-disk", daemon=True).start()
+        if not watch_weights(self):
+            raise ContractError(
+                "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
+            )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """The pool of keys and values comes by `register_mem_pool_host`; any other would be left out.
+
+        Raises:
+            GeometryError: a pool beside keys and values.
+        """
+        if host_pool is not getattr(self, "mem_pool_host", None) and str(host_pool_name) != "kv":
+            raise GeometryError(
+                f"the model has a host pool {host_pool_name!s} beside K and V, which flexkv does not store"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    @property
+    def _ready(self) -> RankCache:
+        if self._cache is None:
+            raise ContractError("SGLang has not registered its host pool")
+        return self._cache
+
+    # --- what SGLang asks ---
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Pages from the first on that can be had; what is on disk comes up for that."""
+        with self._lock:
+            request, cache = self._request(), self._ready
+            pages = cache.match(request, cache.keys(keys), self._config.disk.wait_s)
+            cache.manager.release(request)
+            return pages
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Fills the pages of SGLang's host pool. False from the first page on that is not there."""
+        with self._lock:
+            request, cache = self._request(), self._ready
+            blocks = pages_of(host_indices, cache.page_tokens)
+            found = cache.match(request, cache.keys(keys), self._config.disk.wait_s)
+            graph = cache.manager.begin_load(request, [blocks[:found]]) if found else None
+            arrived = np.zeros(len(keys), np.bool_)
+            if graph is not None:
+                ended: list[Completion] = []
+                if cache.submit(graph, ended.append) is None:
+                    cache.drop(graph, "the load lane's queue is full")
+                self._wait(ended)
+                arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
+            cache.manager.release(request)
+            return [bool(page) for page in arrived]
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Stores pages of SGLang's host pool. False for those that found no room; True for what was there already."""
+        with self._lock:
+            request, cache = self._request(), self._ready
+            blocks = pages_of(host_indices, cache.page_tokens)
+            ended: list[Completion] = []
+            plan = cache.store(request, cache.keys(keys), blocks, ended.append, None)
+            stored = np.ones(len(keys), np.bool_)
+            if plan.dropped:
+                # Which of the others were dropped and which known the plan does not say: none of them is claimed.
+                stored[:] = False
+                stored[plan.stored] = True
+            if plan.graph is not None:
+                self._wait(ended)
+                stored[np.isin(blocks, ended[0].failed_blocks)] = False
+            cache.manager.release(request)
+            self._stored.set()
+            return [bool(page) for page in stored]
+
+    def clear(self) -> None:
+        """Everything stored becomes a miss."""
+        with self._lock:
+            self._ready.manager.reset()
+
+    def close(self) -> None:
+        """Writes what waits and gives the memory back."""
+        with self._lock:
+            if self._cache is not None:
+                logger.info("%s", self._cache.take_counters().summary())
+                self._cache.close()
+                self._cache = None
+                self._stored.set()
+
+    def new_weights(self) -> None:
+        """The weights are about to change: nothing stored so far is a hit again."""
+        with self._lock:
+            if self._cache is not None:
+                self._cache.new_weights()
+
+    # --- the older interface, which SGLang does not use with "interface_v1" ---
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        raise NotImplementedError('pages move by batch_get_v1: set "interface_v1": 1')
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        raise NotImplementedError('pages move by batch_get_v1: set "interface_v1": 1')
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        raise NotImplementedError('pages move by batch_set_v1: set "interface_v1": 1')
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        raise NotImplementedError('pages move by batch_set_v1: set "interface_v1": 1')
+
+    # --- internals ---
+
+    def _write_to_disk(self) -> None:
+        """A thread: gives the disks what was stored, also when SGLang asks for nothing more. Ends with `close`."""
+        while True:
+            self._stored.wait()
+            self._stored.clear()
+            busy = True
+            while busy:
+                with self._lock:
+                    if self._cache is None:
+                        return
+                    self._cache.pump()
+                    busy = self._cache.disk_busy
+                time.sleep(PUMP_S)
+
+    def _request(self) -> str:
+        return f"batch {next(self._numbers)}"
+
+    def _wait(self, ended: list[Completion]) -> None:
+        """Until the batch's one op has ended: SGLang frees or reads the pages when the call returns."""
+        while not ended:
+            self._ready.poll()
+            if not ended:
+                time.sleep(LOOK_S)
+
+
+def _no_stream(device: int) -> int:
+    raise GeometryError(f"SGLang's host pool lies on cuda:{device}: expected plain memory")

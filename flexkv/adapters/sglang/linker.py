@@ -1,0 +1,201 @@
+"""flexkv as SGLang's external linker: pages go straight between the device pool and the host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from flexkv.adapters.common.host_unit import share_of_node
+from flexkv.adapters.sglang.identity import Place, owner_of
+from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
+from flexkv.adapters.sglang.offloads import Offloads
+from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pools import view_of
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.adapters.sglang.weight_watch import watch_weights
+from flexkv.config import load_config
+from flexkv.errors import ClosedError, GeometryError
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+
+class FlexKVLinker(UnifiedCacheLinker):
+    """One rank. All methods are called by SGLang's scheduler thread.
+
+    Ranks answer alike by construction: `load` and `offload` never refuse, completions come in the order of the
+    offloads, and what a rank has room for shows only in a completion's verdict, which SGLang reduces over its ranks.
+
+    Args:
+        components: parts of the engine's tree; only full attention can be stored.
+        extra_config: settings of flexkv, as dotted keys or nested (`linker_extra_config`).
+        forward_stream: on which the engine's forwards write the pool; None on a CPU.
+
+    Raises:
+        GeometryError: a pool, draft pool or tree component that flexkv does not store.
+        ConfigError: a setting is wrong, or nothing identifies the weights.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Collection[ComponentType],
+        extra_config: Mapping[str, object] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        _check(params, components)
+        kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
+        pool = view_of(kv_pool, params.page_size)
+        place = Place.of_this_process()
+        config = share_of_node(load_config(extra_config), place.ranks)
+        self.forward_stream = forward_stream
+        self.pools = {PoolName.KV: kv_pool}
+        self._page_size = params.page_size
+        self._wait_s = config.load.lookup_wait_s
+        self._on_device = pool.tensors[0].is_cuda
+        owner = owner_of(server_args, pool, place, config, str(kv_pool.dtype))
+        self._cache = RankCache(
+            config,
+            pool.view,
+            str(pool.format_id),
+            pool.tensors,
+            pool.pages,
+            params.page_size,
+            owner,
+            stream_of=_current_stream,
+            mover=self.make_mover(),
+        )
+        self._loads = LoadBatches(self._cache, pool.layers, self._stream)
+        self.layer_done_counter = self._loads
+        self._offloads = Offloads(self._cache)
+        self._queued: dict[str, QueuedLoad] = {}
+        self._hears_of_weights = watch_weights(self)
+        if not self._hears_of_weights:
+            logger.warning(
+                "this SGLang does not say when weights change: every flush of its cache empties flexkv's too"
+            )
+
+    def make_mover(self) -> Any:
+        """The mover of host lanes; None takes the engine's own. For subclasses that decorate it."""
+        return None
+
+    # --- lookups ---
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every prefix of the pages found can be restored: blocks stand alone in the index."""
+        hashes = _only(transfers).keys
+        self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._page_size)
+        pages = self._cache.match(rid, self._cache.keys(hashes), self._wait_s)
+        return list(range(1, pages + 1))
+
+    # --- loads ---
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Never refuses: a promise that was lost meanwhile fails the load, alike for the other ranks."""
+        transfer = _only(transfers)
+        blocks = pages_of(transfer.device_indices, self._page_size)
+        self._queued[rid] = QueuedLoad(self._cache.keys(transfer.keys), blocks)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        if not self._queued:
+            return NO_BATCH
+        queued, self._queued = self._queued, {}
+        return self._loads.start(queued, self._writer_stream())
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loads.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        if self._queued.pop(rid, None) is None:
+            return False
+        self._cache.manager.release(rid)
+        return True
+
+    # --- offloads ---
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Never refuses: what finds no room completes without being stored."""
+        transfer = _only(transfers)
+        blocks = pages_of(transfer.device_indices, self._page_size)
+        self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream())
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """Called once a step of the scheduler, idle ones too, so the cache does its own work here."""
+        self._cache.pump()
+        return self._offloads.completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.pop()
+
+    # --- life ---
+
+    def new_weights(self) -> None:
+        """The weights are about to change: nothing stored so far is a hit again."""
+        logger.info("new weights: everything stored is forgotten")
+        self._cache.new_weights()
+
+    def reset(self) -> None:
+        """The engine empties its tree. Nothing moves any more when this returns; what is stored stays."""
+        self._settle()
+        if not self._hears_of_weights:
+            self._cache.new_weights()
+
+    def close(self) -> None:
+        self._settle()
+        logger.info("%s", self._cache.take_counters().summary())
+        self._cache.close()
+
+    def _settle(self) -> None:
+        """
+        Raises:
+            ClosedError: a copy did not end.
+        """
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        self._loads.reset()
+        if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
+            raise ClosedError("a store has not ended: the pages that it reads must not be written")
+        self._offloads.reset()
+
+    # --- streams ---
+
+    def _stream(self) -> int | None:
+        """The stream that this thread gives the engine's work to."""
+        return _current_stream(self._cache.lanes.device) if self._on_device else None
+
+    def _writer_stream(self) -> int | None:
+        """The stream whose work writes the pool's pages: stores read after it, loads overwrite after it."""
+        if not self._on_device:
+            return None
+        return int(self.forward_stream.cuda_stream) if self.forward_stream is not None else self._stream()
+
+
+def _check(params: Any, components: Collection[ComponentType]) -> None:
+    if odd := sorted(component.name for component in components if component is not ComponentType.FULL):
+        raise GeometryError(
+            f"the model has {', '.join(odd)} beside full attention; flexkv stores full attention alone"
+        )
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        raise GeometryError("the draft model has KV pools of its own, which flexkv does not store")
+    if params.attn_cp_size != 1:
+        raise GeometryError(f"attention context parallelism of {params.attn_cp_size}; flexkv works with 1")
+
+
+def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
+    """The one pool's transfer."""
+    [transfer] = transfers
+    assert transfer.name == PoolName.KV, f"a transfer of pool {transfer.name}, which was never offered"
+    return transfer
+
+
+def _current_stream(device: int | None) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,174 @@
+"""Loads of one forward batch, layer by layer: what SGLang's KV pools wait for before they read a layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.cache.base import Completion, Keys
+from flexkv.errors import ClosedError
+from flexkv.observe import get_logger
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import BlockIds, TransferGraph
+
+logger = get_logger(__name__)
+
+NO_BATCH = -1
+"""What SGLang takes for "this forward waits for no load"."""
+
+REQUEUE_S = 0.001
+"""How often a load is offered again while the lane's queue is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLoad:
+    """A promise that the engine took: `blocks[i]` is to hold the page of `keys[i]`."""
+
+    keys: Keys
+    blocks: BlockIds
+
+
+@dataclass(slots=True)
+class LoadBatch:
+    """The loads that one forward reads.
+
+    Attributes:
+        layers: that are in place.
+        moving: ops that have not ended.
+        lost: why not everything arrives; empty while all may.
+    """
+
+    requests: tuple[str, ...]
+    tickets: list[Ticket] = field(default_factory=list)
+    layers: int = 0
+    moving: int = 0
+    lost: str = ""
+
+    def ended(self, done: Completion) -> None:
+        self.moving -= 1
+        if len(done.failed_blocks):
+            self.lost = self.lost or done.reason or "pages failed"
+
+
+class LoadBatches:
+    """Batches under way. It is the `layer_done_counter` of SGLang's pools: `set_consumer`, then `wait_until` a layer.
+
+    A layer that fails does not raise into the forward that waits for it: the forward runs on what its slots hold, and
+    `finish` says so before its output is used.
+
+    Args:
+        current_stream: the stream that the caller gives the engine's work to; None where the pool is plain memory.
+
+    Attributes:
+        num_layers: of the pool.
+        consumer_index: of the batch whose forward runs; NO_BATCH for none.
+    """
+
+    def __init__(self, cache: RankCache, num_layers: int, current_stream: Callable[[], int | None]) -> None:
+        self._cache = cache
+        self._current_stream = current_stream
+        self.num_layers = num_layers
+        self.consumer_index = NO_BATCH
+        self._next = 0
+        self._batches: dict[int, LoadBatch] = {}
+
+    # --- the engine's side: called by its pools ---
+
+    def set_consumer(self, index: int) -> None:
+        """The forward that follows reads batch `index`."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Returns when this layer of the batch is in place (on a device: when what follows starts after it)."""
+        batch = self._batches.get(self.consumer_index)
+        if batch is None or layer < batch.layers or batch.lost:
+            return
+        ends_s = time.monotonic() + self._cache.config.load.deadline_s
+        for ticket in batch.tickets:
+            left_s = max(0.0, ends_s - time.monotonic())
+            result = self._cache.lanes.wait_layer(ticket, layer, left_s, self._current_stream())
+            if not result.ok:
+                batch.lost = "pages failed" if result.in_time else "past load.deadline_s"
+                return
+        batch.layers = layer + 1
+
+    # --- the linker's side ---
+
+    def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
+        """Starts the loads of a forward together; the number of their batch."""
+        batch = LoadBatch(tuple(queued))
+        index, self._next = self._next, self._next + 1
+        self._batches[index] = batch
+        ends_s = time.monotonic() + self._cache.config.load.deadline_s
+        for request_id, load in queued.items():
+            self._start_one(batch, request_id, load, stream, ends_s)
+        return index
+
+    def _start_one(
+        self, batch: LoadBatch, request_id: str, load: QueuedLoad, stream: int | None, ends_s: float
+    ) -> None:
+        manager = self._cache.manager
+        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon.
+        if self._cache.match(request_id, load.keys, 0.0) < len(load.blocks):
+            manager.release(request_id)
+            batch.lost = "what was promised is not there any more"
+            return
+        graph = manager.begin_load(request_id, [load.blocks])
+        if graph is None:
+            return
+        graph = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
+        batch.moving += len(graph.ops)
+        while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
+            # More requests in one batch than the queue has places: the first of them will have ended soon.
+            if time.monotonic() > ends_s:
+                self._cache.drop(graph, "found no place in the queue before load.deadline_s")
+                return
+            time.sleep(REQUEUE_S)
+            self._cache.poll()
+        batch.tickets.append(ticket)
+        self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
+
+    def finish(self, index: int) -> bool:
+        """Waits until nothing of the batch is written any more; whether every page arrived.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: its pages may be written at any time, so the engine
+                can neither use nor free them.
+        """
+        batch = self._batches.get(index)
+        if batch is None:
+            return True
+        config = self._cache.config
+        if not self._wait(batch, config.load.deadline_s):
+            batch.lost = batch.lost or "past load.deadline_s"
+            for ticket in batch.tickets:
+                self._cache.lanes.cancel(ticket)
+            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
+            if not self._wait(batch, 2 * config.transfer.stuck_s):
+                raise ClosedError(
+                    f"a load of {len(batch.requests)} request(s) ended neither within load.deadline_s "
+                    f"({config.load.deadline_s:g} s) nor, recalled, within twice transfer.stuck_s "
+                    f"({config.transfer.stuck_s:g} s); its pages may be written at any time"
+                )
+        del self._batches[index]
+        for request_id in batch.requests:
+            self._cache.manager.release(request_id)
+        if batch.lost:
+            logger.error("a load of %d request(s) failed: %s", len(batch.requests), batch.lost)
+        return not batch.lost
+
+    def _wait(self, batch: LoadBatch, deadline_s: float) -> bool:
+        ends_s = time.monotonic() + deadline_s
+        for ticket in batch.tickets:
+            if not self._cache.lanes.wait(ticket, max(0.0, ends_s - time.monotonic())):
+                return False
+        self._cache.poll()
+        return batch.moving == 0
+
+    def reset(self) -> None:
+        """Ends all batches; nothing of them is written any more when it returns."""
+        for index in list(self._batches):
+            self.finish(index)
+        self.consumer_index = NO_BATCH

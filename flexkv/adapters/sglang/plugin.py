@@ -1,0 +1,36 @@
+"""SGLang's plugin entry point (group `sglang.srt.plugins`): flexkv as the dynamic linker when no other is named.
+
+SGLang calls `activate` in each of its processes before it resolves its arguments. With flexkv installed,
+`--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` is enough; settings then come
+from FLEXKV_CONFIG and FLEXKV_* alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LINKER = {"linker": "FlexKVLinker", "linker_module_path": "flexkv.adapters.sglang"}
+"""What `--unified-cache-external-linker-config` would have said."""
+
+TARGET = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
+"""Resolves and checks the linker's arguments."""
+
+
+def activate() -> None:
+    """Registers the hook. SGLang logs what fails here and goes on without it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, name_linker, HookType.BEFORE)
+
+
+def name_linker(server_args: Any) -> None:
+    """Names flexkv as the linker where the dynamic backend was chosen and no linker configured."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    asked = resolving_view(server_args)
+    if (
+        asked.enable_unified_cache_external_linker
+        and asked.unified_cache_external_linker_backend == "dynamic"
+        and asked.unified_cache_external_linker_config is None
+    ):
+        declare_resolution(server_args, "flexkv", unified_cache_external_linker_config=dict(LINKER))

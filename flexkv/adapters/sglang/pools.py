@@ -1,0 +1,63 @@
+"""SGLang's KV pools as views, and which of them are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+from flexkv.errors import GeometryError
+from flexkv.layout.format_id import FormatId
+from flexkv.layout.sglang import SglangHandler
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One rank's pool.
+
+    Attributes:
+        view: `KvView`; block numbers are SGLang's pages, page 0 is never touched.
+        tensors: whose memory the view names.
+        pages: of the pool, page 0 included.
+        layers: of the pool; layer `i` of the view is the pool's i-th.
+    """
+
+    view: Any
+    format_id: FormatId
+    tensors: tuple[Any, ...]
+    pages: int
+    layers: int
+    page_size: int
+
+
+def view_of(pool: Any, page_size: int) -> PoolView:
+    """The view of a plain multi-head or latent (MLA) pool; fp8 pools hold uint8 and are views like any other.
+
+    Raises:
+        GeometryError: another kind of pool, another order of its bytes, or scales beside them; says which.
+    """
+    kind = type(pool)
+    # Subclasses keep their bytes in another order, or more than these buffers: exactly these two are known.
+    if kind is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd":
+            raise GeometryError(
+                f"the KV pool's layout is {pool.kv_cache_layout!r}; flexkv takes 'nhd' "
+                "(unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT)"
+            )
+        if pool.k_scale_buffer is not None or getattr(pool, "native_k_scale_buffer", None) is not None:
+            raise GeometryError("the KV pool has scales beside K and V; flexkv would not store them")
+        tensors = (*pool.k_buffer, *pool.v_buffer)
+        handler = SglangHandler(page_size, k_buffers=pool.k_buffer, v_buffers=pool.v_buffer)
+    elif kind is MLATokenToKVPool:
+        if pool.kv_scale_buffer is not None:
+            raise GeometryError("the latent pool has scales beside it; flexkv would not store them")
+        tensors = tuple(pool.kv_buffer)
+        handler = SglangHandler(page_size, kv_buffers=pool.kv_buffer)
+    else:
+        raise GeometryError(
+            f"the KV pool is a {kind.__name__}; flexkv stores MHATokenToKVPool and MLATokenToKVPool "
+            "(full attention in bf16, fp16, fp32 or plain fp8)"
+        )
+    view = handler.view()
+    return PoolView(view, handler.format_id(), tensors, view.num_blocks, pool.layer_num, page_size)

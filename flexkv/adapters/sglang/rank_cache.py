@@ -1,0 +1,208 @@
+"""One rank's cache: host unit, lanes and keys, driven by one thread. Knows nothing of SGLang's classes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flexkv.adapters.common.host_unit import HostUnit
+from flexkv.adapters.common.rank_facts import RankFacts
+from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.sglang.page_keys import GROUP, page_keys
+from flexkv.cache.base import Completion, Keys, StorePlan
+from flexkv.cache.keys import namespace_digest
+from flexkv.config import FlexKVConfig
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, TransferGraph
+
+logger = get_logger(__name__)
+
+EXPIRE_EVERY_S = 1.0
+"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
+
+READ_LOOK_S = 0.0005
+"""How often a lookup that waits for its disk reads looks whether they have ended."""
+
+QUIESCE_LOOK_S = 0.001
+
+Watcher = Callable[[Completion], None]
+
+
+class RankCache:
+    """The manager of one rank and its transfers. One thread calls it; completions are heard inside `poll`.
+
+    Args:
+        view: `KvView` of the pool that pages are loaded to and stored from.
+        tensors: that hold the pool's memory.
+        pages: that the pool has.
+        owner: whose pages they are; its namespace is the keys'.
+        stream_of: see `open_lanes`.
+        mover: see `open_lanes`.
+
+    Attributes:
+        lanes: the rank's transfer engine.
+        manager: the control plane.
+    """
+
+    def __init__(
+        self,
+        config: FlexKVConfig,
+        view: Any,
+        format_id: str,
+        tensors: Sequence[Any],
+        pages: int,
+        page_tokens: int,
+        owner: UnitOwner,
+        *,
+        stream_of: Callable[[int], int],
+        mover: Any = None,
+    ) -> None:
+        self.config = config
+        self.page_tokens = page_tokens
+        self.counters = Counters()
+        self._namespace = owner.namespace
+        self._watchers: dict[OpId, Watcher] = {}
+        self._expire_at_s = 0.0
+        facts = RankFacts.of_view(view, 0, pages, format_id)
+        self._unit = HostUnit.create(config, page_tokens, pages, {0: facts}, False, None, owner)
+        self.manager = self._unit.manager
+        try:
+            self.lanes = open_lanes(
+                config, view, tensors, self._unit.pool, self._unit.places[0], stream_of=stream_of, mover=mover
+            )
+        except BaseException:
+            self._unit.close()
+            raise
+        self._unit.grow()
+
+    # --- lookups ---
+
+    def keys(self, hashes: Sequence[str]) -> Keys:
+        """Index keys of SGLang's page hashes."""
+        return page_keys(self._namespace, hashes)
+
+    def match(self, request_id: str, keys: Keys, wait_s: float) -> int:
+        """Pages from the first on that are in host memory and verified; they are leased for `request_id`.
+
+        What is on disk is brought up first, for up to `wait_s` seconds: SGLang cannot be asked to come back.
+        """
+        ends_s = time.monotonic() + wait_s
+        while True:
+            self.pump()
+            match = self.manager.match(request_id, [keys], 0)
+            if not match.reads or time.monotonic() >= ends_s:
+                break
+            self.pump()
+            while self.manager.waits(request_id) and time.monotonic() < ends_s:
+                time.sleep(READ_LOOK_S)
+                self.pump()
+        if not match.blocks:
+            # Nothing is leased, and nobody will say when the request ends.
+            self.manager.release(request_id)
+        return match.blocks
+
+    # --- transfers ---
+
+    def submit(self, graph: TransferGraph, watcher: Watcher, stream: int | None = None) -> Ticket | None:
+        """Starts what the manager planned; `watcher` hears of each op once. None: the lane's queue is full.
+
+        A graph that found no place stays planned: submit it again, or `drop` it.
+        """
+        for op in graph.ops:
+            self._watchers[op.op_id] = watcher
+        return self.lanes.submit(graph, stream)
+
+    def drop(self, graph: TransferGraph, reason: str) -> None:
+        """Ends ops that were planned and not submitted."""
+        for op in graph.ops:
+            pages = np.arange(op.pages, dtype=np.int32)
+            self._end(OpResult(op.op_id, OpStatus.CANCELLED, pages, reason))
+
+    def store(
+        self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
+    ) -> StorePlan:
+        """Stores what is not stored yet, as far as there is room. Where the plan has a graph, the watcher is called."""
+        plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
+        if plan.dropped:
+            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
+        if plan.graph is not None and self.submit(plan.graph, watcher, stream) is None:
+            busy = sum(op.pages for op in plan.graph.ops)
+            self.counters.add("flexkv_dropped_store_pages_total", busy, reason="busy")
+            self.drop(plan.graph, "the store lane's queue is full")
+        return plan
+
+    def poll(self) -> None:
+        """Takes the results of ended ops and calls their watchers."""
+        if self._watchers:
+            while results := self.lanes.poll():
+                for result in results:
+                    self._end(result)
+
+    def pump(self) -> None:
+        """`poll`, and gives disks and leases what they need. Costs a few microseconds; never waits."""
+        self.poll()
+        self._unit.pump()
+        self._unit.grow()
+        now_s = time.monotonic()
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + EXPIRE_EVERY_S
+            self.counters.add("flexkv_expired_leases_total", self.manager.expire())
+
+    @property
+    def disk_busy(self) -> bool:
+        """Whether the disks have something to do, which `pump` gives them."""
+        return self._unit.disk_busy
+
+    def _end(self, result: OpResult) -> None:
+        watcher = self._watchers.pop(result.op_id, None)
+        done = self.manager.complete(0, result)
+        if done is None:
+            return
+        failed = len(done.failed_blocks)
+        if failed and done.reason:
+            logger.warning(
+                "%s of %d pages: %d failed: %s", done.role.value, len(done.blocks), failed, done.reason
+            )
+        if watcher is not None:
+            watcher(done)
+
+    # --- life ---
+
+    def quiesce(self, deadline_s: float) -> bool:
+        """Whether everything that moves has ended within `deadline_s` seconds."""
+        ends_s = time.monotonic() + deadline_s
+        self.poll()
+        while self._watchers:
+            if time.monotonic() > ends_s:
+                return False
+            time.sleep(QUIESCE_LOOK_S)
+            self.poll()
+        return True
+
+    def new_weights(self) -> None:
+        """Nothing stored before is a hit any more, and nothing stored from now on is for any other run.
+
+        A namespace is made of the weights that the engine was started with; what it has now has no name.
+        """
+        self.manager.reset()
+        self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})
+        self.counters.add("flexkv_resets_total")
+
+    def take_counters(self) -> Counters:
+        """Values of the metrics since the last call."""
+        self._unit.count(self.counters)
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Ends the lanes, writes to disk what waits, and gives the memory back; bounded by `transfer.close_s`."""
+        self.quiesce(self.config.transfer.close_s)
+        self.lanes.close(self.config.transfer.close_s)
+        for result in self.lanes.poll():
+            self._end(result)
+        self._unit.close()

@@ -1,0 +1,1 @@
+"""Tests that run a real inference engine with flexkv in it."""

@@ -1,0 +1,73 @@
+"""Fixtures: a model, the answers of an engine without flexkv, and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.model import prompt_tokens, write_model
+from demo.sglang_process import SglangProcess
+
+OUTPUT_TOKENS = 8
+
+PROMPTS = {
+    "a": prompt_tokens(200, 1),
+    "b": prompt_tokens(333, 2),
+    # Two requests that share 240 tokens.
+    "shared 1": prompt_tokens(240, 3) + prompt_tokens(60, 4),
+    "shared 2": prompt_tokens(240, 3) + prompt_tokens(90, 5),
+    "aborted": prompt_tokens(400, 6),
+    **{f"filler {number}": prompt_tokens(700, 100 + number) for number in range(4)},
+}
+"""Every prompt of these tests, because the engine without flexkv is asked for all of them at once and then ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            # Engine starts alone may take most of the usual limit on a busy machine.
+            item.add_marker(pytest.mark.timeout(2400))
+
+
+def request(name: str, **more: Any) -> dict[str, Any]:
+    return {"ids": PROMPTS[name], "tokens": OUTPUT_TOKENS, **more}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"), "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The answer to every prompt of an engine without flexkv and without a cache of its own."""
+    log = tmp_path_factory.mktemp("reference") / "engine.log"
+    with SglangProcess(model, log, {"disable_radix_cache": True}) as engine:
+        return {name: engine.call("generate", requests=[request(name)])[0] for name in PROMPTS}
+
+
+Judge = Callable[[str, dict[str, Any]], None]
+
+
+@pytest.fixture(scope="session")
+def judge(reference: dict[str, dict[str, Any]]) -> Judge:
+    """Holds an answer to the one without flexkv: every token and every log probability."""
+
+    def judge_one(name: str, answer: dict[str, Any]) -> None:
+        expected = reference[name]
+        assert answer["finish"] == "length", answer
+        assert answer["tokens"] == expected["tokens"], (name, answer, expected)
+        assert answer["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE), (
+            name,
+            answer,
+        )
+
+    return judge_one
+
+
+LOGPROB_TOLERANCE = 1e-4
+"""float32: a prefill of fewer rows may add the same products in another order."""

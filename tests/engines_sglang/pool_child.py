@@ -1,0 +1,110 @@
+"""Stores and loads pages of SGLang's own pool classes, in SGLang's environment. Prints one line of JSON a pool."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache import memory_pool
+
+from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
+from flexkv.adapters.sglang.pools import view_of
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.config import load_config
+from flexkv.errors import GeometryError
+
+PAGE_TOKENS, TOKENS, LAYERS = 16, 160, 3
+COMMON = {
+    "size": TOKENS,
+    "page_size": PAGE_TOKENS,
+    "layer_num": LAYERS,
+    "device": "cpu",
+    "enable_memory_saver": False,
+}
+HEADS = {**COMMON, "head_num": 2, "head_dim": 64, "enable_alt_stream": False}
+LATENT = {**COMMON, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+
+POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mha fp16": ("MHATokenToKVPool", HEADS | {"dtype": torch.float16}),
+    "mha fp8": ("MHATokenToKVPool", HEADS | {"dtype": torch.float8_e4m3fn}),
+    "mha other v": ("MHATokenToKVPool", HEADS | {"dtype": torch.bfloat16, "v_head_dim": 32}),
+    "mla bf16": ("MLATokenToKVPool", LATENT | {"dtype": torch.bfloat16}),
+    "mla fp8": ("MLATokenToKVPool", LATENT | {"dtype": torch.float8_e4m3fn}),
+    "fp4": ("MHATokenToKVPoolFP4", HEADS | {"dtype": torch.bfloat16}),
+}
+
+
+def tensors_of(pool: Any) -> list[torch.Tensor]:
+    return [*pool.k_buffer, *pool.v_buffer] if hasattr(pool, "k_buffer") else list(pool.kv_buffer)
+
+
+def _shares_allocation(pool: Any) -> bool:
+    """Whether a layer's V lies in the allocation of its K, behind it."""
+    if not hasattr(pool, "k_buffer"):
+        return False
+    k, v = pool.k_buffer[0].untyped_storage(), pool.v_buffer[0].untyped_storage()
+    return bool(k.data_ptr() == v.data_ptr() and pool.v_buffer[0].storage_offset() > 0)
+
+
+def page(pool: Any, number: int) -> list[bytes]:
+    rows = slice(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS)
+    return [tensor[rows].contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors_of(pool)]
+
+
+def round_trip(pool: Any) -> dict[str, Any]:
+    """Pages 2 and 5 are stored, everything is spoiled, and they come back as pages 7 and 3."""
+    view = view_of(pool, PAGE_TOKENS)
+    cache = RankCache(
+        load_config({"host.bytes": 4 << 20, "host.verify": True}, {}),
+        view.view,
+        str(view.format_id),
+        view.tensors,
+        view.pages,
+        PAGE_TOKENS,
+        UnitOwner("pool", b"p" * 32, "tp0"),
+        stream_of=lambda device: 0,
+    )
+    for tensor in tensors_of(pool):
+        tensor.view(torch.uint8).random_(0, 256)
+    before = [page(pool, number) for number in (2, 5)]
+    keys = cache.keys([hashlib.sha256(name).hexdigest() for name in (b"a", b"b")])
+    cache.store("s", keys, np.array([2, 5], np.int32), lambda done: None, None)
+    assert cache.quiesce(30)
+    for tensor in tensors_of(pool):
+        tensor.view(torch.uint8).fill_(255)
+    spoiled = page(pool, 1)
+    loads = LoadBatches(cache, view.layers, lambda: None)
+    assert cache.match("r", keys, 1.0) == 2
+    index = loads.start({"r": QueuedLoad(keys, np.array([7, 3], np.int32))}, None)
+    loads.set_consumer(index)
+    for layer in range(view.layers):
+        loads.wait_until(layer)
+    arrived = loads.finish(index)
+    same = [page(pool, number) for number in (7, 3)] == before
+    others = all(page(pool, number) == spoiled for number in (0, 1, 2, 4, 5, 6, 8, 9))
+    cache.close()
+    return {
+        "arrived": arrived,
+        "same": same,
+        "others untouched": others,
+        "stored as": str(view.tensors[0].dtype),
+        "shared": _shares_allocation(pool),
+    }
+
+
+def main() -> None:
+    for name, (kind, arguments) in POOLS.items():
+        pool = getattr(memory_pool, kind)(**arguments)
+        try:
+            result = round_trip(pool)
+        except GeometryError as error:
+            result = {"refused": str(error)}
+        print(json.dumps({"pool": name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

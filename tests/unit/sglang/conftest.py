@@ -1,0 +1,78 @@
+"""A rank's cache over a pool of torch tensors on the CPU, as SGLang keeps its pools; no SGLang needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.sglang.load_batches import LoadBatches
+from flexkv.adapters.sglang.offloads import Offloads
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.config import load_config
+from flexkv.layout.sglang import SglangHandler
+
+LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 3, 40, 4, 2, 8
+
+
+class World:
+    """One rank: the pool's tensors, the cache, loads and offloads."""
+
+    def __init__(self, mover: Any = None, **settings: Any) -> None:
+        shape = (LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
+        # K and V are halves of one allocation, as SGLang makes them.
+        self.pool = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
+        k, v = list(self.pool[0]), list(self.pool[1])
+        handler = SglangHandler(PAGE_TOKENS, k_buffers=k, v_buffers=v)
+        config = load_config({"host.bytes": 1 << 20} | settings, {})
+        self.cache = RankCache(
+            config,
+            handler.view(),
+            str(handler.format_id()),
+            (*k, *v),
+            PAGES,
+            PAGE_TOKENS,
+            UnitOwner("a model", b"n" * 32, "tp0"),
+            stream_of=lambda device: 0,
+            mover=mover,
+        )
+        self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
+        self.offloads = Offloads(self.cache)
+
+    def page(self, number: int) -> torch.Tensor:
+        """The bytes of a page in all layers, a copy."""
+        first = number * PAGE_TOKENS
+        return self.pool[:, :, first : first + PAGE_TOKENS].clone()
+
+    def store(self, hashes: list[str], pages: list[int]) -> bool:
+        """Offloads pages and waits for it."""
+        self.offloads.add(self.cache.keys(hashes), blocks(pages), None)
+        assert self.cache.quiesce(30)
+        assert self.offloads.completed() == 1
+        return self.offloads.pop()
+
+
+def hashes_of(*names: object) -> list[str]:
+    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
+
+
+def blocks(pages: list[int]) -> Any:
+    return torch.tensor(pages, dtype=torch.int32).numpy()
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(mover: Any = None, **settings: Any) -> World:
+        made.append(World(mover, **{name.replace("__", "."): value for name, value in settings.items()}))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.cache.manager.check_integrity()
+        world.cache.close()

@@ -1,0 +1,215 @@
+"""Loads and offloads of one rank: right bytes, leases, order, and what happens when something is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv import c_ext
+from flexkv.adapters.sglang.load_batches import QueuedLoad
+from flexkv.adapters.sglang.page_keys import page_keys
+from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.errors import GeometryError, KeySchemeError
+from flexkv.transfer.graph import OpKind
+
+from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
+
+WAIT_S = 1.0
+
+
+def load(world: World, rid: str, hashes: list[str], pages: list[int]) -> tuple[int, bool]:
+    """Looks up, loads layer by layer and finishes: what was found, and whether it arrived."""
+    keys = world.cache.keys(hashes)
+    found = world.cache.match(rid, keys, WAIT_S)
+    index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(pages[:found]))}, None)
+    world.loads.set_consumer(index)
+    for layer in range(LAYERS):
+        world.loads.wait_until(layer)
+    return found, world.loads.finish(index)
+
+
+def test_stored_pages_come_back_to_other_pages(worlds):
+    world = worlds()
+    hashes, sources, targets = hashes_of(1, 2, 3), [5, 9, 2], [30, 31, 17]
+    before = [world.page(page) for page in sources]
+    padding = world.page(0)
+    assert world.store(hashes, sources)
+    world.pool[:, :, PAGE_TOKENS:] = 7.0
+    assert load(world, "r", hashes_of(1, 2, 3, "absent"), [*targets, 1]) == (3, True)
+    for target, expected in zip(targets, before, strict=True):
+        assert torch.equal(world.page(target), expected)
+    untouched = set(range(1, PAGES)) - set(targets)
+    assert all(bool((world.page(page) == 7.0).all()) for page in untouched)
+    assert torch.equal(world.page(0), padding), "page 0 is SGLang's own"
+
+
+def test_each_layer_is_in_place_when_it_was_waited_for(worlds):
+    world = worlds()
+    world.store(hashes_of(*range(20)), list(range(1, 21)))
+    before = [world.page(page) for page in range(1, 21)]
+    world.pool[:, :, PAGE_TOKENS:] = 0
+    keys = world.cache.keys(hashes_of(*range(20)))
+    assert world.cache.match("r", keys, WAIT_S) == 20
+    index = world.loads.start({"r": QueuedLoad(keys, blocks(list(range(1, 21))))}, None)
+    world.loads.set_consumer(index)
+    for layer in range(LAYERS):
+        world.loads.wait_until(layer)
+        for page in range(1, 21):
+            assert torch.equal(world.page(page)[:, layer], before[page - 1][:, layer])
+    assert world.loads.finish(index)
+
+
+def test_several_requests_of_a_batch_share_pages(worlds):
+    world = worlds()
+    world.store(hashes_of(1, 2), [1, 2])
+    keys = world.cache.keys(hashes_of(1, 2))
+    queued = {}
+    for number in range(3):
+        assert world.cache.match(f"r{number}", keys, WAIT_S) == 2
+        queued[f"r{number}"] = QueuedLoad(keys, blocks([10 + 2 * number, 11 + 2 * number]))
+    index = world.loads.start(queued, None)
+    assert world.loads.finish(index)
+    for number in range(3):
+        assert torch.equal(world.page(10 + 2 * number), world.page(1))
+        assert torch.equal(world.page(11 + 2 * number), world.page(2))
+
+
+def test_a_batch_of_more_requests_than_queue_places_is_loaded(worlds):
+    world = worlds(transfer__queue_ops=2)
+    world.store(hashes_of(1), [1])
+    keys = world.cache.keys(hashes_of(1))
+    queued = {}
+    for number in range(9):
+        assert world.cache.match(f"r{number}", keys, WAIT_S) == 1
+        queued[f"r{number}"] = QueuedLoad(keys, blocks([10 + number]))
+    assert world.loads.finish(world.loads.start(queued, None))
+    assert all(torch.equal(world.page(10 + number), world.page(1)) for number in range(9))
+
+
+def test_a_promise_that_was_lost_fails_the_load_and_nothing_waits(worlds):
+    world = worlds()
+    world.store(hashes_of(1), [1])
+    keys = world.cache.keys(hashes_of(1))
+    assert world.cache.match("r", keys, WAIT_S) == 1
+    world.cache.manager.reset()
+    index = world.loads.start({"r": QueuedLoad(keys, blocks([9]))}, None)
+    world.loads.set_consumer(index)
+    world.loads.wait_until(0)
+    assert not world.loads.finish(index)
+    assert world.loads.finish(index), "a batch that is not there has nothing to wait for"
+
+
+def test_a_page_that_does_not_verify_is_no_hit_and_then_a_miss(worlds):
+    world = worlds(host__verify=True)
+    world.store(hashes_of(1, 2), [1, 2])
+    for slot in range(4):
+        content = world.cache._unit.pool.slot(slot)
+        content[:64] ^= 1
+    assert load(world, "r", hashes_of(1, 2), [8, 9]) == (2, False)
+    assert world.cache.match("again", world.cache.keys(hashes_of(1, 2)), WAIT_S) == 0
+
+
+def test_an_offload_without_room_completes_without_storing(worlds):
+    # Two slots, both promised to a request, so that neither can be evicted.
+    world = worlds(host__bytes=2 * 4096, host__extent_bytes=2 << 20)
+    assert world.store(hashes_of(1, 2), [1, 2])
+    assert world.cache.match("r", world.cache.keys(hashes_of(1, 2)), WAIT_S) == 2
+    assert not world.store(hashes_of(3), [3])
+    world.cache.manager.release("r")
+    assert world.store(hashes_of(3), [3])
+
+
+def test_offloads_complete_in_the_order_in_which_they_came(worlds):
+    world = worlds()
+    for number in (1, 2, 3):
+        world.offloads.add(world.cache.keys(hashes_of(number)), blocks([number]), None)
+    first, second, third = world.offloads._queue
+    assert world.cache.quiesce(30)
+    # As if the first were still under way: those behind it have to wait.
+    first.done = False
+    assert second.done
+    assert third.done
+    assert world.offloads.completed() == 0
+    first.done = True
+    assert world.offloads.completed() == 3
+    assert [world.offloads.pop() for _ in range(3)] == [True] * 3
+
+
+def test_a_store_that_fails_is_said_to_have_failed(worlds):
+    fails = c_ext.FaultRule(0, kind=int(OpKind.D2H))
+    world = worlds(c_ext.FaultyMover(c_ext.HostMover(), [fails]))
+    assert not world.store(hashes_of(1), [1])
+    assert world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S) == 0
+
+
+def test_asking_again_replaces_the_lease_and_a_miss_leaves_nothing(worlds):
+    world = worlds()
+    world.store(hashes_of(1, 2, 3), [1, 2, 3])
+    manager = world.cache.manager
+    for length in (3, 1, 2):
+        world.cache.match("r", world.cache.keys(hashes_of(*range(1, length + 1))), WAIT_S)
+        assert manager.leased_pages("r") == length
+    for number in range(100):
+        world.cache.match(f"miss {number}", world.cache.keys(hashes_of("absent")), WAIT_S)
+    assert len(manager._trails._trails) <= 1, "nobody says when a request that found nothing ends"
+
+
+def test_leases_that_are_never_followed_up_expire(worlds):
+    world = worlds(load__lease_s=0.001)
+    world.store(hashes_of(1), [1])
+    world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S)
+    world.cache._expire_at_s = 0.0
+    torch.ones(200, 200).mm(torch.ones(200, 200))
+    while world.cache.manager.leased_pages("r"):
+        world.cache._expire_at_s = 0.0
+        world.cache.pump()
+
+
+def test_new_weights_hide_what_was_stored_also_from_a_later_run(worlds):
+    world = worlds()
+    before = world.cache.keys(hashes_of(1)).tobytes()
+    world.store(hashes_of(1), [1])
+    world.cache.new_weights()
+    assert world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S) == 0
+    assert world.cache.keys(hashes_of(1)).tobytes() != before
+
+
+def test_from_disk_within_the_lookup(worlds, tmp_path):
+    settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
+    first = worlds(**settings)
+    first.store(hashes_of(1, 2, 3), [1, 2, 3])
+    pages = [first.page(page) for page in (1, 2, 3)]
+    first.cache.close()
+    second = worlds(**settings)
+    second.pool[:, :, PAGE_TOKENS:] = 0
+    assert second.cache.manager.cached_blocks() == 0
+    keys = second.cache.keys(hashes_of(1, 2, 3))
+    assert second.cache.match("r", keys, 60.0) == 3
+    assert second.loads.finish(second.loads.start({"r": QueuedLoad(keys, blocks([7, 8, 9]))}, None))
+    for page, expected in zip((7, 8, 9), pages, strict=True):
+        assert torch.equal(second.page(page), expected)
+
+
+@pytest.mark.parametrize("bad", ["zz" * 32, "ab", "ab" * 33])
+def test_page_hashes_of_another_form_are_refused(bad):
+    with pytest.raises(KeySchemeError):
+        page_keys(b"n" * 32, [*hashes_of(1), bad])
+
+
+def test_keys_depend_on_the_namespace():
+    mine, theirs = (page_keys(letter * 32, hashes_of(1, 2)) for letter in (b"a", b"b"))
+    assert mine.shape == (2, 16)
+    assert not np.array_equal(mine, theirs)
+
+
+def test_token_slots_become_pages():
+    slots = torch.tensor([8, 9, 10, 11, 4, 5, 6, 7])
+    assert pages_of(slots, 4).tolist() == [2, 1]
+    assert pages_of(slots[:0], 4).tolist() == []
+
+
+@pytest.mark.parametrize("slots", [[8, 9, 10], [9, 10, 11, 12], [8, 9, 10, 12]])
+def test_slots_that_fill_no_page_are_refused(slots):
+    with pytest.raises(GeometryError):
+        pages_of(torch.tensor(slots), 4)
