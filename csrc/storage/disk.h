@@ -55,7 +55,8 @@ struct PageTask {
 
 class Disk {
  public:
-  // `on_room` is called, from any thread and without a lock, when queued() has become less.
+  // `on_room` is called, from any thread and without a lock, when queued() has become less than room_below(),
+  // or has become less where it is many times that.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_room);
@@ -63,6 +64,8 @@ class Disk {
   // Takes tasks; those of a lost disk end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
+  // A disk that has at least so many pages queued needs no more for now.
+  size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
@@ -132,6 +135,7 @@ class Disk {
   const DiskOptions options_;
   const WrapQueue wrap_;  // none: the queue as it is
   const std::function<void()> on_room_;
+  const size_t room_below_;
   DiskCounts counts_;
 
   mutable std::mutex mutex_;  // guards what follows, to the blank line

@@ -33,6 +33,8 @@ bool is_final(int32_t error) {
          error == EBADF || error == EFBIG;
 }
 
+// Of the room below which more is taken: a backlog for which the lane may have stopped taking for all disks.
+constexpr size_t kManyTimes = 16;
 // Unit: bytes. Sealed pages that wait before the queue is told of them: 0.1 ms of sealing, a call each for
 // large pages and one for 16 of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
@@ -158,11 +160,10 @@ bool Disk::wait_for_tasks() {
 
 void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   PageTask task;
-  bool picked = false;
+  const size_t before = queued();
   int64_t held_back = 0;
   std::vector<IoDone> done;
   while (pick(task)) {
-    picked = true;
     const bool write = task.move.kind == OpKind::kDiskWrite;
     try {
       begin(task);
@@ -179,14 +180,20 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
     for (const IoDone& one : done) io_done(one);
     done.clear();
   }
-  if (picked) on_room_();
+  // Not for every page: the dispatcher would wake up for each.
+  const size_t after = queued();
+  const bool crossed = before >= room_below_ && after < room_below_;
+  if (crossed || (after < before && before >= kManyTimes * room_below_)) on_room_();
 }
 
 // The next task that may begin now.
 bool Disk::pick(PageTask& task) {
   if (running_jobs_ == options_.depth || free_jobs_.empty()) return false;
   const std::lock_guard lock(mutex_);
-  const bool write_waits = !writes_.empty() && running_writes_ < (options_.depth + 1) / 2;
+  // Alone they have the whole depth; a read that comes then finds the bytes under way bounded all the same.
+  const bool only_writes = reads_.empty() && running_writes_ == running_jobs_;
+  const int32_t most_writes = only_writes ? options_.depth : (options_.depth + 1) / 2;
+  const bool write_waits = !writes_.empty() && running_writes_ < most_writes;
   const bool write_first = write_waits && (reads_.empty() || reads_in_row_ >= kReadsBeforeWrite);
   if (!write_first && reads_.empty()) return false;
   std::deque<PageTask>& from = write_first ? writes_ : reads_;

@@ -16,9 +16,6 @@ namespace {
 
 // Unit: pages. Queued before all disks together, when one hangs and has not been found out: a few MiB.
 constexpr size_t kMostQueuedPages = 65536;
-// A disk that keeps up has at most this many pages queued for each that may be under way, so that a load
-// which comes now does not wait behind many.
-constexpr size_t kQueuedPerDepth = 2;
 // Unit: looks. See kLooksUntilStuck of the engine's watchdog: counted, so that a stopped process finds no
 // disk hung when it wakes up.
 constexpr int32_t kLooksUntilStuck = 4;
@@ -55,7 +52,7 @@ struct DiskLane::Shared {
       const size_t queued = disk->queued();
       total += queued;
       alive |= !disk->lost();
-      some |= !disk->lost() && queued < kQueuedPerDepth * static_cast<size_t>(options.depth);
+      some |= !disk->lost() && queued < disk->room_below();
     }
     return (some || !alive) && total < kMostQueuedPages;
   }
