@@ -70,11 +70,7 @@ class EngineKeyChain {
     const size_t end = EngineKeyReader::count(engine_keys);
     if (begin >= end) return 0;
     const EngineKeyReader reader(engine_keys, begin, end);
-    uint8_t* out = keys_.reserve(end - begin);
-    for (const auto key : reader.keys()) {
-      hasher_.block_key(key.data(), key.size(), out);
-      out += kKeyBytes;
-    }
+    hasher_.block_keys(reader.keys(), keys_.reserve(end - begin));
     keys_.commit(end - begin);
     return end - begin;
   }

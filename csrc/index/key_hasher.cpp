@@ -36,6 +36,17 @@ Sha256 prefix(std::string_view label, const Sha256Digest& namespace_digest, uint
   return hash;
 }
 
+// The second and last block of a key's message: u32 length, engine key, padding.
+void write_last_block(std::span<const uint8_t> engine_key, uint8_t* block) {
+  std::fill_n(block, kSha256BlockBytes, uint8_t{0});
+  store_le32(static_cast<uint32_t>(engine_key.size()), block);
+  std::copy(engine_key.begin(), engine_key.end(), block + kLengthBytes);
+  block[kLengthBytes + engine_key.size()] = 0x80;
+  const uint64_t message_bits = (kSha256BlockBytes + kLengthBytes + engine_key.size()) * 8;
+  block[62] = static_cast<uint8_t>(message_bits >> 8);
+  block[63] = static_cast<uint8_t>(message_bits);
+}
+
 void copy_key(const Sha256Digest& digest, uint8_t* out) { std::copy_n(digest.begin(), kKeyBytes, out); }
 
 }  // namespace
@@ -51,24 +62,38 @@ KeyHasher::KeyHasher(const Sha256Digest& namespace_digest, uint32_t group)
     : block_prefix_(prefix(kBlockLabel, namespace_digest, group)),
       tail_prefix_(prefix(kTailLabel, namespace_digest, group)) {}
 
-void KeyHasher::block_key(const uint8_t* engine_key, size_t bytes, uint8_t* out) const {
-  if (bytes > kOneBlockKeyBytes) {
+void KeyHasher::block_key(std::span<const uint8_t> engine_key, uint8_t* out) const {
+  if (engine_key.size() > kOneBlockKeyBytes) {
     Sha256 hash = block_prefix_;
-    update_le32(hash, bytes);
-    hash.update(engine_key, bytes);
+    update_le32(hash, engine_key.size());
+    hash.update(engine_key.data(), engine_key.size());
     copy_key(hash.finish(), out);
     return;
   }
-  uint8_t block[kSha256BlockBytes] = {};
-  store_le32(static_cast<uint32_t>(bytes), block);
-  std::copy_n(engine_key, bytes, block + kLengthBytes);
-  block[kLengthBytes + bytes] = 0x80;
-  const uint64_t message_bits = (kSha256BlockBytes + kLengthBytes + bytes) * 8;
-  block[62] = static_cast<uint8_t>(message_bits >> 8);
-  block[63] = static_cast<uint8_t>(message_bits);
+  uint8_t block[kSha256BlockBytes];
+  write_last_block(engine_key, block);
   Sha256State state = block_prefix_.state();
   sha256_compress()(state.data(), block, 1);
   copy_key(sha256_digest(state), out);
+}
+
+void KeyHasher::block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const {
+  const Sha256CompressPair compress = sha256_compress_pair();
+  size_t i = 0;
+  while (i < engine_keys.size()) {
+    const bool pair = i + 1 < engine_keys.size() && engine_keys[i].size() <= kOneBlockKeyBytes &&
+                      engine_keys[i + 1].size() <= kOneBlockKeyBytes;
+    if (!pair) {
+      block_key(engine_keys[i], out + i * kKeyBytes);
+      ++i;
+      continue;
+    }
+    uint8_t blocks[2][kSha256BlockBytes];
+    Sha256State states[2] = {block_prefix_.state(), block_prefix_.state()};
+    for (size_t k = 0; k < 2; ++k) write_last_block(engine_keys[i + k], blocks[k]);
+    compress(states[0].data(), blocks[0], states[1].data(), blocks[1]);
+    for (const Sha256State& state : states) copy_key(sha256_digest(state), out + i++ * kKeyBytes);
+  }
 }
 
 void KeyHasher::tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,

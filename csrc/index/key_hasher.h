@@ -25,8 +25,8 @@ class KeyHasher {
  public:
   KeyHasher(const Sha256Digest& namespace_digest, uint32_t group);
 
-  // `bytes` must have passed check_engine_key_bytes. Writes kKeyBytes to `out`.
-  void block_key(const uint8_t* engine_key, size_t bytes, uint8_t* out) const;
+  // Their lengths must have passed check_engine_key_bytes. Writes kKeyBytes for each to `out`.
+  void block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const;
 
   // Key of the first `count` of the tokens that follow `parent` (empty: they start the request). `extra` is
   // what the engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
@@ -34,6 +34,8 @@ class KeyHasher {
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 
  private:
+  void block_key(std::span<const uint8_t> engine_key, uint8_t* out) const;
+
   Sha256 block_prefix_;
   Sha256 tail_prefix_;
 };

@@ -51,6 +51,19 @@ Sha256Compress sha256_compress() {
   return chosen;
 }
 
+Sha256CompressPair sha256_compress_pair() {
+  static const Sha256CompressPair chosen = [] {
+    const Sha256CompressPair native = sha256_native_compress_pair();
+    return native ? native
+                  : [](uint32_t* first, const uint8_t* first_block, uint32_t* second,
+                       const uint8_t* second_block) {
+                      sha256_compress_portable(first, first_block, 1);
+                      sha256_compress_portable(second, second_block, 1);
+                    };
+  }();
+  return chosen;
+}
+
 Sha256Digest sha256_digest(const Sha256State& state) {
   Sha256Digest digest;
   for (size_t i = 0; i < state.size(); ++i) {

@@ -19,11 +19,17 @@ using Sha256Compress = void (*)(uint32_t* state, const uint8_t* data, size_t blo
 
 void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t blocks);
 
+// Folds one block of 64 bytes into each of two states.
+using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block, uint32_t* second,
+                                    const uint8_t* second_block);
+
 // Null where the compiler or this CPU has no SHA instructions.
 Sha256Compress sha256_native_compress();
+Sha256CompressPair sha256_native_compress_pair();
 
 // The fastest form this CPU runs; resolved once.
 Sha256Compress sha256_compress();
+Sha256CompressPair sha256_compress_pair();
 
 // A hash in progress. Copyable, so that a common prefix is hashed once and continued many times.
 class Sha256 {
