@@ -14,7 +14,7 @@ from typing import Any
 
 from demo.engine_child import CLOSE, serve
 
-START_DEADLINE_S = 150.0
+START_DEADLINE_S = 240.0
 """An engine with two worker processes starts in about 14 s on two idle cores; others may be busy on them."""
 CALL_DEADLINE_S = 90.0
 CLOSE_DEADLINE_S = 15.0
