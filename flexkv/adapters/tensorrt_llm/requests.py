@@ -40,10 +40,10 @@ class Tracked:
     Attributes:
         keys: None where its KV depends on what no key says.
         start_block, promised: the last promise: blocks from `start_block` on; 0 for none.
-        step_loaded: tokens that the next step's forward finds loaded, which its first report leaves out.
-        computed: tokens whose KV is in the engine's blocks once the last ordered forward has run.
+        step_loaded: tokens from the start whose KV the next step's forward finds in its blocks, by a load inside it.
+        computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
         load: op of a load between steps that has not ended well on all ranks.
-        prompt_tokens: of the request.
+        prompt_tokens: that the request had when the engine last asked for it.
     """
 
     request_id: int

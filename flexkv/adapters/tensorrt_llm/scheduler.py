@@ -77,12 +77,13 @@ class SchedulerSide:
         if self._requests is None or self.unit is None:
             return 0, False
         tracked = self._requests.of(request)
-        tracked.promised = tracked.step_loaded = 0
+        # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
+        tracked.promised = tracked.step_loaded = tracked.computed = 0
+        tokens = request.get_tokens(0)
+        tracked.prompt_tokens = len(tokens)
         if not self.usable or tracked.keys is None or computed_tokens % self._block_tokens:
             return 0, False
         self.unit.grow()
-        tokens = request.get_tokens(0)
-        tracked.prompt_tokens = len(tokens)
         # The engine has to compute at least one token to sample from.
         end = (len(tokens) - 1) // self._block_tokens
         start = computed_tokens // self._block_tokens
@@ -113,7 +114,7 @@ class SchedulerSide:
         if self._config.load.mode == "sync":
             if graph is not None:
                 self._loads.append(LoadJob(str(tracked.request_id), graph, sync=True))
-            tracked.step_loaded = len(targets) * self._block_tokens
+            tracked.step_loaded = (start + len(targets)) * self._block_tokens
             return
         if graph is not None:
             tracked.load = graph.ops[0].op_id
@@ -129,8 +130,10 @@ class SchedulerSide:
             for said in (*output.new_requests, *output.cached_requests):
                 tracked = self._requests.get(int(said.request_id))
                 if tracked is not None:
-                    computed = int(said.computed_position) + tracked.step_loaded
-                    tracked.computed = computed + int(said.num_scheduled_tokens)
+                    # The first report leaves out what was matched. Nobody says how much of it the engine took, so the
+                    # two are not added up.
+                    computed = int(said.computed_position) + int(said.num_scheduled_tokens)
+                    tracked.computed = max(computed, tracked.step_loaded)
                     tracked.step_loaded = 0
         self.poll()
         loads, self._loads = tuple(self._loads), []
@@ -177,8 +180,12 @@ class SchedulerSide:
             return None
         assert self.unit is not None
         tokens = request.get_tokens(0)
+        computed = tracked.computed
+        if computed and len(tokens) > tracked.prompt_tokens:
+            # A token was sampled, which takes all of the prompt.
+            computed = max(computed, tracked.prompt_tokens)
         # The last token was sampled and not fed back, so it has no KV.
-        end = min(tracked.computed, len(tokens) - 1)
+        end = min(computed, len(tokens) - 1)
         if self._config.store.tokens == "prompt" and tracked.prompt_tokens:
             end = min(end, tracked.prompt_tokens)
         blocks = np.asarray(block_ids[: max(0, end) // self._block_tokens], np.int32)

@@ -208,6 +208,41 @@ def test_a_reset_request_starts_again(make_world: Callable[..., World]) -> None:
     world.executor.requests.clear()
 
 
+def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
+    make_world: Callable[..., World],
+) -> None:
+    """The engine paused it, asks again, and the client is gone before the next forward."""
+    world = make_world()
+    world.warm_up()
+    request = world.request(PROMPT, new_tokens=50)
+    world.executor.run(until=lambda: request.state == "generation")
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    world.scheduler.update_state_after_alloc(request, list(request.blocks))
+    assert not world.scheduler.request_finished(request, list(request.blocks))
+    world.executor.requests.clear()
+
+
+def test_an_engine_that_takes_less_than_was_promised(make_world: Callable[..., World]) -> None:
+    """Its first report does not say how much it took: only what is computed in any case is stored."""
+    world = make_world({"FLEXKV_LOAD_MODE": "sync"})
+    world.warm_up()
+    world.serve(PROMPT)
+    request = _request(900, [*PROMPT[:28], *range(500, 530)])
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
+    blocks = [world.executor.free.pop() for _ in range(15)]
+    world.scheduler.update_state_after_alloc(request, blocks)
+    # It took 8 of the 28 tokens, and computes 24 more in a chunk: 32 of 58 in all.
+    said = SimpleNamespace(request_id=900, computed_position=0, num_scheduled_tokens=24)
+    world.worker.bind_connector_meta(
+        world.scheduler.build_connector_meta(SimpleNamespace(new_requests=[said], cached_requests=[]))
+    )
+    world.worker.start_load_kv(None)
+    side = world.scheduler.side
+    tracked = side._requests.of(request)
+    assert tracked.computed == 28, "24 + 28 would be 52, of which 20 were never computed"
+    assert not world.scheduler.request_finished(request, blocks), "the 7 blocks are stored already"
+
+
 def test_blocks_without_a_page_are_skipped(make_world: Callable[..., World]) -> None:
     world = make_world()
     world.warm_up()
