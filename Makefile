@@ -1,7 +1,6 @@
 # make demo and make test are all a new user needs; `make help` lists the rest.
 PYTHON ?= python3
 VENV ?= .venv
-SGLANG_VENV ?= .venv-sglang
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 
@@ -15,7 +14,9 @@ help:  ## this list
 demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of every token
 	$(PY) -m demo
 
-test: build-test env-sglang  ## the whole suite; the last line is pytest's summary
+# Without SGLang's wheels its tests fail and say why; the others are run all the same.
+test: build-test  ## the whole suite; the last line is pytest's summary
+	@$(PYTHON) -m build_support.sglang_environment || true
 	@$(PYTEST)
 
 preflight:
@@ -28,7 +29,7 @@ env: preflight  ## the virtual environment (again quick when nothing changed)
 	@$(PYTHON) -m build_support.environment $(VENV)
 
 env-sglang: preflight  ## the second environment, for the tests with the real SGLang
-	@$(PYTHON) -m build_support.sglang_environment $(SGLANG_VENV)
+	@$(PYTHON) -m build_support.sglang_environment
 
 build: env  ## the native core, in place
 	@$(PY) setup.py --quiet build_ext --inplace
@@ -74,4 +75,4 @@ clean:  ## what the build made
 	rm -rf build dist out *.egg-info flexkv/*.so
 
 distclean: clean  ## and the environment
-	rm -rf $(VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) .venv-sglang

@@ -19,14 +19,14 @@ from build_support.preflight import engine_name
 FOLDER = ROOT / ".venv-sglang"
 STAND_INS = ROOT / "build_support" / "sglang_cpu"
 
-STEP_GIVE_UP_S = 2400.0
+STEP_GIVE_UP_S = 1200.0
 """A step of downloads and unpacking takes a few minutes on two cores; one that takes this long hangs."""
 
 ROOM_BYTES = 6 << 30
 """The environment takes 3 GB; pip unpacks beside it."""
 
 HINT = """\
-SGLang's wheels cannot be had here, so `make test` cannot run the real SGLang. Let pip reach an index that has them
+SGLang's wheels cannot be had here, so the tests with the real SGLang will fail. Let pip reach an index that has them
 (pip.conf, PIP_INDEX_URL), take a Python that they are built for (make PYTHON=python3.11), or run the other tests:
 make test-unit test-native test-engines."""
 
