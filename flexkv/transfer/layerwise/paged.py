@@ -64,9 +64,26 @@ class PagedLayers:
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
         """`rows` [planes, rows, heads, head_width] into the layer; no two of the slots are the same."""
         for number, plane in enumerate(self.layers[layer]):
-            plane[blocks, tokens] = rows[number]
+            to, of = _as_items(plane, rows[number])
+            to[blocks, tokens] = of
 
     def read(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
         """The layer into `rows` [planes, rows, heads, head_width]."""
         for number, plane in enumerate(self.layers[layer]):
-            rows[number] = plane[blocks, tokens]
+            of, to = _as_items(plane, rows[number])
+            to[:] = of[blocks, tokens]
+
+
+def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:
+    """The same memory with each row as one item, where both are NumPy arrays with contiguous rows.
+
+    NumPy moves an item by one memcpy, three times as fast as a row of [heads, head_width] elements.
+    """
+    if not all(isinstance(array, np.ndarray) for array in (plane, rows)):
+        return plane, rows
+    item = plane.itemsize
+    row = (plane.shape[-1] * item, item)
+    if plane.strides[-2:] != row or rows.strides[-2:] != row:
+        return plane, rows
+    whole = np.dtype((np.void, plane.shape[-2] * row[0]))
+    return tuple(a.reshape(*a.shape[:-2], -1).view(whole)[..., 0] for a in (plane, rows))

@@ -48,10 +48,16 @@ class LayerWorld:
         slots = numbers.permutation(self.blocks * self.block_tokens)[: self.chunks.rows]
         self.slots: RowNumbers = slots.astype(np.int64)
         shape = (self.planes, self.blocks, self.heads, self.block_tokens, self.width)
-        # Heads before tokens, as some engines have it: the rows are not contiguous.
+        # Heads before tokens, as some engines have it: the rows are not contiguous. Or with other things between.
+        self.memory = [numbers.integers(-1000, 1000, shape).astype(np.int32) for _ in range(self.layers)]
+        order = chosen.choice(["heads first", "tokens first", "padded"])
         self.memory = [
-            numbers.integers(-1000, 1000, shape).astype(np.int32).transpose(0, 1, 3, 2, 4)
-            for _ in range(self.layers)
+            layer.transpose(0, 1, 3, 2, 4)
+            if order == "heads first"
+            else np.repeat(layer.transpose(0, 1, 3, 2, 4), 2, 2)[:, :, ::2]
+            if order == "padded"
+            else np.ascontiguousarray(layer.transpose(0, 1, 3, 2, 4))
+            for layer in self.memory
         ]
         self.before = [layer.copy() for layer in self.memory]
         self.paged = PagedLayers([list(layer) for layer in self.memory])
