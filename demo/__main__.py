@@ -73,6 +73,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             "load.mode": arguments.load_mode,
             "disk.folders": str(_empty_folder(arguments.out / "disk")),
             "disk.bytes_per_folder": DISK_BYTES,
+            # The model is so small that it may compute sooner than a disk of a busy machine reads.
+            "disk.compute_if_faster": False,
         }
     }
     bar = Progress(

@@ -277,3 +277,21 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
     gauges = engine.counters.data
     assert gauges["flexkv_disk_page_seconds"]["read"] > 0
     assert gauges["flexkv_compute_token_seconds"][""] > 0
+
+
+@pytest.mark.parametrize("compute_if_faster", [True, False])
+def test_what_the_engine_computes_sooner_is_left_to_it(
+    make_disk_engine: Make, compute_if_faster: bool
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**{"disk.compute_if_faster": compute_if_faster})
+    rates, now_s = engine.side.unit.manager.disk.rates, time.monotonic()
+    for n in range(1, 9):
+        rates.read.see(n, 100.0 * n, now_s)
+        rates.compute.see(n, 1e-6 * n, now_s)
+    assert engine.run(make_request(PROMPT, "two")) == (0 if compute_if_faster else 20)
+    left = 5 if compute_if_faster else 0
+    assert engine.counters.data.get("flexkv_disk_left_pages_total", {}).get("", 0) == left
+    # What was computed is in host memory now, and is served from there.
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
