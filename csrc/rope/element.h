@@ -63,7 +63,7 @@ FLEXKV_HD inline void from_float(float value, Float16& to) {
   constexpr uint32_t kTooLarge = 0x47800000u;   // 2^16
   constexpr uint32_t kNormalMin = 0x38800000u;  // 2^-14
   constexpr uint32_t kAligner = 0x3F000000u;    // adding 1/2 leaves a subnormal's bits at the bottom, rounded
-  const uint32_t special = bits > 0x7F800000u ? 0x7E00u : 0x7C00u;
+  const uint32_t special = bits > 0x7F800000u ? 0x7E00u | (bits >> 13 & 0x3FFu) : 0x7C00u;
   const uint32_t subnormal = bits_of(float_of(bits) + float_of(kAligner)) - kAligner;
   const uint32_t normal = (bits - 0x38000000u + 0xFFFu + (bits >> 13 & 1u)) >> 13;
   const uint32_t finite = bits < kNormalMin ? subnormal : normal;

@@ -1,8 +1,7 @@
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "rope/pairs_avx2.h"
 #include "rope/rotate.h"
 
 namespace flexkv {
@@ -14,22 +13,6 @@ constexpr size_t kScratchBytes = 8192;
 // Unit: bytes. A batch below this is likely to be read again while it is in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
 
-template <typename Element, Pairing kPairing>
-__attribute__((always_inline)) inline void turn_head(Element* dst, const Element* src, const float* cosines,
-                                                     const float* sines, int32_t half) {
-  const int32_t apart = kPairing == Pairing::kNeox ? half : 1;
-  constexpr int32_t kStep = kPairing == Pairing::kNeox ? 1 : 2;
-  // In place each pair is read before it is written, and pairs share no element.
-#pragma GCC ivdep
-  for (int32_t i = 0; i < half; ++i) {
-    const int32_t x = i * kStep;
-    const int32_t y = x + apart;
-    const Pair turned = turn_pair({to_float(src[x]), to_float(src[y])}, cosines[i], sines[i]);
-    from_float(turned.x, dst[x]);
-    from_float(turned.y, dst[y]);
-  }
-}
-
 // Both ends aligned to 16 bytes.
 inline void stream_out(unsigned char* dst, const unsigned char* src, size_t bytes) {
   size_t at = 0;
@@ -40,18 +23,34 @@ inline void stream_out(unsigned char* dst, const unsigned char* src, size_t byte
   std::memcpy(dst + at, src + at, bytes - at);
 }
 
-template <typename Element, Pairing kPairing, bool kStream>
-__attribute__((always_inline)) inline void turn_rows(const RotationRows& rows) {
+// The pairs of a head from number `first` on, one by one.
+template <typename Element, Pairing kPairing>
+inline void turn_rest(Element* dst, const Element* src, const float* cosines, const float* sines,
+                      int32_t first, int32_t half) {
+  constexpr bool kHalves = kPairing == Pairing::kNeox;
+  for (int32_t i = first; i < half; ++i) {
+    const int32_t x = kHalves ? i : 2 * i;
+    const int32_t y = kHalves ? half + i : 2 * i + 1;
+    const Pair turned = turn_pair({to_float(src[x]), to_float(src[y])}, cosines[i], sines[i]);
+    from_float(turned.x, dst[x]);
+    from_float(turned.y, dst[y]);
+  }
+}
+
+template <typename Element, Pairing kPairing>
+__attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   alignas(64) unsigned char scratch[kScratchBytes];
   const size_t head_bytes = sizeof(Element) * static_cast<size_t>(rows.head_dim);
   const size_t turned_bytes = sizeof(Element) * static_cast<size_t>(rows.rotary_dim);
   const int32_t half = rows.rotary_dim / 2;
+  streaming = streaming && head_bytes <= kScratchBytes;
   for (int64_t row = 0; row < rows.rows; ++row) {
     const int32_t turn = rows.turn_of_row[row];
     const float* cosines = rows.turns + static_cast<int64_t>(std::max(turn, 0)) * rows.rotary_dim;
-    for (int32_t head = 0; head < rows.heads; ++head) {
-      const unsigned char* src = rows.src + rows.src_offsets[row] + head * rows.src_head_stride;
-      unsigned char* dst = rows.dst + rows.dst_offsets[row] + head * rows.dst_head_stride;
+    const unsigned char* src = rows.src + rows.src_offsets[row];
+    unsigned char* dst = rows.dst + rows.dst_offsets[row];
+    for (int32_t head = 0; head < rows.heads;
+         ++head, src += rows.src_head_stride, dst += rows.dst_head_stride) {
       if (turn == kZeroRow) {
         std::memset(dst, 0, head_bytes);
         continue;
@@ -60,37 +59,29 @@ __attribute__((always_inline)) inline void turn_rows(const RotationRows& rows) {
         if (dst != src) std::memcpy(dst, src, head_bytes);
         continue;
       }
-      const bool stream =
-          kStream && dst != src && head_bytes <= kScratchBytes && reinterpret_cast<uintptr_t>(dst) % 16 == 0;
-      unsigned char* to = stream ? scratch : dst;
-      turn_head<Element, kPairing>(reinterpret_cast<Element*>(to), reinterpret_cast<const Element*>(src),
-                                   cosines, cosines + half, half);
-      if (turned_bytes < head_bytes && to != src) {
-        std::memcpy(to + turned_bytes, src + turned_bytes, head_bytes - turned_bytes);
+      const bool stream = streaming && dst != src && reinterpret_cast<uintptr_t>(dst) % 16 == 0;
+      unsigned char* place = stream ? scratch : dst;
+      auto* to = reinterpret_cast<Element*>(place);
+      const auto* from = reinterpret_cast<const Element*>(src);
+      const int32_t done = avx2::turn_eights<Element, kPairing>(to, from, cosines, cosines + half, half);
+      turn_rest<Element, kPairing>(to, from, cosines, cosines + half, done, half);
+      if (turned_bytes < head_bytes && place != src) {
+        std::memcpy(place + turned_bytes, src + turned_bytes, head_bytes - turned_bytes);
       }
-      if constexpr (kStream) {
-        if (stream) stream_out(dst, scratch, head_bytes);
-      }
+      if (stream) stream_out(dst, scratch, head_bytes);
     }
   }
-  if constexpr (kStream) _mm_sfence();
-}
-
-template <typename Element, Pairing kPairing, bool kStream>
-__attribute__((target("avx2,fma"))) void turn_rows_avx2(const RotationRows& rows) {
-  turn_rows<Element, kPairing, kStream>(rows);
+  if (streaming) _mm_sfence();
 }
 
 template <typename Element, Pairing kPairing>
 void run(const RotationRows& rows) {
   static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const int64_t bytes = rows.rows * rows.heads * rows.head_dim * static_cast<int64_t>(sizeof(Element));
-  if (!fast) {
-    turn_rows<Element, kPairing, false>(rows);
-  } else if (bytes < kStreamMinBytes) {
-    turn_rows_avx2<Element, kPairing, false>(rows);
+  if (fast) {
+    const int64_t bytes = rows.rows * rows.heads * rows.head_dim * static_cast<int64_t>(sizeof(Element));
+    turn_rows<Element, kPairing>(rows, bytes >= kStreamMinBytes);
   } else {
-    turn_rows_avx2<Element, kPairing, true>(rows);
+    for (int64_t row = 0; row < rows.rows; ++row) rotate_row_lane<Element, kPairing>(rows, row, 0, 1);
   }
 }
 

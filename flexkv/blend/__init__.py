@@ -1,1 +1,24 @@
-"""Position-independent reuse: keys of cached text, moved to where the text stands in another prompt."""
+"""Position-independent reuse: keys of cached text, moved to where the text stands in another prompt.
+
+`prefill`, `precompute` and `segment_cache` work on Hugging Face transformers models, which are imported with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexkv.blend.plan import BlendPlan
+from flexkv.blend.segments import Segment, split_at_separators
+
+if TYPE_CHECKING:
+    from flexkv.blend.runner import precompute, prefill, segment_cache
+
+__all__ = ["BlendPlan", "Segment", "precompute", "prefill", "segment_cache", "split_at_separators"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("precompute", "prefill", "segment_cache"):
+        from flexkv.blend import runner
+
+        return getattr(runner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

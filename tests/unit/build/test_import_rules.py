@@ -23,6 +23,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "storage": BASE | {"transfer.graph", "transfer.host_pool"},
     "adapters": BASE | {"cache", "transfer", "storage"},
     "blend": BASE | {"cache", "transfer"},
+    "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters"}),
     "cli": BASE | {"cache", "transfer", "storage", "adapters"},
 }
@@ -33,6 +34,9 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
 }
 """Adapter -> engines it may import; what adapters share (`adapters/common`) imports none."""
+RUNNER = "blend.runner"
+RUNNER_ENGINES = frozenset({"transformers", "torch"})
+"""What blending's runner for transformers models may import, and the rest of `blend` may not."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -51,7 +55,8 @@ def violations(package: str, source: str, adapter: str = "") -> list[str]:
     found = []
     for module in imported_modules(source):
         parts = module.split(".")
-        if parts[0] in ENGINES - ADAPTER_ENGINES.get(adapter, frozenset()):
+        mine = RUNNER_ENGINES if package == RUNNER else ADAPTER_ENGINES.get(adapter, frozenset())
+        if parts[0] in ENGINES - mine:
             found.append(module)
         if adapter and parts[:2] == ["flexkv", "adapters"] and parts[2:3] not in ([adapter], ["common"]):
             found.append(module)
@@ -75,6 +80,8 @@ def test_every_package_has_a_place_in_the_order() -> None:
 def test_imports(path: Path) -> None:
     package, *inner = path.relative_to(ROOT / "flexkv").parts
     adapter = inner[0] if package in ("adapters", "integration") and len(inner) > 1 else ""
+    if package == "blend" and inner[0] == "runner":
+        package = RUNNER
     assert violations(package, path.read_text(), adapter) == []
 
 
@@ -88,6 +95,9 @@ def test_imports(path: Path) -> None:
         ("layout", "def f():\n    from vllm.v1 import core"),
         ("observe", "from flexkv.errors import ConfigError"),
         ("transfer", "from flexkv import cache"),
+        ("blend", "import transformers"),
+        (RUNNER, "from flexkv.adapters import vllm"),
+        (RUNNER, "import vllm"),
     ],
 )
 def test_a_wrong_import_is_found(package: str, source: str) -> None:
@@ -114,4 +124,5 @@ def test_a_right_import_is_not() -> None:
         == []
     )
     assert violations("adapters", "import torch\nimport vllm", "vllm") == []
+    assert violations(RUNNER, "import torch\nfrom flexkv.blend.plan import BlendPlan") == []
     assert violations("adapters", "from flexkv.adapters.common.framed import framed", "vllm") == []

@@ -1,0 +1,193 @@
+"""Blending: how far its answers are from a full recompute, and how long it takes, by ratio.
+
+Quality is measured on a byte-level language model of Llama's architecture that this program trains first, on the source
+code of Python's own standard library: no package that is small carries trained weights. Prompts are held-out text in
+four segments, each cached by itself, and a question of 16 bytes that continues them. Time is measured on random weights
+of a larger model, whose times do not depend on what they mean. `--json PATH` writes the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from flexkv.blend import BlendPlan, precompute, prefill, segment_cache
+
+RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
+SEGMENTS = 4
+CONTEXT = 288
+HELD_OUT = ("argparse.py", "logging/__init__.py", "statistics.py")
+
+Text = NDArray[np.int64]
+
+
+def make_model(layers: int, hidden: int, vocabulary: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=max(1, hidden // 64),
+        head_dim=32,
+        max_position_embeddings=4096,
+    )
+    return LlamaForCausalLM(config)
+
+
+def corpus() -> tuple[Text, Text]:
+    """Bytes to train on and held-out ones."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    held_out = [library / name for name in HELD_OUT]
+    others = [path for path in sorted(library.glob("*.py")) if path not in held_out]
+
+    def read(paths: list[Path]) -> Text:
+        return np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8).astype(np.int64)
+
+    return read(others), read(held_out)
+
+
+def train(model: Any, text: Text, seconds: float) -> tuple[int, float]:
+    """Steps taken and the mean loss of the last 20, nats a byte."""
+    random = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    start, losses = time.monotonic(), [0.0]
+    while (passed := time.monotonic() - start) < seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, len(losses) / 20) * (1.0 - 0.95 * passed / seconds)
+        at = random.integers(0, len(text) - CONTEXT, 8)
+        batch = torch.from_numpy(np.stack([text[a : a + CONTEXT] for a in at]))
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return len(losses) - 1, statistics.mean(losses[1:][-20:] or [0.0])
+
+
+def held_out_loss(model: Any, text: Text) -> float:
+    batch = torch.from_numpy(text[: 16 * CONTEXT].reshape(16, CONTEXT))
+    return float(model(batch, labels=batch).loss)
+
+
+def quality(model: Any, text: Text, prompts: int) -> list[dict[str, float]]:
+    random = np.random.default_rng(1)
+    length, question = 64, 16
+    cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)
+    found: dict[float, list[tuple[bool, float, float]]] = {ratio: [] for ratio in RATIOS}
+    for _ in range(prompts):
+        at = int(random.integers(0, len(text) - CONTEXT))
+        tokens = text[at : at + SEGMENTS * length + question]
+        segments = [tokens[n * length : (n + 1) * length] for n in range(SEGMENTS)]
+        precompute(model, segments, cache)
+        prompt = [*segments, tokens[SEGMENTS * length :]]
+        full = model(torch.from_numpy(tokens)[None]).logits[0, -1].log_softmax(-1)
+        for ratio in RATIOS:
+            answer = prefill(model, prompt, cache, BlendPlan.of_ratio(ratio))
+            mine = answer.logits[0].log_softmax(-1)
+            divergence = float((full.exp() * (full - mine)).sum())
+            rows = sum(len(rows) for rows in answer.report.computed) / (len(tokens) * len(model.model.layers))
+            found[ratio].append((bool(full.argmax() == mine.argmax()), divergence, rows))
+    cache.close()
+    return [
+        {
+            "ratio": ratio,
+            "agreement": statistics.mean(agreed for agreed, _, _ in answers),
+            "kl_nats": statistics.mean(kl for _, kl, _ in answers),
+            "rows_computed": statistics.mean(rows for _, _, rows in answers),
+        }
+        for ratio, answers in found.items()
+    ]
+
+
+def times(rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of interleaved rounds: seconds, and the ratio to a full recompute."""
+    model = make_model(8, 512, 1024).eval()
+    random = np.random.default_rng(2)
+    segments = [random.integers(0, 1024, 256) for _ in range(SEGMENTS)]
+    prompt = [*segments[::-1], random.integers(0, 1024, 32)]
+    cache = segment_cache(model, {"weights": "random"}, slots=128, staging_tokens=2048)
+    precompute(model, segments, cache)
+    prefix = model(torch.from_numpy(prompt[0])[None], use_cache=True).past_key_values
+
+    def full() -> None:
+        model(torch.from_numpy(np.concatenate(prompt))[None], use_cache=True, logits_to_keep=1)
+
+    def prefix_only() -> None:
+        past = DynamicCache()
+        for number, layer in enumerate(prefix.layers):
+            past.update(layer.keys, layer.values, number)
+        rest = torch.from_numpy(np.concatenate(prompt[1:]))[None]
+        model(rest, past_key_values=past, use_cache=True, logits_to_keep=1)
+
+    def blended(ratio: float) -> Callable[[], None]:
+        return lambda: (prefill(model, prompt, cache, BlendPlan.of_ratio(ratio)), None)[1]
+
+    calls: dict[str, Callable[[], None]] = {"full": full, "prefix_only": prefix_only}
+    calls.update({f"ratio {ratio}": blended(ratio) for ratio in RATIOS})
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    cache.close()
+    return {
+        name: {
+            "seconds": statistics.median(seconds[1:]),
+            "to_full": statistics.median(s / f for s, f in zip(seconds[1:], taken["full"][1:], strict=True)),
+        }
+        for name, seconds in taken.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train-s", type=float, default=120.0, help="seconds; 0 leaves the weights random")
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    model = make_model(4, 96, 256)
+    train_text, text = corpus()
+    steps, loss = train(model, train_text, arguments.train_s)
+    model.eval()
+    torch.set_grad_enabled(False)
+    held_out = held_out_loss(model, text)
+    print(f"trained {steps} steps: {loss:.2f} nats a byte, {held_out:.2f} on held-out text")
+    answers = quality(model, text, arguments.prompts)
+    for row in answers:
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    taken = times(arguments.rounds)
+    for name, values in taken.items():
+        print(f"{name:14} {values['seconds']:.3f} s, {values['to_full']:.2f} x full")
+    if arguments.json:
+        report = {
+            "steps": steps,
+            "train_nats": loss,
+            "held_out_nats": held_out,
+            "prompts": arguments.prompts,
+            "rounds": arguments.rounds,
+            "load": os.getloadavg(),
+            "quality": answers,
+            "times": taken,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

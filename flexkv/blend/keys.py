@@ -1,0 +1,65 @@
+"""Keys of segments: they depend on a segment's own tokens, not on where it stands or what stands before it.
+
+They live in the same index as keys of prefixes: the namespace says which is which, so neither answers for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv.blend.segments import Tokens
+from flexkv.cache.base import Keys, TailCandidates
+from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest, tail_key
+
+GROUP = 0
+
+SCOPE = "flexkv.scope"
+"""The namespace field that tells segments from prefixes, which have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentKeys:
+    """The keys of one segment's blocks.
+
+    Attributes:
+        whole: of its whole blocks, [blocks, 16].
+        tail: of the tokens after them, if there are any.
+    """
+
+    whole: Keys
+    tail: TailCandidates | None
+
+
+class SegmentKeyScheme:
+    """Makes keys of segments.
+
+    Args:
+        namespace: whatever keeps two callers apart: model fingerprint, salt, LoRA. The same fields as for prefixes.
+
+    Raises:
+        KeySchemeError: a field is neither bytes, str nor int. ConfigError: `block_tokens` is 0.
+    """
+
+    def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int) -> None:
+        self._namespace = namespace_digest({**namespace, SCOPE: "segment"})
+        self.block_tokens = block_tokens
+
+    def keys(self, tokens: Tokens) -> SegmentKeys:
+        """
+        Raises:
+            TokenError: a token is no integer in [0, 2**32).
+        """
+        chain = TokenChain(self.block_tokens)
+        chain.extend(tokens)
+        whole = EngineKeyChain(self._namespace, GROUP)
+        whole.extend(chain.digests)
+        blocks = len(whole)
+        rest = tokens[blocks * self.block_tokens :]
+        if not len(rest):
+            return SegmentKeys(whole.keys, None)
+        parent = chain.digests[-1].tobytes() if blocks else None
+        key = tail_key(self._namespace, GROUP, parent, b"", rest, blocks)
+        return SegmentKeys(whole.keys, TailCandidates(key, np.array([len(rest)], np.int32), blocks))

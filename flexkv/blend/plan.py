@@ -1,0 +1,86 @@
+"""Which rows of a blended prompt are computed again (CacheBlend, arXiv:2405.16444)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import ConfigError
+
+Rows = NDArray[np.int64]
+"""Numbers of rows, ascending, int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPlan:
+    """How much of what is reused is computed again.
+
+    Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
+    fresh one and keeps those that differ most; later layers compute only these. Rows that nothing covers are computed
+    in every layer, whatever the ratio.
+
+    Attributes:
+        check_layers: ascending; not the first layer, whose keys do not depend on what stands before.
+        ratios: of all reused rows, how many are still computed after each check layer; not ascending. A first ratio of
+            0 checks nothing: reused rows are taken as they are in every layer.
+
+    Raises:
+        ConfigError: names the value and what is allowed.
+    """
+
+    check_layers: tuple[int, ...] = (1,)
+    ratios: tuple[float, ...] = (0.15,)
+
+    def __post_init__(self) -> None:
+        if not self.check_layers or len(self.check_layers) != len(self.ratios):
+            raise ConfigError(
+                f"check_layers {self.check_layers} and ratios {self.ratios}: as many of each, at least one"
+            )
+        if self.check_layers[0] < 1 or any(b <= a for a, b in zip(self.check_layers, self.check_layers[1:])):  # noqa: B905
+            raise ConfigError(f"check_layers {self.check_layers}: layers from 1 on, ascending")
+        if not all(0.0 <= ratio <= 1.0 for ratio in self.ratios):
+            raise ConfigError(f"ratios {self.ratios}: allowed are 0 to 1")
+        if any(b > a for a, b in zip(self.ratios, self.ratios[1:])):  # noqa: B905
+            raise ConfigError(f"ratios {self.ratios}: a later layer may not compute more rows")
+
+    @classmethod
+    def of_ratio(cls, ratio: float) -> BlendPlan:
+        """One check, in layer 1."""
+        return cls((1,), (ratio,))
+
+    def ratio_at(self, layer: int) -> float | None:
+        """The ratio from check layer `layer` on; None for other layers."""
+        return dict(zip(self.check_layers, self.ratios, strict=True)).get(layer)
+
+
+def rows_to_keep(difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int) -> Rows:
+    """Rows to go on with: all that are not reused, and of the others the `budget` with the greatest difference.
+
+    Of equal ones the earlier. A difference that is no number counts as the greatest.
+
+    Args:
+        difference: squared distance between cached and fresh key, [rows]; only that of reused rows counts.
+        reused: bool [rows].
+    """
+    candidates = np.flatnonzero(reused)
+    measured = np.nan_to_num(difference[candidates], nan=np.inf, posinf=np.inf)
+    chosen = candidates[np.argsort(-measured, kind="stable")[: max(0, budget)]]
+    return np.union1d(np.flatnonzero(~reused), chosen).astype(np.int64)
+
+
+def budget_of(ratio: float, reused: int) -> int:
+    """How many of `reused` rows a ratio keeps: at least one if it is above 0."""
+    return 0 if ratio == 0.0 or reused == 0 else max(1, round(ratio * reused))
+
+
+def check_layers_exist(plan: BlendPlan, layers: int) -> None:
+    """
+    Raises:
+        ConfigError: the plan checks a layer that the model does not have.
+    """
+    missing: Sequence[int] = [layer for layer in plan.check_layers if layer >= layers]
+    if missing:
+        raise ConfigError(f"check layer {missing[0]}: the model has layers 0 to {layers - 1}")

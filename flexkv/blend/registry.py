@@ -1,0 +1,88 @@
+"""Models whose keys can be moved: what is particular to each family, read from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.blend.rope import Pairing, RopeSpec
+from flexkv.errors import ConfigError
+
+
+class NotBlendable(ConfigError):
+    """Keys of this model cannot be moved to other positions, or not yet; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """What models of one `model_type` have in common.
+
+    Attributes:
+        normed_heads: queries and keys are normalised head by head before they are rotated.
+    """
+
+    name: str
+    pairing: Pairing
+    normed_heads: bool
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        ModelFamily("llama", "neox", normed_heads=False),
+        ModelFamily("mistral", "neox", normed_heads=False),
+        ModelFamily("qwen2", "neox", normed_heads=False),
+        ModelFamily("qwen3", "neox", normed_heads=True),
+    )
+}
+"""By the `model_type` of Hugging Face configurations."""
+
+
+def family_of(config: Any) -> ModelFamily:
+    """
+    Raises:
+        NotBlendable: the family is not registered, or attends through a window.
+    """
+    name = config.model_type
+    if name not in FAMILIES:
+        raise NotBlendable(f"model type {name!r}: blending knows {', '.join(FAMILIES)}")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # Mistral has no list of layer types: there a window is for all layers.
+    windowed = kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None))
+    if windowed:
+        raise NotBlendable(f"model type {name!r} with a sliding window: blending needs full attention")
+    return FAMILIES[name]
+
+
+def head_dim_of(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rope_of(config: Any) -> RopeSpec:
+    """The rotary embedding that a configuration describes.
+
+    Raises:
+        NotBlendable: its scaling is not known, or values of it are missing.
+    """
+    family, head_dim = family_of(config), head_dim_of(config)
+    given = dict(config.rope_parameters)
+    scaling = given.get("rope_type", "default")
+    positions = int(config.max_position_embeddings)
+    try:
+        return RopeSpec(
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * given.get("partial_rotary_factor", 1.0)),
+            theta=float(given["rope_theta"]),
+            pairing=family.pairing,
+            scaling=scaling,
+            factor=float(given.get("factor") or 1.0),
+            max_positions=positions,
+            original_positions=int(given.get("original_max_position_embeddings") or positions),
+            beta_fast=float(given.get("beta_fast") or 32.0),
+            beta_slow=float(given.get("beta_slow") or 1.0),
+            truncate=bool(given.get("truncate", True)),
+            low_freq_factor=float(given.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(given.get("high_freq_factor") or 4.0),
+        )
+    except (ConfigError, KeyError) as error:
+        raise NotBlendable(f"rope parameters {given}: {error}") from error

@@ -1,0 +1,6 @@
+"""Blending for Hugging Face transformers models: the only place of flexkv that imports transformers."""
+
+from flexkv.blend.runner.blender import Blender, BlendReport, Prefill
+from flexkv.blend.runner.prefill import precompute, prefill, segment_cache
+
+__all__ = ["BlendReport", "Blender", "Prefill", "precompute", "prefill", "segment_cache"]

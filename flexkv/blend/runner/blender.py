@@ -1,0 +1,114 @@
+"""One blended prefill: reused rows from the cache, the others and the most different ones computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexkv.blend.plan import BlendPlan, Rows, budget_of, check_layers_exist, rows_to_keep
+from flexkv.blend.rotation import KeyRotation
+from flexkv.blend.runner.attention import attend
+from flexkv.blend.runner.model import LayeredModel
+from flexkv.blend.runner.reused import LostPages, ReusedLayers, ReusedRows
+
+
+@dataclass(frozen=True, slots=True)
+class BlendReport:
+    """What a prefill did.
+
+    Attributes:
+        tokens: of the prompt, without what the engine had.
+        reused: of them, rows that the cache covered.
+        computed: of each layer, the rows that were computed, int64 ascending.
+        off: why nothing was blended; empty if it was.
+        restarts: how often pages failed to come while others were in use already.
+    """
+
+    tokens: int
+    reused: int
+    computed: list[Rows] = field(default_factory=list)
+    off: str = ""
+    restarts: int = 0
+
+
+class Prefill(NamedTuple):
+    """What a prefill gives.
+
+    Attributes:
+        logits: of the prompt's last token, [1, vocabulary].
+        kv: a transformers `DynamicCache` with all tokens, those that the engine had included.
+    """
+
+    logits: Any
+    kv: Any
+    report: BlendReport
+
+
+class Blender:
+    """Computes prompts of one model, layer by layer."""
+
+    def __init__(self, model: LayeredModel, plan: BlendPlan) -> None:
+        check_layers_exist(plan, len(model.layers))
+        self._model = model
+        self._plan = plan
+        self.rotation = KeyRotation(model.rope, model.shape.heads, model.shape.dtype, model.frequencies)
+
+    def run(
+        self, tokens: Any, past: list[tuple[Any, Any]], reused: ReusedRows
+    ) -> tuple[Any, Any, list[Rows]]:
+        """Logits [1, vocabulary], keys and values of every layer, and the rows computed in each.
+
+        Args:
+            tokens: int64 [rows], those that the engine has not.
+            past: of each layer, keys and values [heads, tokens, dim] that the engine has; all of the same length.
+            reused: which rows the cache covers, and their keys and values.
+
+        Raises:
+            LostPages: rows that the cache promised did not come.
+        """
+        first = past[0][0].shape[1] if past else 0
+        kept = np.arange(len(tokens), dtype=np.int64)
+        if self._plan.ratios[0] == 0.0:
+            # The last row is needed for the logits, whatever covers it.
+            kept = np.union1d(np.flatnonzero(~reused.covered), kept[-1:])
+        hidden = self._model.embed(tokens[torch.from_numpy(kept)])
+        computed = []
+        with reused.open(self.rotation, past) as old:
+            for layer in range(len(self._model.layers)):
+                hidden, kept = self._layer(layer, hidden, kept, first, old)
+                computed.append(kept)
+        return self._model.logits(hidden[-1:]), old.kept, computed
+
+    def _layer(self, layer: int, hidden: Any, kept: Rows, first: int, old: ReusedLayers) -> tuple[Any, Rows]:
+        """The layer's output for the rows that go on, and these rows."""
+        model = self._model
+        query, key, value = model.project(layer, hidden, torch.from_numpy(kept + first))
+        keys, values = old.layer(layer)
+        ratio = self._plan.ratio_at(layer)
+        if ratio is not None and self._plan.ratios[0] > 0.0:
+            cached = keys[:, torch.from_numpy(kept + first)]
+            going_on = torch.from_numpy(self._choose(key, cached, kept, old.covered, ratio))
+            kept = kept[going_on.numpy()]
+            hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
+        at = torch.from_numpy(kept + first)
+        # In every layer, also before the first check: rows that nothing covers would be zeros there otherwise.
+        keys[:, at] = key.transpose(0, 1)
+        values[:, at] = value.transpose(0, 1)
+        old.edit(layer, kept, key, value)
+        attended = attend(query, keys, values, at, model.scale(layer))
+        return model.finish(layer, hidden, attended), kept
+
+    def _choose(self, fresh: Any, cached: Any, kept: Rows, covered: NDArray[np.bool_], ratio: float) -> Rows:
+        """Which of the rows `kept` go on, as positions in them."""
+        distance = (fresh.transpose(0, 1).float() - cached.float()).square().sum(dim=(0, 2))
+        reusable = covered[kept]
+        reusable[-1] = False  # the last row is needed for the logits
+        budget = budget_of(ratio, int(np.count_nonzero(covered)))
+        return rows_to_keep(distance.double().numpy(), reusable, budget)
+
+
+__all__ = ["BlendReport", "Blender", "LostPages", "Prefill"]

@@ -1,0 +1,89 @@
+"""The steps of a registered transformers model, layer by layer, on the rows that are asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from flexkv.blend.cache import KvShape
+from flexkv.blend.registry import NotBlendable, family_of, head_dim_of, rope_of
+
+
+class LayeredModel:
+    """A causal language model taken apart into what blending calls.
+
+    Raises:
+        NotBlendable: its family is not registered, or it lies on several devices or not in host memory.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config.get_text_config()
+        self.family = family_of(self.config)
+        self.rope = rope_of(self.config)
+        self.model = model
+        self.inner = model.model
+        self.layers = list(self.inner.layers)
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        if devices != {"cpu"}:
+            raise NotBlendable(
+                f"the model's weights lie on {sorted(devices)}: the runner works in host memory"
+            )
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if len(dtypes) != 1:
+            raise NotBlendable(
+                f"the model's weights have the dtypes {sorted(map(str, dtypes))}: one is needed"
+            )
+        self.dtype = dtypes.pop()
+        self.head_dim = head_dim_of(self.config)
+        self._rotate = sys.modules[type(self.layers[0].self_attn).__module__].apply_rotary_pos_emb
+
+    @property
+    def shape(self) -> KvShape:
+        dtype = str(self.dtype).rpartition(".")[2]
+        return KvShape(len(self.layers), self.config.num_key_value_heads, self.head_dim, dtype)
+
+    @property
+    def frequencies(self) -> Any:
+        """Radians a position, as the model itself has them, float64 [rotary_dim / 2]."""
+        return self.inner.rotary_emb.inv_freq.double().numpy()
+
+    def embed(self, tokens: Any) -> Any:
+        """[tokens] -> [tokens, hidden]."""
+        return self.inner.embed_tokens(tokens)
+
+    def rotated(self, rows: Any, positions: Any) -> Any:
+        """Keys (or queries) [rows, heads, head_dim] with the model's own rotary embedding of `positions` [rows]."""
+        cosine, sine = self.inner.rotary_emb(rows[None], positions[None])
+        batched = rows.transpose(0, 1)[None]
+        turned, _ = self._rotate(batched, batched, cosine, sine)
+        return turned[0].transpose(0, 1)
+
+    def project(self, layer: int, hidden: Any, positions: Any) -> tuple[Any, Any, Any]:
+        """Query, key and value [rows, heads, head_dim] of rows `hidden` [rows, hidden]."""
+        attention = self.layers[layer].self_attn
+        normed = self.layers[layer].input_layernorm(hidden)
+        query, key, value = (
+            linear(normed).view(len(hidden), -1, self.head_dim)
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if self.family.normed_heads:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        return self.rotated(query, positions), self.rotated(key, positions), value
+
+    def finish(self, layer: int, hidden: Any, attended: Any) -> Any:
+        """The layer's output from its input and what its heads attended to, both [rows, ...]."""
+        module = self.layers[layer]
+        hidden = hidden + module.self_attn.o_proj(attended)
+        return hidden + module.mlp(module.post_attention_layernorm(hidden))
+
+    def scale(self, layer: int) -> float:
+        return float(self.layers[layer].self_attn.scaling)
+
+    def logits(self, hidden: Any) -> Any:
+        """[rows, hidden] -> [rows, vocabulary]."""
+        return self.model.lm_head(self.inner.norm(hidden))
+
+    def positions_tensor(self, positions: Any) -> Any:
+        return torch.from_numpy(positions)

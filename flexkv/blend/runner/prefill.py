@@ -1,0 +1,224 @@
+"""Blending as a library: `flexkv.blend.prefill(model, segments, cache)`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from flexkv.blend.cache import SegmentCache
+from flexkv.blend.plan import BlendPlan
+from flexkv.blend.registry import NotBlendable
+from flexkv.blend.runner.blender import Blender, BlendReport, LostPages, Prefill
+from flexkv.blend.runner.model import LayeredModel
+from flexkv.blend.runner.reused import ReusedRows
+from flexkv.blend.runner.selftest import check_rotation
+from flexkv.blend.segments import Segment, Tokens, as_tokens
+from flexkv.errors import ConfigError, GeometryError
+from flexkv.transfer.layerwise.host_device import HostDevice
+
+logger = logging.getLogger(__name__)
+
+_CHECKED = "_flexkv_blending_off"
+"""Attribute of a model that was tried: empty, or why it is not blended."""
+
+Segments = Sequence[Segment | Sequence[int] | Tokens]
+
+
+def segment_cache(
+    model: Any,
+    namespace: Mapping[str, bytes | str | int],
+    *,
+    slots: int,
+    staging_tokens: int,
+    block_tokens: int = 16,
+    deadline_s: float = 60.0,
+) -> SegmentCache:
+    """A cache for the segments of `model`.
+
+    Args:
+        namespace: what names the weights (a digest or a revision), and what else keeps two callers apart. The model's
+            configuration is added.
+
+    Raises:
+        NotBlendable: the model's family is not registered.
+    """
+    layered = LayeredModel(model)
+    fields = {"flexkv.model": model.config.to_json_string(use_diff=False), **namespace}
+    return SegmentCache(
+        layered.shape,
+        fields,
+        slots=slots,
+        staging_tokens=staging_tokens,
+        block_tokens=block_tokens,
+        deadline_s=deadline_s,
+    )
+
+
+def off_reason(model: Any) -> str:
+    """Why keys of this model are not moved; empty if they are. Tried once, with one warning if they are not."""
+    if not hasattr(model, _CHECKED):
+        reason = ""
+        try:
+            with torch.no_grad():
+                check_rotation(LayeredModel(model))
+        except NotBlendable as error:
+            reason = str(error)
+            logger.warning("blending is off for %s: %s", type(model).__name__, reason)
+        setattr(model, _CHECKED, reason)
+    return str(getattr(model, _CHECKED))
+
+
+def as_segments(segments: Segments) -> list[Segment]:
+    """
+    Raises:
+        TokenError: tokens that are none. ConfigError: no token at all.
+    """
+    found = [s if isinstance(s, Segment) else Segment(as_tokens(s)) for s in segments]
+    found = [segment for segment in found if len(segment)]
+    if not found:
+        raise ConfigError("segments: there is not one token")
+    return found
+
+
+def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
+    """Keys and values [heads, tokens, dim] of what the engine has, of each layer."""
+    if past is None or past.get_seq_length() == 0:
+        return []
+    layers = [(layer.keys, layer.values) for layer in past.layers]
+    if len(layers) != len(layered.layers) or layers[0][0].shape[0] != 1:
+        raise GeometryError(
+            f"past: {len(layers)} layers of batch {layers[0][0].shape[0]}; "
+            f"{len(layered.layers)} of batch 1 are needed"
+        )
+    return [(keys[0], values[0]) for keys, values in layers]
+
+
+def prefill(
+    model: Any,
+    segments: Segments,
+    cache: SegmentCache,
+    plan: BlendPlan = BlendPlan(),  # noqa: B008 - frozen
+    past: Any = None,
+) -> Prefill:
+    """Computes a prompt, the concatenation of `segments`, from what `cache` has of them.
+
+    A segment (or its leading blocks) that `cache` has is reused wherever it stands; what `plan` says of it, and all
+    that is not cached, is computed. Nothing is stored: see `precompute`. Where the model's keys cannot be moved
+    (`off_reason`) everything is computed by the model itself.
+
+    Args:
+        model: a transformers causal language model of a registered family, in host memory.
+        segments: token ids, or `Segment`s as `split_at_separators` gives them.
+        past: a transformers cache with the tokens that the engine has already; left as it is. Positions count on
+            from it.
+
+    Raises:
+        NotBlendable: the prompt is longer than a "dynamic" rope leaves its frequencies alone.
+        ConfigError: no tokens, or a plan with a layer that the model does not have.
+        GeometryError: `past` or `cache` is not this model's.
+    """
+    parts = as_segments(segments)
+    tokens = torch.from_numpy(np.concatenate([part.tokens for part in parts]))
+    reason = off_reason(model)
+    with torch.no_grad():
+        if reason:
+            return _recompute(model, tokens, past, reason)
+        layered = LayeredModel(model)
+        if cache.shape != layered.shape:
+            raise GeometryError(f"the cache has {cache.shape}, the model {layered.shape}")
+        had = _past_layers(past, layered)
+        length = len(tokens) + (had[0][0].shape[1] if had else 0)
+        if layered.rope.scaling == "dynamic" and length > layered.rope.max_positions:
+            raise NotBlendable(
+                f"{length} tokens with a dynamic rope: its frequencies change beyond "
+                f"{layered.rope.max_positions}, and with them every cached key"
+            )
+        device = HostDevice()
+        try:
+            return _blend(Blender(layered, plan), parts, tokens, had, cache, device)
+        finally:
+            device.close(cache.deadline_s)
+
+
+def _blend(
+    blender: Blender,
+    parts: Sequence[Segment],
+    tokens: Any,
+    past: list[tuple[Any, Any]],
+    cache: SegmentCache,
+    device: HostDevice,
+) -> Prefill:
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    wanted: list[Tokens | None] = [part.tokens if part.reusable else None for part in parts]
+    restarts = 0
+    while True:
+        load = cache.begin_load(wanted)
+        try:
+            reused = ReusedRows(cache, load, starts, len(tokens), device)
+            logits, layers, computed = blender.run(tokens, past, reused)
+        except LostPages as lost:
+            # Rows of earlier layers were computed from what came of them: begin again without. Each time there is one
+            # segment less to ask for.
+            logger.warning("blending begins again: %s", lost)
+            for segment in lost.segments:
+                wanted[segment] = None
+            restarts += 1
+            continue
+        finally:
+            load.close()
+        covered = int(np.count_nonzero(reused.covered))
+        return Prefill(logits, _as_cache(layers), BlendReport(len(tokens), covered, computed, "", restarts))
+
+
+def _recompute(model: Any, tokens: Any, past: Any, reason: str) -> Prefill:
+    kv = DynamicCache()
+    for number, (keys, values) in enumerate(_layers_of(past)):
+        kv.update(keys, values, number)
+    found = model(tokens[None], past_key_values=kv, use_cache=True, logits_to_keep=1)
+    return Prefill(found.logits[0, -1:], found.past_key_values, BlendReport(len(tokens), 0, [], reason))
+
+
+def _layers_of(past: Any) -> list[tuple[Any, Any]]:
+    if past is None or past.get_seq_length() == 0:
+        return []
+    return [(layer.keys, layer.values) for layer in past.layers]
+
+
+def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
+    cache = DynamicCache()
+    for number, (keys, values) in enumerate(layers):
+        cache.update(keys[None], values[None], number)
+    return cache
+
+
+def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
+    """Computes each reusable segment by itself, where it is not cached, and stores it. Returns the tokens cached now.
+
+    What is stored under a segment's key depends on the segment alone, so no prompt can leave traces in another's.
+
+    Raises:
+        CapacityError: a segment is longer than the cache's staging pool.
+    """
+    if off_reason(model):
+        return 0
+    rotation = Blender(LayeredModel(model), BlendPlan()).rotation
+    cached = 0
+    for part in as_segments(segments):
+        if not part.reusable:
+            continue
+        have = cache.cached_tokens(part.tokens)
+        if have < len(part):
+            with torch.no_grad():
+                found = model(torch.from_numpy(part.tokens)[None], use_cache=True, logits_to_keep=1)
+            layers = [
+                (layer.keys[0].contiguous(), layer.values[0].contiguous())
+                for layer in found.past_key_values.layers
+            ]
+            have = cache.store(part.tokens, layers.__getitem__, rotation)
+        cached += have
+    return cached

@@ -1,0 +1,74 @@
+"""Prompts as segments: pieces of text whose keys and values are cached each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import ConfigError, TokenError
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens that follow each other in a prompt.
+
+    Attributes:
+        tokens: int64 [tokens].
+        reusable: it may be cached and reused; separators are not, they are computed in every prompt.
+    """
+
+    tokens: Tokens
+    reusable: bool = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
+    """
+    Raises:
+        TokenError: they are no integers in [0, 2**32) in one dimension.
+    """
+    found = np.asarray(tokens)
+    if found.size == 0:
+        found = found.astype(np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TokenError(f"tokens of shape {found.shape} and dtype {found.dtype}: integers in one dimension")
+    bad = np.flatnonzero((found < 0) | (found >= 2**32))
+    if len(bad):
+        raise TokenError(f"token {bad[0]} is {found[bad[0]]}: allowed are 0 to {2**32 - 1}")
+    return found.astype(np.int64)
+
+
+def split_at_separators(tokens: Sequence[int] | Tokens, separator: Sequence[int] | Tokens) -> list[Segment]:
+    """Cuts a prompt at every occurrence of `separator`, from left to right; occurrences do not overlap.
+
+    The separator is what its special string gives *inside* a text, without the token that a tokenizer may put at the
+    beginning of one. The segments follow each other without gaps; each separator is a segment that is not reusable.
+
+    Raises:
+        ConfigError: an empty separator.
+    """
+    prompt, mark = as_tokens(tokens), as_tokens(separator)
+    if not len(mark):
+        raise ConfigError("separator: it must have at least one token")
+    starts: list[int] = []
+    if len(prompt) >= len(mark):
+        windows = np.lib.stride_tricks.sliding_window_view(prompt, len(mark))
+        for at in np.flatnonzero((windows == mark).all(axis=1)).tolist():
+            if not starts or at >= starts[-1] + len(mark):
+                starts.append(at)
+    segments, done = [], 0
+    for start in starts:
+        if start > done:
+            segments.append(Segment(prompt[done:start]))
+        done = start + len(mark)
+        segments.append(Segment(prompt[start:done], reusable=False))
+    if done < len(prompt):
+        segments.append(Segment(prompt[done:]))
+    return segments

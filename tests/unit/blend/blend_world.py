@@ -1,0 +1,83 @@
+"""Small random transformers models, and prompts of segments."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from flexkv.blend import segment_cache
+from flexkv.blend.cache import SegmentCache
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options):
+    """Weights several times as large as usual, so that rows depend on each other."""
+    config_class, model_class = FAMILIES[family]
+    if family == "mistral":
+        options.setdefault("sliding_window", None)
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**SIZES, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(4.0)
+    return model.to(dtype)
+
+
+def make_cache(model, **options) -> SegmentCache:
+    return segment_cache(
+        model, {"weights": "random"}, **{"slots": 64, "staging_tokens": 512, "block_tokens": 8, **options}
+    )
+
+
+def random_segments(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCABULARY, length) for length in lengths]
+
+
+@torch.no_grad()
+def full(model, segments, past=None):
+    """transformers' own answer: logits of the last token [1, vocabulary], and the cache."""
+    tokens = torch.from_numpy(np.concatenate(segments))[None]
+    found = model(tokens, past_key_values=past, use_cache=True)
+    return found.logits[0, -1:], found.past_key_values
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def worst_layer(found, wanted, rows=slice(None)) -> float:
+    """The largest relative error of any layer's keys or values."""
+    return max(
+        relative(getattr(mine, plane)[:, :, rows], getattr(theirs, plane)[:, :, rows])
+        for mine, theirs in zip(found.layers, wanted.layers, strict=True)
+        for plane in ("keys", "values")
+    )
