@@ -168,7 +168,7 @@ class LoadPipeline(Pipeline):
         if self._transform is not None:
             self._transform(layer, buffer[0], self._positions)
         # After the transform: it may have turned what an earlier layer left there.
-        gaps = self._gaps.pop(layer)
+        gaps = self._gaps[layer]  # kept: on a GPU it is read later than this
         if len(gaps):
             buffer[:, gaps] = 0
 

@@ -32,6 +32,7 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"vllm", "torch"}),
     "sglang": frozenset({"sglang", "torch"}),
     "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
+    "torch_tensors": frozenset({"torch"}),
 }
 """Adapter -> engines it may import; what adapters share (`adapters/common`) imports none."""
 RUNNER = "blend.runner"

@@ -1,0 +1,111 @@
+"""A device of torch for the layerwise pipelines: its tensors, streams and events. On a GPU not yet run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
+
+LOOK_EVERY_S = 0.0005
+"""How often a wait with a deadline looks at an event: CUDA's own wait has none."""
+
+
+class TorchEvent(Event):
+    """A recorded event: what failed to be enqueued before it, and once waited for, what the device reports."""
+
+    def __init__(self, native: Any, error: str) -> None:
+        self.native = native
+        self._error = error
+
+    def wait(self, deadline_s: float) -> bool:
+        ends_s = time.monotonic() + deadline_s
+        try:
+            while not self.native.query():
+                if time.monotonic() >= ends_s:
+                    return False
+                time.sleep(LOOK_EVERY_S)
+        except RuntimeError as error:
+            # Of a context that is broken nothing moves any more.
+            self._error = self._error or f"the device reported: {error}"
+        return True
+
+    @property
+    def error(self) -> str:
+        return self._error
+
+
+class TorchStream(Stream):
+    """One pipeline's stream. Work is enqueued by the calling thread, with the stream current."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._native = module.Stream(device) if device.type != "cpu" else module.Stream()
+        # Memory that torch gives to one stream may still be in use by work that was enqueued there before.
+        self._native.wait_stream(module.current_stream())
+        self._error = ""
+
+    def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
+        if self._error:
+            return
+        try:
+            with self._module.stream(self._native):
+                work()
+        except Exception as error:  # whatever a transform or a source raises is what its layer failed of
+            self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, TorchEvent), "a stream waits for events of its own device"
+        self._native.wait_event(event.native)
+        self._error = self._error or event.error
+
+    def record(self) -> TorchEvent:
+        native = self._module.Event()
+        native.record(self._native)
+        return TorchEvent(native, self._error)
+
+
+class TorchDevice(LayerDevice):
+    """A CUDA device; or torch's CPU, where everything is done at once.
+
+    The memory of a pipeline's sources must be pinned for its loads to overlap, and stay until the pipeline is quiet.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = torch.device(device)
+        self._module: Any = torch.get_device_module(self._device)
+
+    def stream(self, name: str) -> TorchStream:
+        return TorchStream(self._module, self._device)
+
+    def buffer(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def index(self, numbers: RowNumbers) -> torch.Tensor:
+        return torch.from_numpy(numbers.copy()).to(self._device)
+
+    def caller_event(self) -> TorchEvent:
+        native = self._module.Event()
+        native.record(self._module.current_stream())
+        return TorchEvent(native, "")
+
+    def caller_waits(self, event: Event, deadline_s: float) -> bool:
+        assert isinstance(event, TorchEvent), "a caller waits for events of its own device"
+        self._module.current_stream().wait_event(event.native)
+        return True
+
+
+class TensorRows:
+    """Rows in one tensor [planes, tokens, heads, head_width], to be read or written without waiting for the copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        rows.copy_(self._tensor, non_blocking=True)
+
+    def copy_from(self, rows: torch.Tensor) -> None:
+        self._tensor.copy_(rows, non_blocking=True)

@@ -1,0 +1,57 @@
+"""The layerwise pipelines on a device of torch, compared with the straight reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexkv.adapters.torch_tensors.device import TensorRows, TorchDevice
+from flexkv.transfer.layerwise.load import LoadPipeline
+from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.pipeline import PipelineReport
+from flexkv.transfer.layerwise.store import StorePipeline
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
+
+
+def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
+    """As `layer_world.turn`."""
+    by = torch.from_numpy(positions.new - positions.old + layer + 1).to(keys.device, keys.dtype)
+    keys.copy_(keys * 3 + by[:, None, None])
+
+
+def check_load_and_store(seed: int, where: str) -> None:
+    """Loads a world into tensors on `where`, stores it from there, and compares both."""
+    world = LayerWorld(seed)
+    device = TorchDevice(where)
+    memory = [torch.from_numpy(layer).to(where) for layer in world.memory]
+    paged = PagedLayers([list(layer) for layer in memory])
+    pinned = where != "cpu"
+
+    def source(rows: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(rows)
+        return tensor.pin_memory() if pinned else tensor
+
+    stored = [[source(rows) for rows in layer] for layer in world.stored]
+    load = LoadPipeline(device, paged, world.slots, world.chunks, turn, GENEROUS_S)
+    steps = load.run()
+    next(steps)
+    for layer in range(world.layers):
+        steps.send([TensorRows(rows) for rows in stored[layer]])
+        assert load.get_kv(layer).shape[1] == world.chunks.rows
+    assert next(steps) == PipelineReport({}, True)
+    for layer, wanted in enumerate(world.expected()):
+        assert np.array_equal(memory[layer].cpu().numpy(), wanted), f"layer {layer} after the load"
+
+    out = [[torch.zeros_like(rows, pin_memory=pinned) for rows in layer] for layer in stored]
+    storing = StorePipeline(device, paged, world.slots, world.chunks, GENEROUS_S).run()
+    next(storing)
+    for layer in range(world.layers):
+        storing.send([TensorRows(rows) for rows in out[layer]])
+    assert next(storing) == PipelineReport({}, True)
+    for layer, wanted in enumerate(world.expected()):
+        for rows, chunk in zip(out[layer], world.chunks.chunks, strict=True):
+            slots = world.slots[world.chunks.rows_of(chunk)]
+            want = wanted[:, slots // world.block_tokens, slots % world.block_tokens]
+            assert np.array_equal(rows.numpy(), want), f"layer {layer} after the store"
