@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flexkv import c_ext
-from flexkv.cli.transfer_bench import TransferBench, TransferRow
+from flexkv.cli.comparison import ComparisonRow
+from flexkv.cli.torch_baseline import index_select_rows, small_copy_rows
+from flexkv.cli.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
 from flexkv.config.sizes import format_size
 
 KIB = 1 << 10
@@ -35,9 +38,13 @@ def command() -> None:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows there.")
 @click.option("--png", "png_file", type=click.Path(path_type=Path), help="Also draw them (needs matplotlib).")
 def transfer(
-    device: int | None, megabytes: int, repeats: int, json_file: Path | None, png_file: Path | None
+    device: int | None,
+    megabytes: int,
+    repeats: int,
+    json_file: Path | None,
+    png_file: Path | None,
 ) -> None:
-    """Copy blocks between an engine's pool and a host pool by length of run, one way and both."""
+    """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is."""
     console = Console(width=120)
     found = c_ext.cuda_info()
     if device is None and found["device_count"]:
@@ -46,17 +53,32 @@ def transfer(
         console.print(
             f"No GPU ({found['reason']}): these are the lanes of plain memory, and say nothing of a GPU."
         )
-    bench = TransferBench(device, megabytes << 20, repeats)
+    total_bytes = megabytes << 20
+    bench = TransferBench(device, total_bytes, repeats)
     with console.status("copying"):
         rows = bench.run()
     console.print(_table(rows, bench.limit_gbps))
+    with console.status("comparing"):
+        compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
+        with bench.storing() as store:
+            compared += small_copy_rows(device, store)
+    console.print(_comparison_table(compared))
+    load = os.getloadavg()[0]
+    console.print(f"load average {load:.1f} on {os.cpu_count()} CPUs", highlight=False)
     for name, value in c_ext.CUDA_THRESHOLDS.items():
         console.print(f"{name} = {value}", highlight=False)
     if json_file is not None:
-        content = {"device": device, "limit_gbps": bench.limit_gbps, "rows": [asdict(row) for row in rows]}
+        content = {
+            "device": device,
+            "cpus": os.cpu_count(),
+            "load": load,
+            "limit_gbps": bench.limit_gbps,
+            "rows": [asdict(row) for row in rows],
+            "comparisons": [asdict(row) for row in compared],
+        }
         json_file.write_text(json.dumps(content, indent=1))
     if png_file is not None:
-        _draw(rows, png_file)
+        _draw(rows, compared, png_file)
 
 
 def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
@@ -79,22 +101,53 @@ def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
     return table
 
 
-def _draw(rows: list[TransferRow], path: Path) -> None:
+def _comparison_table(rows: list[ComparisonRow]) -> Table:
+    table = Table(title="beside it, median")
+    for heading in ("what", "direction", "run", "GB/s", "calls", "p99 ms", "note"):
+        table.add_column(heading, justify="left" if heading in ("what", "note") else "right")
+    for row in rows:
+        table.add_row(
+            row.what,
+            row.direction,
+            format_size(row.run_bytes) if row.run_bytes else "-",
+            _number(row.gbps, ".2f"),
+            _number(row.calls, "d"),
+            _number(row.p99_ms, ".3f"),
+            row.note,
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _draw(rows: list[TransferRow], compared: list[ComparisonRow], path: Path) -> None:
     """Raises UsageError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise click.UsageError("--png needs matplotlib: pip install flexkv[plots]") from error
-    figure = Figure(figsize=(8, 5))
-    axes = figure.subplots()
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    axes, others = figure.subplots(1, 2)
     for direction in dict.fromkeys(row.direction for row in rows):
         chosen = [row for row in rows if row.direction == direction]
         axes.plot(
             [row.run_bytes / KIB for row in chosen], [row.gbps for row in chosen], marker="o", label=direction
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("run, KiB")
-    axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    for what, direction in dict.fromkeys((row.what, row.direction) for row in compared if row.gbps):
+        same = [row for row in compared if (row.what, row.direction) == (what, direction) and row.gbps]
+        others.plot(
+            [row.run_bytes / KIB for row in same],
+            [row.gbps for row in same],
+            marker="o",
+            label=f"{what}, {direction}",
+        )
+    for part, title in ((axes, "lanes"), (others, "beside them")):
+        part.set_title(title)
+        part.set_xscale("log", base=2)
+        part.set_xlabel("run, KiB")
+        part.set_ylabel("GB/s")
+        part.set_ylim(bottom=0)
+        part.legend(fontsize="small")
     figure.savefig(path)

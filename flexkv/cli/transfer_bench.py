@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ RUN_BYTES = tuple(4096 << i for i in range(0, 11, 2))
 """Lengths of a block's contiguous runs, 4 KiB to 4 MiB."""
 
 LAYERS = 8
+STORE_RUN_BYTES = 1 << 20
+"""Of the store that others are measured beside: long runs, so that the copy engine is busy."""
 WAIT_S = 120.0
 NULL_STREAM = 0
 DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
@@ -96,7 +99,9 @@ class TransferBench:
 
         return self._total / self._median(copy) / 1e9
 
-    def _measure(self, run_bytes: int, blocks: int) -> list[TransferRow]:
+    @contextmanager
+    def _engine(self, run_bytes: int, blocks: int) -> Iterator[TransferEngine]:
+        """An engine between the memory, as a layer-first pool, and a host pool of as many slots."""
         page = run_bytes * LAYERS
         base = self._device_memory.address if self._device_memory is not None else self._memory.ctypes.data  # type: ignore[union-attr]
         segments = [
@@ -115,13 +120,29 @@ class TransferBench:
             while self._device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
                 time.sleep(0.01)
             engine.attach_view(0, view, pool)
+            yield engine
+        finally:
+            engine.close(WAIT_S)
+            pool.close()
+
+    def _measure(self, run_bytes: int, blocks: int) -> list[TransferRow]:
+        with self._engine(run_bytes, blocks) as engine:
             rows = [self._row(engine, name, [kind], run_bytes, blocks) for name, kind in DIRECTIONS.items()]
             if blocks > 1:
                 rows.append(self._row(engine, "both", list(DIRECTIONS.values()), run_bytes, blocks))
             return rows
-        finally:
-            engine.close(WAIT_S)
-            pool.close()
+
+    @contextmanager
+    def storing(self) -> Iterator[Callable[[], None]]:
+        """What stores all bytes once in runs of `STORE_RUN_BYTES`, to be called while something else is measured."""
+        run_bytes = min(STORE_RUN_BYTES, self._total // LAYERS)
+        blocks = self._total // (run_bytes * LAYERS)
+
+        def store() -> None:
+            self._transfer(engine, [OpKind.D2H], [np.arange(blocks, dtype=np.int32)])
+
+        with self._engine(run_bytes, blocks) as engine:
+            yield store
 
     def _row(
         self, engine: TransferEngine, direction: str, kinds: list[OpKind], run_bytes: int, blocks: int

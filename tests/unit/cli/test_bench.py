@@ -15,8 +15,9 @@ from flexkv.cli.bench_command import command
 @pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
 def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    done = CliRunner().invoke(command, ["transfer", "--megabytes", "4", "--repeats", "1", "--json", str(out)])
-    assert done.exit_code == 0, done.output
+    arguments = ["transfer", "--megabytes", "4", "--repeats", "1", "--json", str(out)]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
     assert "say nothing of a GPU" in done.output
     assert "most_batch_copies = 4096" in done.output
     content = json.loads(out.read_text())
@@ -25,6 +26,13 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
     assert all(row["gbps"] > 0 for row in rows)
+    compared = content["comparisons"]
+    assert {row["what"] for row in compared} == {
+        "torch index_select + copy",
+        "4 KiB copy, p99",
+    }
+    # What did not run says why; and nothing that went through plain memory is called GDS.
+    assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

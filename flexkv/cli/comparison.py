@@ -1,0 +1,26 @@
+"""What `flexkv bench transfer` compares the lanes with: one row a comparison, also for those that cannot run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """One comparison.
+
+    Attributes:
+        what: the method.
+        gbps: 1e9 bytes a second, median; None where it did not run or is no rate.
+        calls: I/O or driver calls of one round; None where they are not counted.
+        p99_ms: of single copies, milliseconds; None for other methods.
+        note: what stands behind the number, or why there is none.
+    """
+
+    what: str
+    direction: str
+    run_bytes: int
+    gbps: float | None = None
+    calls: int | None = None
+    p99_ms: float | None = None
+    note: str = ""

@@ -1,0 +1,145 @@
+"""torch's own way to move blocks, and small copies beside a store: what an engine would do without flexkv.
+
+The one module outside the adapters that imports torch, and only where the baseline is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flexkv.cli.comparison import ComparisonRow
+
+SMALL_BYTES = 4096
+SMALL_COPIES = 2000
+"""Enough for a 99th percentile; at most some 0.2 s of small copies."""
+PAUSE_S = 1e-4
+"""Between small copies: an engine makes one a step, not one after the other."""
+
+
+def load_torch() -> Any | None:
+    """torch, or None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def index_select_rows(
+    device: int | None, run_sizes: tuple[int, ...], layers: int, total_bytes: int, repeats: int
+) -> list[ComparisonRow]:
+    """`index_select` of a layer's blocks and one copy of what it gathered, layer by layer; `index_copy_` back."""
+    torch = load_torch()
+    what = "torch index_select + copy"
+    if torch is None:
+        return [ComparisonRow(what, "both", 0, note="torch is not installed")]
+    if device is not None and not torch.cuda.is_available():
+        return [ComparisonRow(what, "both", 0, note="torch was built without CUDA")]
+    place = "cpu" if device is None else f"cuda:{device}"
+    rows = []
+    for run_bytes in run_sizes:
+        blocks = total_bytes // (run_bytes * layers)
+        if blocks < 1:
+            continue
+        pool = torch.zeros((layers, blocks, run_bytes), dtype=torch.uint8, device=place)
+        host = torch.zeros((layers, blocks, run_bytes), dtype=torch.uint8, pin_memory=device is not None)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(blocks)).to(place)
+
+        def wait() -> None:
+            if device is not None:
+                torch.cuda.current_stream(device).synchronize()
+
+        def store(pool: Any = pool, host: Any = host, order: Any = order) -> None:
+            for layer in range(layers):
+                host[layer].copy_(pool[layer].index_select(0, order), non_blocking=True)
+            wait()
+
+        def load(pool: Any = pool, host: Any = host, order: Any = order) -> None:
+            for layer in range(layers):
+                pool[layer].index_copy_(0, order, host[layer].to(place, non_blocking=True))
+            wait()
+
+        for direction, once in (("H2D", load), ("D2H", store)):
+            seconds = _median(once, repeats)
+            rows.append(
+                ComparisonRow(
+                    what, direction, run_bytes, layers * blocks * run_bytes / seconds / 1e9, calls=2 * layers
+                )
+            )
+    return rows
+
+
+def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[ComparisonRow]:
+    """p99 of a 4 KiB device-to-host copy on a stream of its own, alone and while `store` runs again and again."""
+    what = "4 KiB copy, p99"
+    if device is None:
+        small, target = np.zeros(SMALL_BYTES, np.uint8), np.zeros(SMALL_BYTES, np.uint8)
+        note = "plain memory: a memcpy in another thread"
+
+        def once() -> None:
+            np.copyto(target, small)
+    else:
+        torch = load_torch()
+        if torch is None or not torch.cuda.is_available():
+            return [ComparisonRow(what, "D2H", SMALL_BYTES, note="needs torch built with CUDA")]
+        on_device = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        pinned = torch.zeros(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        stream = torch.cuda.Stream(device)
+        note = "a stream of its own"
+
+        def once() -> None:
+            with torch.cuda.stream(stream):
+                pinned.copy_(on_device, non_blocking=True)
+            stream.synchronize()
+
+    alone = _p99_ms(once)
+    ended = threading.Event()
+    failures: list[BaseException] = []
+
+    def keep_storing() -> None:
+        try:
+            while not ended.is_set():
+                store()
+        except BaseException as error:  # it is raised in the caller's thread
+            failures.append(error)
+
+    storing = threading.Thread(target=keep_storing)
+    storing.start()
+    try:
+        beside = _p99_ms(once)
+    finally:
+        ended.set()
+        storing.join()
+    if failures:
+        raise failures[0]
+    return [
+        ComparisonRow(what, "D2H", SMALL_BYTES, p99_ms=alone, note=f"{note}, alone"),
+        ComparisonRow(what, "D2H", SMALL_BYTES, p99_ms=beside, note=f"{note}, while a store streams"),
+    ]
+
+
+def _median(once: Callable[[], None], repeats: int) -> float:
+    once()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _p99_ms(once: Callable[[], None]) -> float:
+    once()
+    times = np.empty(SMALL_COPIES)
+    for i in range(SMALL_COPIES):
+        start = time.perf_counter()
+        once()
+        times[i] = time.perf_counter() - start
+        time.sleep(PAUSE_S)
+    return float(np.percentile(times, 99) * 1e3)

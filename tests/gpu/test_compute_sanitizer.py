@@ -1,0 +1,80 @@
+"""NVIDIA's compute-sanitizer over the kernels: memory errors, and races in shared memory. Controls must fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from build_support.cuda_toolkit import find_nvcc
+from flexkv import c_ext
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = 86
+"""Exit status that the tool is told to use for errors it found."""
+RUN_S = 1800
+
+TESTS = {
+    "tests/gpu/test_gds_gpu.py": "test_bytes and (0 or 7 or 42)",
+    "tests/gpu/test_transfer_gpu.py": "every_byte and (1000 or 9001) and not 80",
+}
+"""File -> which of its tests: each kernel in each mode with odd sizes; the tools slow kernels down many times."""
+
+CONTROLS = {
+    "memcheck": "__global__ void bad(int* p) { p[1 << 24] = 1; }",
+    "racecheck": (
+        "__global__ void bad(int* p) { __shared__ int x[64]; x[threadIdx.x] = threadIdx.x;"
+        " p[threadIdx.x] = x[63 - threadIdx.x]; }"
+    ),
+}
+
+
+def sanitizer() -> str:
+    """The tool beside the compiler, or on the PATH; skips where there is none, or no GPU."""
+    found = c_ext.cuda_info()
+    if not (found["built"] and found["device_count"]):
+        pytest.skip(f"needs an NVIDIA GPU and a CUDA build: {found['reason']}")
+    nvcc = find_nvcc()
+    beside = Path(nvcc).with_name("compute-sanitizer") if nvcc else None
+    tool = str(beside) if beside and beside.exists() else shutil.which("compute-sanitizer")
+    if not tool:
+        pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
+    return tool
+
+
+@pytest.mark.timeout(RUN_S + 60)
+@pytest.mark.parametrize("tool", list(CONTROLS))
+@pytest.mark.parametrize("file", list(TESTS))
+def test_kernels_are_clean(tool: str, file: str) -> None:
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
+    # torch's caching allocator would hide accesses past an allocation.
+    environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command += [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", file]
+    command += ["-k", TESTS[file]]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", list(CONTROLS))
+def test_the_tool_would_have_spoken(tool: str, tmp_path: Path) -> None:
+    program = sanitizer()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not installed: the control is compiled with it")
+    source = tmp_path / "control.cu"
+    source.write_text(
+        CONTROLS[tool] + "\nint main() { int* p; cudaMalloc(&p, 4096); bad<<<1, 64>>>(p);"
+        " return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1; }\n"
+    )
+    subprocess.run([nvcc, "-lineinfo", "-o", str(tmp_path / "control"), str(source)], check=True)
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND), str(tmp_path / "control")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == FOUND, done.stdout + done.stderr
