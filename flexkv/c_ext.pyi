@@ -277,14 +277,18 @@ class TransferEngine:
                 bool,
                 NDArray[np.int32],
                 NDArray[np.uint8],
+                NDArray[np.uint64],
             ]
         ],
         edges: Sequence[tuple[int, int, int]],
         stream: int | None = None,
     ) -> int | None:
-        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags. edges: before, after, kind."""
-    def poll(self, max_results: int) -> list[tuple[int, int, int, NDArray[np.int32], str]]:
-        """op_id, ticket, status, failed positions, reason of each."""
+        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests.
+        edges: before, after, kind."""
+    def poll(
+        self, max_results: int
+    ) -> list[tuple[int, int, int, NDArray[np.int32], str, NDArray[np.uint64]]]:
+        """op_id, ticket, status, failed positions, reason, digests [pages, runs] of each."""
     @property
     def event_fd(self) -> int: ...
     def wait(self, ticket: int, deadline_s: float) -> bool: ...
@@ -357,6 +361,9 @@ class SlabFile:
     @property
     def fd(self) -> int: ...
     @property
+    def row(self) -> tuple[str, int, int, int, int]:
+        """Path, header bytes, slot bytes, slots, id."""
+    @property
     def in_place(self) -> bool:
         """The path still leads to this file."""
     def offset(self, slot: int) -> int: ...
@@ -402,7 +409,7 @@ class DiskCounts(TypedDict):
     misses: dict[str, int]
 
 class DiskLane(Lane):
-    """DISK_READ and DISK_WRITE of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`.
+    """DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`.
 
     Args:
         slabs: of each disk, one a group.
@@ -684,6 +691,60 @@ class GDSManager:
         """Pages of transfers under way that were not issued yet come back as cancelled."""
     def close(self) -> None:
         """Cancels, waits for what is in flight, closes the files. Idempotent."""
+
+def time_transform(
+    gpu_device_id: int,
+    layers: int,
+    run_bytes: int,
+    blocks: int,
+    into_pool: bool,
+    whole_device: bool,
+    repeats: int,
+) -> list[tuple[float, float]]:
+    """Seconds of the layout transform with digests, and of the device's own copy of as many bytes, a repeat.
+
+    Args:
+        gpu_device_id: -1 for plain memory.
+        into_pool: from slots into a layer-first pool, checking digests; else into the slots, making them.
+        whole_device: on every multiprocessor instead of the few that transfers use.
+
+    Raises:
+        ConfigError: no such device. CapacityError: the memory is not there.
+    """
+
+class GdsLane(Lane):
+    """GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
+
+    Args:
+        codecs: one a group.
+        stripe: the rank whose stripe of a slot image is moved.
+        slabs: of each disk, one a group: path, header bytes, slot bytes, slots, id. Empty for a lost disk.
+        gpu_device_id: the GPU that has the pool, -1 for a pool in plain memory.
+
+    Raises:
+        ConfigError: a slab that cannot be opened, or an option that is not allowed.
+        GeometryError: a slab's slots are no images of its group.
+    """
+
+    def __init__(
+        self,
+        codecs: list[PageCodec],
+        stripe: int,
+        slabs: Sequence[Sequence[tuple[str, int, int, int, int]]],
+        *,
+        threads_per_device: int = 4,
+        use_staged_transfer: bool = True,
+        max_staging_blocks: int = 64,
+        max_staging_bytes: int = 2 << 30,
+        gpu_device_id: int = -1,
+    ) -> None: ...
+    def describe(self) -> str:
+        """What the I/O is and which memory it goes to."""
+    @property
+    def totals(self) -> GdsTotals: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    def counts(self) -> DiskCounts: ...
 
 def transfer_kv_blocks_gds_staged(
     gds_manager: GDSManager,

@@ -10,10 +10,12 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/count_dicts.h"
 #include "bindings/tensor_argument.h"
 #include "gds/gds_manager.h"
 #include "gds/io_choice.h"
 #include "gds/raw_transfer.h"
+#include "gds/transform_timing.h"
 
 namespace py = pybind11;
 
@@ -53,19 +55,6 @@ std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std
   const py::gil_scoped_release release;
   return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream),
                                       &choose_io);
-}
-
-py::dict totals(const GDSManager& manager) {
-  const GdsTotals t = manager.totals();
-  py::dict answer;
-  answer["transfers"] = t.transfers;
-  answer["pages"] = t.pages;
-  answer["failed_pages"] = t.failed_pages;
-  answer["io_calls"] = t.io_calls;
-  answer["bounced_calls"] = t.bounced_calls;
-  answer["io_bytes"] = t.io_bytes;
-  answer["launches"] = t.launches;
-  return answer;
 }
 
 BackendType to_backend(int32_t gpu_block_type) {
@@ -174,10 +163,26 @@ void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_te
   copy_raw(*choose_device(std::nullopt, 0), copy);
 }
 
+// (transform, copy) seconds of each repeat.
+std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, int32_t layers,
+                                                       int64_t run_bytes, int64_t blocks, bool into_pool,
+                                                       bool whole_device, int32_t repeats) {
+  const py::gil_scoped_release release;
+  const auto grid = whole_device ? TransformGrid::kWholeDevice : TransformGrid::kBesideModel;
+  const auto device = choose_device(gpu_device_id, 0, grid);
+  std::vector<std::pair<double, double>> times;
+  for (const TransformTime& t : time_transform(*device, {layers, run_bytes, blocks, into_pool}, repeats)) {
+    times.emplace_back(t.transform_s, t.copy_s);
+  }
+  return times;
+}
+
 }  // namespace
 
 void bind_gds(py::module_& m) {
   const GdsOptions defaults;
+  m.def("time_transform", &timed_transform, py::arg("gpu_device_id"), py::arg("layers"), py::arg("run_bytes"),
+        py::arg("blocks"), py::arg("into_pool"), py::arg("whole_device"), py::arg("repeats"));
   py::class_<GDSManager>(m, "GDSManager")
       .def(py::init(&make_manager), py::arg("ssd_files"), py::arg("num_devices"), py::arg("round_robin") = 1,
            py::kw_only(), py::arg("threads_per_device") = defaults.threads_per_device,
@@ -199,7 +204,7 @@ void bind_gds(py::module_& m) {
       .def_property_readonly("threads", &GDSManager::threads)
       .def_property_readonly("staging_bytes", &GDSManager::staging_bytes)
       .def_property_readonly("down_reason", &GDSManager::down_reason)
-      .def_property_readonly("totals", &totals)
+      .def_property_readonly("totals", [](const GDSManager& g) { return to_dict(g.totals()); })
       .def("describe", &GDSManager::describe)
       .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
       .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());

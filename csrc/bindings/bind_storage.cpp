@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
+#include "bindings/count_dicts.h"
 #include "io/faulty_queue.h"
 #include "storage/disk_lane.h"
 #include "storage/page_codec.h"
@@ -127,18 +128,7 @@ py::list states(const DiskLane& lane) {
 
 py::dict counts(const DiskLane& lane, int32_t disk) {
   if (disk < 0 || disk >= lane.disks()) throw BlockRangeError("no disk " + std::to_string(disk));
-  const DiskCounts& c = lane.counts(disk);
-  py::dict misses;
-  for (size_t i = 1; i < kPageMisses; ++i) misses[kMissNames[i]] = c.misses[i].load();
-  py::dict all;
-  all["read_pages"] = c.read_pages.load();
-  all["read_bytes"] = c.read_bytes.load();
-  all["written_pages"] = c.written_pages.load();
-  all["written_bytes"] = c.written_bytes.load();
-  all["zeroed_bytes"] = c.zeroed_bytes.load();
-  all["write_errors"] = c.write_errors.load();
-  all["misses"] = misses;
-  return all;
+  return to_dict(lane.counts(disk));
 }
 
 IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<int32_t> disk,
@@ -203,6 +193,11 @@ void bind_storage(py::module_& m) {
            py::arg("lock_fd") = -1)
       .def_property_readonly("direct", &SlabFile::direct)
       .def_property_readonly("fd", &SlabFile::fd)
+      .def_property_readonly("row",
+                             [](const SlabFile& f) {
+                               const SlabShape& s = f.shape();
+                               return py::make_tuple(f.path(), s.header_bytes, s.slot_bytes, s.slots, s.id);
+                             })
       .def_property_readonly("in_place", &SlabFile::in_place)
       .def("offset", &SlabFile::offset, py::arg("slot"))
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());

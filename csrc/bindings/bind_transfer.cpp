@@ -46,8 +46,8 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// op_id, kind, group, priority, blocks, slots, layerwise, places, tags
-constexpr size_t kOpFields = 9;
+// op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests
+constexpr size_t kOpFields = 10;
 
 std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
   using TagArray = py::array_t<uint8_t, py::array::c_style>;
@@ -59,6 +59,23 @@ std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
                         "]");
   }
   return {tags.data(), tags.data() + tags.size()};
+}
+
+std::vector<uint64_t> to_digests(const py::handle& object, int64_t op_id) {
+  using DigestArray = py::array_t<uint64_t, py::array::c_style>;
+  const bool is_array = py::isinstance<DigestArray>(object);
+  const auto digests = is_array ? py::reinterpret_borrow<DigestArray>(object) : DigestArray();
+  if (!is_array || digests.ndim() != 2) {
+    throw ContractError("digests of op " + std::to_string(op_id) +
+                        " must be a uint64 C-contiguous array of shape [pages, runs]");
+  }
+  return {digests.data(), digests.data() + digests.size()};
+}
+
+// [pages, runs]; no pages where the op made no digests.
+py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t runs) {
+  const auto pages = static_cast<py::ssize_t>(runs == 0 ? 0 : digests.size() / runs);
+  return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
 GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
@@ -79,6 +96,7 @@ GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
     spec.layerwise = fields[6].cast<bool>();
     spec.places = to_ids(fields[7], "places", spec.op_id);
     spec.tags = to_tags(fields[8], spec.op_id);
+    spec.digests = to_digests(fields[9], spec.op_id);
   }
   for (const py::handle edge : edges) {
     const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);
@@ -112,7 +130,7 @@ py::list poll(TransferEngine& engine, size_t max_results) {
   py::list list;
   for (const OpResult& r : results) {
     list.append(py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed),
-                               to_text(r.reason)));
+                               to_text(r.reason), from_digests(r.digests, r.digest_runs)));
   }
   return list;
 }

@@ -6,6 +6,7 @@ namespace flexkv {
 
 void bind_cuda(pybind11::module_& m);
 void bind_gds(pybind11::module_& m);
+void bind_gds_lane(pybind11::module_& m);  // after bind_transfer and bind_storage
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);

@@ -47,4 +47,5 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_transfer(m);
   flexkv::bind_cuda(m);  // after bind_transfer: its lane is a Lane
   flexkv::bind_storage(m);
+  flexkv::bind_gds_lane(m);  // after bind_storage: it takes page codecs
 }

@@ -48,14 +48,23 @@ class WorkspacePool {
   std::vector<std::unique_ptr<CudaWorkspace>> free_;
 };
 
+// Makes a workspace's stream wait for the fence, or for what the engine's stream has been given. Empty, or
+// why it could not.
+std::string fence_stream(const CudaWorkspace& space, cudaStream_t engine_stream, StreamEvent* fence) {
+  if (fence != nullptr) return fence->make_wait(reinterpret_cast<StreamId>(space.stream));
+  std::string error = cuda_error(cudaEventRecord(space.engine_fence, engine_stream), "cudaEventRecord");
+  if (!error.empty()) return error;
+  return cuda_error(cudaStreamWaitEvent(space.stream, space.engine_fence, 0), "cudaStreamWaitEvent");
+}
+
 class CudaTransformer : public Transformer {
  public:
   CudaTransformer(std::shared_ptr<WorkspacePool> pool, const PageMap& map, bool into_pool, int32_t max_pages,
-                  cudaStream_t engine_stream, int blocks)
+                  cudaStream_t engine_stream, StreamEvent* fence, int blocks)
       : pool_(std::move(pool)), tables_(map, into_pool), blocks_(blocks) {
     const CurrentGpu gpu(pool_->number());
     space_ = pool_->take();
-    space_->error = prepare(gpu.error(), static_cast<size_t>(max_pages), engine_stream);
+    space_->error = prepare(gpu.error(), static_cast<size_t>(max_pages), engine_stream, fence);
   }
 
   ~CudaTransformer() override {
@@ -109,7 +118,8 @@ class CudaTransformer : public Transformer {
         "cudaMemcpyAsync");
   }
 
-  std::string prepare(const std::string& not_current, size_t max_pages, cudaStream_t engine_stream) {
+  std::string prepare(const std::string& not_current, size_t max_pages, cudaStream_t engine_stream,
+                      StreamEvent* fence) {
     std::string error = not_current.empty() ? space_->error : not_current;
     const auto step = [&](const auto& action) {
       if (error.empty()) error = action();
@@ -127,10 +137,7 @@ class CudaTransformer : public Transformer {
     step([&] { return upload(space_->leaves, tables_.leaves.data(), tables_.leaves.size()); });
     // After what the engine has enqueued: it may still write what is to be read, or read what is to be
     // written.
-    step([&] { return cuda_error(cudaEventRecord(space_->engine_fence, engine_stream), "cudaEventRecord"); });
-    step([&] {
-      return cuda_error(cudaStreamWaitEvent(space_->stream, space_->engine_fence, 0), "cudaStreamWaitEvent");
-    });
+    step([&] { return fence_stream(*space_, engine_stream, fence); });
     return error;
   }
 
@@ -197,7 +204,7 @@ class CopyStream {
 
 class CudaTransformDevice : public TransformDevice {
  public:
-  CudaTransformDevice(int number, uintptr_t engine_stream)
+  CudaTransformDevice(int number, uintptr_t engine_stream, TransformGrid grid)
       : number_(number),
         engine_stream_(engine_stream == 0 ? cudaStreamLegacy : reinterpret_cast<cudaStream_t>(engine_stream)),
         workspaces_(std::make_shared<WorkspacePool>(number)) {
@@ -215,7 +222,8 @@ class CudaTransformDevice : public TransformDevice {
                          "cudaDeviceGetAttribute");
     }
     if (!error.empty()) throw ConfigError("GPU " + std::to_string(number) + ": " + error);
-    blocks_ = std::min(kTransformBlocks, multiprocessors);
+    blocks_ = grid == TransformGrid::kWholeDevice ? multiprocessors * kTransformBlocksPerMultiprocessor
+                                                  : std::min(kTransformBlocks, multiprocessors);
   }
 
   std::string name() const override { return "GPU " + std::to_string(number_); }
@@ -271,8 +279,24 @@ class CudaTransformDevice : public TransformDevice {
     return {};
   }
 
-  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages) override {
-    return std::make_unique<CudaTransformer>(workspaces_, map, into_pool, max_pages, engine_stream_, blocks_);
+  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
+                                           StreamEvent* fence) override {
+    return std::make_unique<CudaTransformer>(workspaces_, map, into_pool, max_pages, engine_stream_, fence,
+                                             blocks_);
+  }
+
+  std::string await_engine(StreamEvent* fence) override {
+    const CurrentGpu gpu(number_);
+    if (!gpu.error().empty()) return gpu.error();
+    auto space = workspaces_->take();
+    std::string error = space->error;
+    const cudaEvent_t reached = space->batches[0].ended;
+    if (error.empty()) error = fence_stream(*space, engine_stream_, fence);
+    if (error.empty()) error = cuda_error(cudaEventRecord(reached, space->stream), "cudaEventRecord");
+    if (error.empty()) error = cuda_error(cudaEventSynchronize(reached), "cudaEventSynchronize");
+    space->error = error;  // one that failed is not used again
+    workspaces_->put(std::move(space));
+    return error;
   }
 
  private:
@@ -286,8 +310,9 @@ class CudaTransformDevice : public TransformDevice {
 
 }  // namespace
 
-std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream) {
-  return std::make_shared<CudaTransformDevice>(number, engine_stream);
+std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream,
+                                                       TransformGrid grid) {
+  return std::make_shared<CudaTransformDevice>(number, engine_stream, grid);
 }
 
 }  // namespace flexkv

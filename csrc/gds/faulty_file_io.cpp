@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-std::optional<IoFaultRule> FaultyFileIo::match(const IoCall& call) {
-  for (IoFaultRule& rule : rules_) {
+std::optional<FileFaultRule> FaultyFileIo::match(const IoCall& call) {
+  for (FileFaultRule& rule : rules_) {
     const bool fits =
         (!rule.write || *rule.write == call.write) && (!rule.device || *rule.device == call.device) &&
         (!rule.offset || (*rule.offset >= call.offset && *rule.offset < call.offset + call.bytes));
@@ -20,7 +20,7 @@ std::optional<IoFaultRule> FaultyFileIo::match(const IoCall& call) {
   return std::nullopt;
 }
 
-IoOutcome FaultyFileIo::act(const IoFaultRule& rule, const IoCall& call) {
+IoOutcome FaultyFileIo::act(const FileFaultRule& rule, const IoCall& call) {
   switch (rule.fault) {
     case IoFault::kFail:
       return {0, rule.reason};
@@ -53,7 +53,7 @@ IoOutcome FaultyFileIo::act(const IoFaultRule& rule, const IoCall& call) {
 }
 
 IoOutcome FaultyFileIo::transfer(const IoCall& call) {
-  std::optional<IoFaultRule> rule;
+  std::optional<FileFaultRule> rule;
   {
     const std::lock_guard lock(mutex_);
     in_flight_ += 1;

@@ -21,7 +21,7 @@ enum class IoFault : int32_t {
 };
 
 // Every condition that is set must hold; the first rule that matches a call acts.
-struct IoFaultRule {
+struct FileFaultRule {
   IoFault fault = IoFault::kFail;
   std::optional<bool> write = {};
   std::optional<int64_t> offset = {};  // calls whose range holds this byte of the file
@@ -33,7 +33,7 @@ struct IoFaultRule {
 
 class FaultyFileIo : public FileIo {
  public:
-  FaultyFileIo(std::shared_ptr<FileIo> inner, std::vector<IoFaultRule> rules)
+  FaultyFileIo(std::shared_ptr<FileIo> inner, std::vector<FileFaultRule> rules)
       : inner_(std::move(inner)), rules_(std::move(rules)) {}
   std::string name() const override { return inner_->name() + " with faults"; }
   IoOutcome transfer(const IoCall& call) override;
@@ -49,13 +49,13 @@ class FaultyFileIo : public FileIo {
   int64_t acted() const;
 
  private:
-  std::optional<IoFaultRule> match(const IoCall& call);
-  IoOutcome act(const IoFaultRule& rule, const IoCall& call);
+  std::optional<FileFaultRule> match(const IoCall& call);
+  IoOutcome act(const FileFaultRule& rule, const IoCall& call);
 
   std::shared_ptr<FileIo> inner_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
-  std::vector<IoFaultRule> rules_;
+  std::vector<FileFaultRule> rules_;
   int64_t stalled_ = 0;
   int64_t in_flight_ = 0;
   int64_t acted_ = 0;

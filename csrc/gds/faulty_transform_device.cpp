@@ -39,8 +39,8 @@ void FaultyTransformDevice::release(void* memory) {
 }
 
 std::unique_ptr<Transformer> FaultyTransformDevice::transformer(const PageMap& map, bool into_pool,
-                                                                int32_t max_pages) {
-  return std::make_unique<FaultyTransformer>(*this, inner_->transformer(map, into_pool, max_pages));
+                                                                int32_t max_pages, StreamEvent* fence) {
+  return std::make_unique<FaultyTransformer>(*this, inner_->transformer(map, into_pool, max_pages, fence));
 }
 
 }  // namespace flexkv

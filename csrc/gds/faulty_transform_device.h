@@ -31,7 +31,9 @@ class FaultyTransformDevice : public TransformDevice {
   std::string cannot_reach(const void* memory, int64_t bytes) const override {
     return inner_->cannot_reach(memory, bytes);
   }
-  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages) override;
+  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
+                                           StreamEvent* fence) override;
+  std::string await_engine(StreamEvent* fence) override { return inner_->await_engine(fence); }
 
  private:
   class FaultyTransformer;

@@ -10,6 +10,8 @@ namespace flexkv {
 // model; twice that would pass the disks' speed by far.
 inline constexpr int kTransformBlocks = 8;
 inline constexpr int kTransformThreads = 1024;
+// So many of these threads a multiprocessor holds (2,048 since compute capability 8.0, but for 8.6 and 8.9).
+inline constexpr int kTransformBlocksPerMultiprocessor = 2;
 
 // Enqueues one batch, whose arrays are in memory of the GPU. Returns the launch's own error.
 cudaError_t launch_layout_transform(const TransformBatch& batch, int blocks, cudaStream_t stream);

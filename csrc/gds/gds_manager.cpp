@@ -105,7 +105,7 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
   return staging_;
 }
 
-void GDSManager::check_pages(std::span<const StagedPage> pages) const {
+void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) const {
   using Place = std::tuple<int32_t, int64_t, int64_t>;
   std::vector<Place> places;
   std::vector<int64_t> blocks;
@@ -123,8 +123,8 @@ void GDSManager::check_pages(std::span<const StagedPage> pages) const {
   }
   std::sort(places.begin(), places.end());
   std::sort(blocks.begin(), blocks.end());
-  if (std::adjacent_find(places.begin(), places.end()) != places.end()) {
-    throw BlockRangeError("a block of the files is named twice in one transfer");
+  if (!is_read && std::adjacent_find(places.begin(), places.end()) != places.end()) {
+    throw BlockRangeError("a block of the files is named twice in one write");
   }
   const auto twice = std::adjacent_find(blocks.begin(), blocks.end());
   if (twice != blocks.end()) {
@@ -134,39 +134,42 @@ void GDSManager::check_pages(std::span<const StagedPage> pages) const {
 
 TransferReport GDSManager::dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                                     std::shared_ptr<StagingBuffer> staging, bool force_direct,
-                                    const TransferControl& control) {
+                                    const TransferControl& control, const TransferHooks& hooks) {
   const auto direct = [&] {
     return transfer_direct(parts_, map, pages, is_read, options_.threads_per_device * kDirectPagesPerThread,
-                           control);
+                           control, hooks);
   };
-  if (const PageMap* beside = map.beside_slots(); beside && can_go_direct(*parts_.io, *beside, pages)) {
-    return dispatch_staged(*beside, pages, is_read, std::move(staging), control);
+  // A page in one piece gains nothing from a slot; more pieces go straight where that is asked for.
+  const PageMap* beside = map.beside_slots();
+  if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
+      can_go_direct(*parts_.io, *beside, pages)) {
+    return dispatch_staged(*beside, pages, is_read, std::move(staging), control, hooks);
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return direct();
-  // A page in one piece gains nothing from a slot, unless its calls would be bounced.
+  // The same for pages without digests, unless their calls would be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return direct();
-  return dispatch_staged(map, pages, is_read, std::move(staging), control);
+  return dispatch_staged(map, pages, is_read, std::move(staging), control, hooks);
 }
 
 TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const StagedPage> pages,
                                            bool is_read, std::shared_ptr<StagingBuffer> staging,
-                                           const TransferControl& control) {
+                                           const TransferControl& control, const TransferHooks& hooks) {
   if (staging) {
-    return transfer_staged(parts_, map, pages, is_read, staging, staging->slots_of(map.slot_bytes()),
-                           control);
+    return transfer_staged(parts_, map, pages, is_read, staging, staging->slots_of(map.slot_bytes()), control,
+                           hooks);
   }
   const std::lock_guard turn(staging_mutex_);
   if (const std::string down = down_reason(); !down.empty()) {
     TransferReport report;
     report.pages = static_cast<int64_t>(pages.size());
     for (size_t i = 0; i < pages.size(); ++i) {
-      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down});
+      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down, FailureCause::kIo});
     }
     return report;
   }
-  TransferReport report =
-      transfer_staged(parts_, map, pages, is_read, own_staging(map), options_.max_staging_blocks, control);
+  TransferReport report = transfer_staged(parts_, map, pages, is_read, own_staging(map),
+                                          options_.max_staging_blocks, control, hooks);
   if (report.stuck) {
     const std::lock_guard lock(mutex_);
     down_reason_ = report.failures.back().reason;
@@ -176,13 +179,14 @@ TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const S
 }
 
 TransferReport GDSManager::transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
-                                    std::shared_ptr<StagingBuffer> staging, bool force_direct) {
+                                    std::shared_ptr<StagingBuffer> staging, bool force_direct,
+                                    const TransferHooks& hooks) {
   TransferControl control(options_.deadline_s, options_.stuck_s);
   const Running running(*this, control);
-  check_pages(pages);
-  TransferReport report = pages.empty()
-                              ? TransferReport{}
-                              : dispatch(map, pages, is_read, std::move(staging), force_direct, control);
+  check_pages(pages, is_read);
+  TransferReport report =
+      pages.empty() ? TransferReport{}
+                    : dispatch(map, pages, is_read, std::move(staging), force_direct, control, hooks);
   const std::lock_guard lock(mutex_);
   totals_.transfers += 1;
   totals_.pages += report.pages;

@@ -62,9 +62,10 @@ class FLEXKV_EXPORT GDSManager {
   // Moves pages and returns when no byte of theirs can move any more. Transfers through the manager's own
   // staging take turns. `staging` (null: the manager's own) has room for at least one block; `force_direct`
   // makes one call a piece whatever the options say. Throws ClosedError, CapacityError, and BlockRangeError
-  // for a file that does not exist or a block or place named twice.
+  // for a file that does not exist, a block named twice, or a place written twice.
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
-                          std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false);
+                          std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
+                          const TransferHooks& hooks = {});
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
   // Cancels, waits for what is in flight, closes files and threads. Idempotent.
@@ -73,6 +74,7 @@ class FLEXKV_EXPORT GDSManager {
   const RawFiles& files() const { return *files_; }
   const GdsOptions& options() const { return options_; }
   const TransformDevice& device() const { return *parts_.device; }
+  const std::shared_ptr<TransformDevice>& device_ptr() const { return parts_.device; }
   GdsTotals totals() const;
   // What the I/O is and how it reaches the device, for a log line.
   std::string describe() const;
@@ -84,12 +86,13 @@ class FLEXKV_EXPORT GDSManager {
  private:
   class Running;
   std::shared_ptr<StagingBuffer> own_staging(const PageMap& map);
-  void check_pages(std::span<const StagedPage> pages) const;
+  void check_pages(std::span<const StagedPage> pages, bool is_read) const;
   TransferReport dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging, bool force_direct,
-                          const TransferControl& control);
+                          const TransferControl& control, const TransferHooks& hooks);
   TransferReport dispatch_staged(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
-                                 std::shared_ptr<StagingBuffer> staging, const TransferControl& control);
+                                 std::shared_ptr<StagingBuffer> staging, const TransferControl& control,
+                                 const TransferHooks& hooks);
 
   const GdsOptions options_;
   std::shared_ptr<const RawFiles> files_;

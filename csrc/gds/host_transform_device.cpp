@@ -141,10 +141,13 @@ class HostTransformDevice : public TransformDevice {
   }
 
   std::string cannot_reach(const void*, int64_t) const override { return {}; }
-  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t) override {
+  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t,
+                                           StreamEvent*) override {
     if (lane_by_lane_) return std::make_unique<LaneTransformer>(map, into_pool);
     return std::make_unique<HostTransformer>(map, into_pool);
   }
+
+  std::string await_engine(StreamEvent*) override { return {}; }
 
  private:
   bool lane_by_lane_;

@@ -11,13 +11,14 @@
 
 namespace flexkv {
 
-std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream) {
+std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream,
+                                               TransformGrid grid) {
   if (!number) {
     const cuda::Info info = cuda::device_info();  // its kernels need the toolkit's build
     number = info.built && info.device_count > 0 ? cuda::current_device() : kHostDevice;
   }
   if (*number == kHostDevice) return host_transform_device();
-  return cuda_transform_device(*number, engine_stream);
+  return cuda_transform_device(*number, engine_stream, grid);
 }
 
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,

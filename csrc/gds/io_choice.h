@@ -13,8 +13,8 @@ namespace flexkv {
 
 // GPU `number`, or plain memory for kHostDevice. Unset: the current GPU where there is one, else plain
 // memory.
-FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number,
-                                                             uintptr_t engine_stream);
+FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(
+    std::optional<int32_t> number, uintptr_t engine_stream, TransformGrid grid = TransformGrid::kBesideModel);
 
 // For plain memory POSIX calls; for a GPU cuFile, or POSIX calls with a copy where cuFile cannot be had.
 FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,

@@ -22,6 +22,7 @@ void carry_out(FileIo& io, const PageJob& job, PageIoResult& result) {
     result.bytes += outcome.bytes;
     if (!outcome.error.empty() || outcome.bytes != call.bytes) {
       result.error = describe(call, outcome);
+      result.is_short = outcome.error.empty();
       return;
     }
   }

@@ -23,6 +23,7 @@ struct PageIoResult {
   int64_t bounced = 0;
   int64_t bytes = 0;
   std::string error;  // empty: every byte moved
+  bool is_short = false;
 };
 
 class PageIo {

@@ -113,45 +113,50 @@ PageMap PageMap::raw(const GTensorHandler& pool, const RawBlockLayout& file,
   return map;
 }
 
-PageMap PageMap::image(const KvView& view, int64_t stripe_offset, int64_t digest_offset,
-                       int64_t image_bytes) {
+PageMap PageMap::stripe(const KvView& view, const StripePlace& place, bool with_trailer) {
+  const int64_t stripe_bytes = round_up(view.stripe_bytes(), kIoAlignBytes);
+  const int64_t trailer_bytes = place.image_bytes - place.trailer_offset;
   const int64_t digest_bytes = 8 * static_cast<int64_t>(view.runs().size());
-  const int64_t stripe_end = stripe_offset + view.stripe_bytes();
-  if (stripe_offset < 0 || stripe_offset % kIoAlignBytes != 0 || image_bytes % kIoAlignBytes != 0 ||
-      stripe_end > image_bytes) {
+  const auto aligned = [](int64_t offset) { return offset >= 0 && offset % kIoAlignBytes == 0; };
+  if (!aligned(place.stripe_offset) || !aligned(place.trailer_offset) || !aligned(place.image_bytes) ||
+      place.stripe_offset + stripe_bytes > place.trailer_offset || trailer_bytes <= 0) {
     throw GeometryError("a stripe of " + std::to_string(view.stripe_bytes()) + " bytes at offset " +
-                        std::to_string(stripe_offset) + " of an image of " + std::to_string(image_bytes) +
-                        " bytes: it must lie inside, on a 4 KiB boundary, in whole 4 KiB");
+                        std::to_string(place.stripe_offset) + " of an image of " +
+                        std::to_string(place.image_bytes) + " bytes with a trailer at " +
+                        std::to_string(place.trailer_offset) +
+                        ": all must lie on 4 KiB boundaries, the stripe before the trailer");
   }
-  if (digest_offset != kNoDigestOffset &&
-      (digest_offset < 0 || digest_offset % 8 != 0 || digest_offset + digest_bytes > image_bytes ||
-       (digest_offset < stripe_end && digest_offset + digest_bytes > stripe_offset))) {
+  if (place.digest_offset < place.trailer_offset || place.digest_offset % 8 != 0 ||
+      place.digest_offset + digest_bytes > place.image_bytes) {
     throw GeometryError(std::to_string(digest_bytes) + " bytes of digests at offset " +
-                        std::to_string(digest_offset) +
-                        ": allowed is an 8-byte boundary outside the stripe, within " +
-                        std::to_string(image_bytes) + " bytes");
+                        std::to_string(place.digest_offset) +
+                        ": they must lie in the trailer, on an 8-byte boundary");
   }
+  const FileExtent trailer{place.trailer_offset, stripe_bytes, trailer_bytes};
   PageMap map;
   map.runs_ = view.runs();
-  for (Segment& run : map.runs_) run.page_offset += stripe_offset;
   map.segments_ = coalesce(map.runs_);
-  map.extents_ = {{0, 0, image_bytes}};
-  if (digest_offset == kNoDigestOffset) map.pieces_ = map.segments_;
-  if (digest_offset != kNoDigestOffset && map.segments_.size() == 1 && stripe_offset == 0 &&
-      stripe_end % kIoAlignBytes == 0) {
-    auto beside = std::shared_ptr<PageMap>(new PageMap());
-    beside->runs_ = map.runs_;
-    beside->segments_ = beside->pieces_ = map.segments_;
-    beside->slot_bytes_ = image_bytes - stripe_end;
-    beside->extents_ = {{stripe_end, 0, beside->slot_bytes_}};
-    beside->digest_offset_ = digest_offset - stripe_end;
-    beside->page_bytes_ = image_bytes;
-    beside->in_place_ = true;
-    map.beside_slots_ = std::move(beside);
+  map.slot_bytes_ = stripe_bytes + trailer_bytes;
+  map.trailer_offset_ = stripe_bytes;
+  map.digest_offset_ = stripe_bytes + place.digest_offset - place.trailer_offset;
+  map.extents_ = {{place.stripe_offset, 0, stripe_bytes}};
+  if (with_trailer && place.stripe_offset + stripe_bytes == place.trailer_offset) {
+    map.extents_.back().bytes += trailer_bytes;
+  } else if (with_trailer) {
+    map.extents_.push_back(trailer);
   }
-  map.slot_bytes_ = image_bytes;
-  map.digest_offset_ = digest_offset;
-  map.page_bytes_ = image_bytes;
+  map.page_bytes_ = stripe_bytes + (with_trailer ? trailer_bytes : 0);
+
+  auto beside = std::shared_ptr<PageMap>(new PageMap());
+  beside->runs_ = map.runs_;
+  beside->segments_ = beside->pieces_ = map.segments_;
+  for (DirectPiece& piece : beside->pieces_) piece.page_offset += place.stripe_offset;
+  beside->slot_bytes_ = trailer_bytes;
+  beside->digest_offset_ = place.digest_offset - place.trailer_offset;
+  if (with_trailer) beside->extents_ = {{trailer.file_offset, 0, trailer_bytes}};
+  beside->page_bytes_ = map.page_bytes_;
+  beside->in_place_ = true;
+  map.beside_slots_ = std::move(beside);
   return map;
 }
 

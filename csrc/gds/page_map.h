@@ -38,6 +38,14 @@ struct RawBlockLayout {
   int64_t total_layers = 0;
 };
 
+// Where one rank's part of a slot image lies in it, in bytes. The trailer's sectors hold nothing else.
+struct StripePlace {
+  int64_t stripe_offset = 0;
+  int64_t trailer_offset = 0;
+  int64_t digest_offset = 0;  // of this rank's run digests
+  int64_t image_bytes = 0;
+};
+
 class PageMap {
  public:
   // Of `layers` (any order, each once) of a pool and a raw file. Throws GeometryError for sizes that are not
@@ -48,27 +56,28 @@ class PageMap {
   // that memory, where the layout says. There are no extents and no pieces.
   static PageMap memory(const GTensorHandler& pool, const RawBlockLayout& layout,
                         std::span<const int32_t> layers);
-  // Of a whole slot image that is in the file as it is in the slot: the view's stripe at `stripe_offset`, one
-  // digest a run at `digest_offset` (or kNoDigestOffset), `image_bytes` in all. Throws GeometryError unless
-  // they fit, apart from each other.
-  static PageMap image(const KvView& view, int64_t stripe_offset, int64_t digest_offset, int64_t image_bytes);
+  // Of one rank's stripe of a slot image. In the slot it is followed by the image's trailer, where the
+  // digests of the rank's runs lie; `with_trailer`: this is in the file too, else only the stripe is. Throws
+  // GeometryError unless they fit, apart from each other, on 4 KiB boundaries.
+  static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer);
 
   // Uncoalesced; page_offset is in the slot. A digest covers one of these.
   const std::vector<Segment>& runs() const { return runs_; }
   // Coalesced: what a copy between pool and slot loops over.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
-  // Empty for images with digests: these pass through a slot, but for what beside_slots() says.
+  // Empty for pages with digests: these pass through a slot, but for what beside_slots() says.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
-  // The same page without its stripe in the slot, where the stripe is one whole piece: the piece goes
-  // straight between file and pool, only the rest of the image (its digests) passes through the slot, and the
-  // transform digests in the pool. Null for other pages.
+  // The same page without its stripe in the slot: its pieces go straight between file and pool, only the
+  // trailer passes through the slot, and the transform digests in the pool. Null for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
   bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }
   // A multiple of 4 KiB.
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t digest_offset() const { return digest_offset_; }
+  // Of a page with digests: where the image's trailer lies in the slot.
+  int64_t trailer_offset() const { return trailer_offset_; }
   bool has_digests() const { return digest_offset_ != kNoDigestOffset; }
   // Of one page in the file, by all extents.
   int64_t page_bytes() const { return page_bytes_; }
@@ -81,6 +90,7 @@ class PageMap {
   std::vector<FileExtent> extents_;
   std::vector<DirectPiece> pieces_;
   int64_t slot_bytes_ = 0;
+  int64_t trailer_offset_ = 0;
   int64_t digest_offset_ = kNoDigestOffset;
   int64_t page_bytes_ = 0;
   bool in_place_ = false;

@@ -23,7 +23,8 @@ constexpr mode_t kFileMode = 0600;
 
 }  // namespace
 
-RawFiles::RawFiles(const std::vector<std::vector<std::string>>& paths_by_device) {
+RawFiles::RawFiles(const std::vector<std::vector<std::string>>& paths_by_device, OpenFiles how) {
+  const int create = how == OpenFiles::kCreate ? O_CREAT : 0;
   if (paths_by_device.empty()) throw ConfigError("no device with files was given");
   std::set<std::pair<dev_t, ino_t>> seen;
   try {
@@ -35,7 +36,7 @@ RawFiles::RawFiles(const std::vector<std::vector<std::string>>& paths_by_device)
       for (const std::string& path : paths_by_device[device]) {
         files_.back().push_back({path, -1, -1});
         File& file = files_.back().back();
-        file.buffered_fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, kFileMode);
+        file.buffered_fd = open(path.c_str(), O_RDWR | create | O_CLOEXEC, kFileMode);
         if (file.buffered_fd < 0) refuse(path, "cannot open", errno);
         struct stat found{};
         if (fstat(file.buffered_fd, &found) != 0) refuse(path, "cannot examine", errno);

@@ -6,12 +6,15 @@
 
 namespace flexkv {
 
+enum class OpenFiles { kCreate, kExisting };
+
 class RawFiles {
  public:
-  // Opens (and creates, for this user alone) every file for reading and writing; twice where the file system
-  // has direct I/O, because calls that are not 4 KiB-aligned need the page cache. Throws ConfigError naming
-  // the file that cannot be opened, that is named twice, or a device without files.
-  explicit RawFiles(const std::vector<std::vector<std::string>>& paths_by_device);
+  // Opens (and with kCreate makes, for this user alone) every file for reading and writing; twice where the
+  // file system has direct I/O, because calls that are not 4 KiB-aligned need the page cache. Throws
+  // ConfigError naming the file that cannot be opened, that is named twice, or a device without files.
+  explicit RawFiles(const std::vector<std::vector<std::string>>& paths_by_device,
+                    OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;
   RawFiles& operator=(const RawFiles&) = delete;

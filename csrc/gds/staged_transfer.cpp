@@ -20,8 +20,14 @@ constexpr double kLookS = 0.02;
 class Transfer {
  public:
   Transfer(const TransferParts& parts, const PageMap& map, std::span<const StagedPage> pages, bool is_read,
-           const TransferControl& control)
-      : parts_(parts), map_(map), pages_(pages), is_read_(is_read), control_(control), io_(parts) {
+           const TransferControl& control, const TransferHooks& hooks)
+      : parts_(parts),
+        map_(map),
+        pages_(pages),
+        is_read_(is_read),
+        control_(control),
+        hooks_(hooks),
+        io_(parts) {
     report_.pages = static_cast<int64_t>(pages.size());
     slot_of_.assign(pages.size(), 0);
     ended_.assign(pages.size(), 0);
@@ -35,7 +41,7 @@ class Transfer {
     // The lowest slot first: fewer slots than that stay in the caches.
     for (int32_t slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
     batch_pages_ = std::clamp(parts_.device->batch_pages(slots), 1, slots);
-    transformer_ = parts_.device->transformer(map_, is_read_, batch_pages_);
+    transformer_ = parts_.device->transformer(map_, is_read_, batch_pages_, hooks_.fence);
   }
   void go_direct(int32_t max_pages) {
     for (int32_t i = 0; i < max_pages; ++i) free_.push_back(i);
@@ -43,6 +49,10 @@ class Transfer {
 
   TransferReport run() {
     try {
+      // Calls between disk and pool have no stream that could wait.
+      const bool straight = !staging_ || map_.in_place();
+      const std::string error = straight ? parts_.device->await_engine(hooks_.fence) : std::string();
+      if (!error.empty()) fail_all("the engine's work before it failed: " + error);
       drive();
     } catch (...) {
       drain();  // the caller may reuse its blocks at once
@@ -68,6 +78,12 @@ class Transfer {
         collect(ready_.empty() && io_.in_flight() > 0 ? kLookS : 0);
         if (give_up()) break;
       }
+    }
+  }
+
+  void fail_all(const std::string& reason) {
+    for (; next_ < pages_.size(); ++next_) {
+      fail(static_cast<int32_t>(next_), Status::kFailed, FailureCause::kTransform, reason, false);
     }
   }
 
@@ -147,20 +163,29 @@ class Transfer {
     for (size_t i = 0; i < positions.size(); ++i) {
       const int32_t position = positions[i];
       if (!result.error.empty()) {
-        fail(position, Status::kFailed, "layout transform: " + result.error);
+        fail(position, Status::kFailed, FailureCause::kTransform, "layout transform: " + result.error);
       } else if (result.bad_run[i] != kNoBadRun) {
         const Segment& run = map_.runs()[static_cast<size_t>(result.bad_run[i])];
-        fail(position, Status::kFailed,
+        fail(position, Status::kFailed, FailureCause::kDigest,
              "digest mismatch in run " + std::to_string(result.bad_run[i]) + " (layer " +
                  std::to_string(run.layer) + ")");
       } else if (is_read_) {
         end(position);
       } else if (stopped_) {
         fail_stopped(position, true);
+      } else if (const std::string why = pass(position); !why.empty()) {
+        fail(position, Status::kFailed, FailureCause::kGate, why);
       } else {
         submit(position);
       }
     }
+  }
+
+  // What the gate has against a page at its turn; empty to let it pass.
+  std::string pass(int32_t position) {
+    if (hooks_.gate == nullptr || !staging_) return {};
+    return is_read_ ? hooks_.gate->arrived(position, slot(position) + map_.trailer_offset())
+                    : hooks_.gate->digested(position, slot(position) + map_.digest_offset());
   }
 
   void collect(double wait_s) {
@@ -170,11 +195,14 @@ class Transfer {
       report_.bounced_calls += result.bounced;
       report_.io_bytes += result.bytes;
       if (!result.error.empty()) {
-        fail(result.position, Status::kFailed, std::move(result.error));
+        fail(result.position, Status::kFailed, result.is_short ? FailureCause::kShort : FailureCause::kIo,
+             std::move(result.error));
       } else if (!staging_ || !is_read_) {
         end(result.position);
       } else if (stopped_) {
         fail_stopped(result.position, true);
+      } else if (const std::string why = pass(result.position); !why.empty()) {
+        fail(result.position, Status::kFailed, FailureCause::kGate, why);
       } else {
         ready_.push_back(result.position);
       }
@@ -191,7 +219,8 @@ class Transfer {
     for (size_t i = 0; i < pages_.size(); ++i) {
       if (!ended_[i]) {
         report_.failures.push_back({static_cast<int32_t>(i), Status::kFailed,
-                                    "I/O has not ended for " + std::to_string(control_.stuck_s()) + " s"});
+                                    "I/O has not ended for " + std::to_string(control_.stuck_s()) + " s",
+                                    FailureCause::kIo});
       }
     }
     return true;
@@ -199,16 +228,18 @@ class Transfer {
 
   void fail_stopped(int32_t position, bool holds_slot) {
     const bool cancelled = *stopped_ == Status::kCancelled;
-    fail(position, *stopped_, cancelled ? "cancelled" : "the deadline has passed", holds_slot);
+    fail(position, *stopped_, FailureCause::kStopped, cancelled ? "cancelled" : "the deadline has passed",
+         holds_slot);
   }
-  void fail(int32_t position, Status status, std::string reason, bool holds_slot = true) {
-    report_.failures.push_back({position, status, std::move(reason)});
+  void fail(int32_t position, Status status, FailureCause cause, std::string reason, bool holds_slot = true) {
+    report_.failures.push_back({position, status, std::move(reason), cause});
     end(position, holds_slot);
   }
   void end(int32_t position, bool holds_slot = true) {
     if (holds_slot) free_.push_back(slot_of_[static_cast<size_t>(position)]);
     ended_[static_cast<size_t>(position)] = 1;
     ended_count_ += 1;
+    if (hooks_.gate != nullptr) hooks_.gate->ended(position);
   }
 
   const TransferParts& parts_;
@@ -216,6 +247,7 @@ class Transfer {
   std::span<const StagedPage> pages_;
   const bool is_read_;
   const TransferControl& control_;
+  const TransferHooks hooks_;
   PageIo io_;
   std::shared_ptr<StagingBuffer> staging_;
   std::unique_ptr<Transformer> transformer_;
@@ -237,16 +269,16 @@ class Transfer {
 TransferReport transfer_staged(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read,
                                const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots,
-                               const TransferControl& control) {
-  Transfer transfer(parts, map, pages, is_read, control);
+                               const TransferControl& control, const TransferHooks& hooks) {
+  Transfer transfer(parts, map, pages, is_read, control, hooks);
   transfer.use_staging(staging, max_slots);
   return transfer.run();
 }
 
 TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
-                               const TransferControl& control) {
-  Transfer transfer(parts, map, pages, is_read, control);
+                               const TransferControl& control, const TransferHooks& hooks) {
+  Transfer transfer(parts, map, pages, is_read, control, hooks);
   transfer.go_direct(std::max(max_pages, 1));
   return transfer.run();
 }

@@ -19,6 +19,7 @@
 #include "gds/staging_buffer.h"
 #include "gds/transform_device.h"
 #include "transfer/deadline.h"
+#include "transfer/stream_event.h"
 
 namespace flexkv {
 
@@ -30,10 +31,41 @@ struct StagedPage {
   int64_t file_offset = 0;
 };
 
+enum class FailureCause : int32_t {
+  kStopped,    // cancelled, or the deadline passed
+  kIo,         // a call failed
+  kShort,      // a call moved fewer bytes than it was asked to
+  kGate,       // the gate refused the page
+  kTransform,  // the transform of its batch failed
+  kDigest,     // its bytes are not those that its digests were made of
+};
+
 struct PageFailure {
   int32_t position = 0;
   Status status = Status::kFailed;
   std::string reason;
+  FailureCause cause = FailureCause::kStopped;
+};
+
+// Looks at what lies in a page's slot beside its bytes: memory of the transfer's device. Called by the
+// transfer's thread.
+class PageGate {
+ public:
+  virtual ~PageGate() = default;
+  // Of a read, when its I/O has ended: empty, or why the page must not go into the pool. (A page that goes
+  // straight is there already, and counts as failed.)
+  virtual std::string arrived(int32_t position, const std::byte* trailer) = 0;
+  // Of a write, when its digests are in the slot: empty, or why it must not be written.
+  virtual std::string digested(int32_t position, const std::byte* digests) = 0;
+  // A page has ended, well or not.
+  virtual void ended(int32_t position) = 0;
+};
+
+struct TransferHooks {
+  PageGate* gate = nullptr;
+  // What the engine's stream had been given: nothing of the pool is read or written before it is through.
+  // Null: what it has been given when the transfer starts.
+  StreamEvent* fence = nullptr;
 };
 
 struct TransferReport {
@@ -78,13 +110,13 @@ struct TransferParts {
 TransferReport transfer_staged(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read,
                                const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots,
-                               const TransferControl& control);
+                               const TransferControl& control, const TransferHooks& hooks = {});
 
 // One call a piece, straight to the pool, with at most `max_pages` pages under way. Precondition: the map has
 // pieces.
 TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
-                               const TransferControl& control);
+                               const TransferControl& control, const TransferHooks& hooks = {});
 
 // Whether every call of transfer_direct() would go straight between disk and pool.
 bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages);

@@ -9,6 +9,7 @@
 
 #include "gds/layout_transform.h"
 #include "gds/page_map.h"
+#include "transfer/stream_event.h"
 
 namespace flexkv {
 
@@ -47,8 +48,12 @@ class TransformDevice {
   virtual std::string copy(void* dst, const void* src, int64_t bytes) = 0;
   // Empty, or why a transform must not be given this memory as a slot.
   virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;
-  // Batches start after what the engine has enqueued so far, and see it complete.
-  virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages) = 0;
+  // Batches start after `fence`, or without one after what the engine has enqueued so far, and see it
+  // complete.
+  virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
+                                                   StreamEvent* fence = nullptr) = 0;
+  // Sleeps until that point is reached. Empty, or why it never will be.
+  virtual std::string await_engine(StreamEvent* fence) = 0;
 };
 
 inline constexpr int32_t kHostDevice = -1;
@@ -56,8 +61,12 @@ inline constexpr int32_t kHostDevice = -1;
 // Plain memory; `lane_by_lane` runs the GPU's functions on the CPU instead of the fast copies.
 std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane = false);
 
+// How much of a GPU transforms take: a few multiprocessors beside the model, or all, for measurements.
+enum class TransformGrid { kBesideModel, kWholeDevice };
+
 // GPU `number`, with streams of its own that are fenced with `engine_stream` (a cudaStream_t as a number; 0
 // is the legacy default stream). Throws ConfigError without a CUDA build or such a device.
-std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream);
+std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream,
+                                                       TransformGrid grid = TransformGrid::kBesideModel);
 
 }  // namespace flexkv

@@ -117,6 +117,7 @@ class Disk {
   void begin(const PageTask& task);
   void add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset);
   void begin_layers(size_t job);
+  void begin_seal(size_t job);
   void submit_ios(IoQueue& queue);
   void io_done(const IoDone& done);
   void end_arrived(std::vector<Ended>& ended);

@@ -232,11 +232,13 @@ void Disk::begin(const PageTask& task) {
   Job& job = jobs_[at];
   job = Job{};
   job.group = &(*groups_)[static_cast<size_t>(task.move.group)];
-  job.write = task.move.kind == OpKind::kDiskWrite;
+  job.write = task.move.kind != OpKind::kDiskRead;
   job.task = task;
   const PageCodec& codec = *job.group->codec;
-  std::byte* image = job.group->pool->slot_address(job.task.move.slot);
-  if (job.write) {
+  std::byte* image = job.task.move.slot < 0 ? nullptr : job.group->pool->slot_address(job.task.move.slot);
+  if (task.move.kind == OpKind::kDiskSeal) {
+    begin_seal(at);
+  } else if (job.write) {
     const SlabFile& slab = *slabs_[static_cast<size_t>(job.task.move.group)];
     codec.seal(image, {slab.shape().id, static_cast<uint64_t>(job.task.slot)},
                PageTag::read(job.task.move.tag), unix_now());
@@ -251,6 +253,22 @@ void Disk::begin(const PageTask& task) {
   ++running_jobs_;
   running_writes_ += job.write ? 1 : 0;
   running_bytes_ += job.bytes;
+}
+
+// The trailer alone: others have written the stripes, and told what they wrote by its digests.
+void Disk::begin_seal(size_t at) {
+  Job& job = jobs_[at];
+  const PageCodec& codec = *job.group->codec;
+  const SlabFile& slab = *slabs_[static_cast<size_t>(job.task.move.group)];
+  const auto bytes = static_cast<size_t>(codec.trailer_area_bytes());
+  auto* trailer = static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(kIoAlignBytes), bytes));
+  if (trailer == nullptr) throw CapacityError("no memory to seal a page");
+  job.bounce = {trailer, std::free};
+  std::memset(trailer, 0, bytes);
+  std::memcpy(trailer + kTrailerHeadBytes, job.task.move.digests.data(), job.task.move.digests.size_bytes());
+  codec.seal_trailer(trailer, {slab.shape().id, static_cast<uint64_t>(job.task.slot)},
+                     PageTag::read(job.task.move.tag), unix_now());
+  add_io(at, true, trailer, codec.trailer_area_bytes(), codec.image().trailer_offset());
 }
 
 // A range of layers, and with the first one the trailer, which the later ones then find in the slot.

@@ -123,10 +123,20 @@ PageSizes DiskLane::check(const OpSpec& op) const {
                         std::to_string(shared_->groups->size()) + ")");
   }
   const DiskGroup& group = (*shared_->groups)[static_cast<size_t>(op.group)];
-  if (op.layerwise && op.kind == OpKind::kDiskWrite) {
-    throw ContractError(name + ": a DISK_WRITE is never layerwise: whole slot images are written");
+  if (op.layerwise && op.kind != OpKind::kDiskRead) {
+    throw ContractError(name + ": a " + to_string(op.kind) + " is never layerwise: pages are written whole");
   }
   if (group.pool->closed()) throw ClosedError(name + ": the host pool of its group was closed");
+  if (op.kind == OpKind::kDiskSeal && shared_->options.zero_fill) {
+    throw ContractError(name +
+                        ": a DISK_SEAL means that others write stripes, which zeros written ahead would hit");
+  }
+  const size_t digests = op.kind == OpKind::kDiskSeal ? op.pages() * group.codec->num_runs() : 0;
+  if (op.digests.size() != digests) {
+    throw ContractError(name + ": " + std::to_string(op.digests.size()) + " run digests for " +
+                        std::to_string(op.pages()) + " pages of " + std::to_string(group.codec->num_runs()) +
+                        " runs");
+  }
   const auto require = [&](const std::vector<int32_t>& ids, int64_t end, const char* what) {
     for (size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] >= 0 && ids[i] < end) continue;

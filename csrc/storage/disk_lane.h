@@ -1,5 +1,5 @@
-// DISK_READ and DISK_WRITE of one ownership unit: spreads pages over its disks, which work at the same time
-// and fail alone.
+// DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit: spreads pages over its disks, which work at the
+// same time and fail alone.
 #pragma once
 #include <memory>
 #include <string>
@@ -27,7 +27,9 @@ class DiskLane : public Lane {
   ~DiskLane() override { abandon(); }
 
   const char* name() const override { return "disk"; }
-  KindSet kinds() const override { return kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite); }
+  KindSet kinds() const override {
+    return kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite) | kind_bit(OpKind::kDiskSeal);
+  }
   int32_t concurrency() const override;
   PageSizes check(const OpSpec& op) const override;
   bool watches_itself() const override { return true; }

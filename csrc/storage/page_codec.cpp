@@ -100,6 +100,11 @@ void PageCodec::seal(std::byte* image, const PagePlace& place, const PageTag& ta
       std::memcpy(trailer + kTrailerHeadBytes + i * sizeof(digest), &digest, sizeof(digest));
     }
   }
+  seal_trailer(trailer, place, tag, written);
+}
+
+void PageCodec::seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag,
+                             uint64_t written) const {
   PageTrailer head;
   head.runs = static_cast<uint32_t>(runs_.size());
   head.slab_id = place.slab_id;
@@ -113,7 +118,11 @@ void PageCodec::seal(std::byte* image, const PagePlace& place, const PageTag& ta
 
 PageCheck PageCodec::check_trailer(const std::byte* image, const PagePlace& place,
                                    const std::optional<PageTag>& wanted, uint64_t now) const {
-  const std::byte* trailer = image + image_.trailer_offset();
+  return check_trailer_alone(image + image_.trailer_offset(), place, wanted, now);
+}
+
+PageCheck PageCodec::check_trailer_alone(const std::byte* trailer, const PagePlace& place,
+                                         const std::optional<PageTag>& wanted, uint64_t now) const {
   const PageTrailer head = trailer_of(trailer);
   if (head.magic != kPageMagic) return {PageMiss::kTrailer, "no page here"};
   if (head.version != kPageVersion) {

@@ -59,13 +59,21 @@ class PageCodec {
   // Of a rank's first run digest, in the image.
   int64_t digest_offset(int32_t rank) const;
 
+  // Bytes from the trailer on: whole sectors, which hold nothing else.
+  int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
+  size_t num_runs() const { return runs_.size(); }
+
   // Writes the trailer into `image` (image_bytes() of them): all of it, or with host_digests() all but the
   // run digests.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
+  // The same for a trailer that lies alone, after its run digests.
+  void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
   // Whether the trailer is whole, from this place, and of what `wanted` names, its expiry aside. Without
   // `wanted` any tag will do. `now`: unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
+  PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
+                                const std::optional<PageTag>& wanted, uint64_t now) const;
   // Whether run i has the digest that the trailer names.
   PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const;
   PageCheck check_runs(const std::byte* image) const;

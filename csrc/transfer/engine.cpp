@@ -51,7 +51,9 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
 std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
   if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
-  if (op.kind == OpKind::kDiskWrite) return {&op.places, "place"};
+  if (op.kind == OpKind::kDiskWrite || op.kind == OpKind::kGdsWrite || op.kind == OpKind::kDiskSeal) {
+    return {&op.places, "place"};
+  }
   return {nullptr, ""};
 }
 
@@ -207,23 +209,29 @@ PageSizes TransferEngine::check_op(const OpSpec& op, size_t position, const Atta
     throw ContractError(place(op, position) + ": group " + std::to_string(op.group) +
                         " has no view attached");
   }
-  const size_t blocks = has_device_side(op.kind) ? op.slots.size() : 0;
+  const char* counted = has_host_side(op.kind) ? " slots; " : " places; ";
+  const size_t blocks = has_device_side(op.kind) ? op.pages() : 0;
   if (op.blocks.size() != blocks) {
     throw ContractError(place(op, position) + ": " + std::to_string(op.blocks.size()) + " blocks for " +
-                        std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
+                        std::to_string(op.pages()) + counted + to_string(op.kind) + " needs " +
                         std::to_string(blocks));
   }
-  const size_t places = has_places(op.kind) ? op.slots.size() : 0;
-  if (op.places.size() != places || op.tags.size() != places * kTagBytes) {
+  const size_t slots_needed = has_host_side(op.kind) ? op.pages() : 0;
+  const size_t places = has_places(op.kind) ? op.pages() : 0;
+  if (op.slots.size() != slots_needed || op.places.size() != places || op.tags.size() != places * kTagBytes) {
     throw ContractError(place(op, position) + ": " + std::to_string(op.places.size()) + " places and " +
                         std::to_string(op.tags.size()) + " bytes of tags for " +
                         std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
-                        std::to_string(places) + " and " + std::to_string(places * kTagBytes));
+                        std::to_string(places) + " and " + std::to_string(places * kTagBytes) + " for " +
+                        std::to_string(slots_needed));
+  }
+  if (op.kind != OpKind::kDiskSeal && !op.digests.empty()) {
+    throw ContractError(place(op, position) + ": digests are given to DISK_SEAL only");
   }
   const auto [target_ids, target] = targets(op);
+  const PageSizes sizes =
+      has_places(op.kind) || !has_device_side(op.kind) ? lane_of(op.kind)->check(op) : PageSizes{};
   if (!has_device_side(op.kind)) {
-    const auto runs = [&](const auto& lane) { return (lane->kinds() & kind_bit(op.kind)) != 0; };
-    const PageSizes sizes = (*std::find_if(lanes_.begin(), lanes_.end(), runs))->check(op);
     if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
     return sizes;
   }
@@ -251,8 +259,8 @@ void TransferEngine::check_edges(const GraphSpec& graph) const {
       throw ContractError(name + ": kind " + std::to_string(static_cast<int>(edge.kind)) +
                           ": must be 0 or 1");
     }
-    const size_t before = graph.ops[static_cast<size_t>(edge.before)].slots.size();
-    const size_t after = graph.ops[static_cast<size_t>(edge.after)].slots.size();
+    const size_t before = graph.ops[static_cast<size_t>(edge.before)].pages();
+    const size_t after = graph.ops[static_cast<size_t>(edge.after)].pages();
     if (edge.kind == EdgeKind::kStream && before != after) {
       throw ContractError(name + ": a stream edge needs as many pages on both sides, given " +
                           std::to_string(before) + " and " + std::to_string(after));

@@ -21,8 +21,9 @@ enum class OpKind : int32_t {
   kGdsRead = 6,
   kGdsWrite = 7,
   kDrop = 8,
+  kDiskSeal = 9,
 };
-inline constexpr int kOpKinds = 9;
+inline constexpr int kOpKinds = 10;
 const char* to_string(OpKind kind);
 
 // A set of kinds, one bit each.
@@ -38,7 +39,20 @@ constexpr bool has_device_side(OpKind kind) {
 }
 
 // Whether ops of this kind name a place and a tag for each page.
-constexpr bool has_places(OpKind kind) { return kind == OpKind::kDiskRead || kind == OpKind::kDiskWrite; }
+constexpr bool has_places(OpKind kind) {
+  constexpr KindSet disk = kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite) |
+                           kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) |
+                           kind_bit(OpKind::kDiskSeal);
+  return (disk & kind_bit(kind)) != 0;
+}
+
+// Whether ops of this kind read or write slots of the host pool. Those that do not are counted by their
+// places.
+constexpr bool has_host_side(OpKind kind) {
+  constexpr KindSet none =
+      kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) | kind_bit(OpKind::kDiskSeal);
+  return (none & kind_bit(kind)) == 0;
+}
 
 // Unit: bytes. Of a page's tag, which says what its place holds or is to hold; bytes to the scheduler.
 inline constexpr size_t kTagBytes = 40;
@@ -57,11 +71,13 @@ struct OpSpec {
   OpKind kind = OpKind::kH2D;
   int32_t group = 0;
   Priority priority = Priority::kLoad;
-  std::vector<int32_t> blocks;  // as many as slots, or none for a kind without a device side
-  std::vector<int32_t> slots;
+  std::vector<int32_t> blocks;  // one a page, or none for a kind without a device side
+  std::vector<int32_t> slots;   // one a page, or none for a kind without a host side
   bool layerwise = false;
-  std::vector<int32_t> places = {};  // as many as slots if has_places(kind), else none
-  std::vector<uint8_t> tags = {};    // kTagBytes for each place
+  std::vector<int32_t> places = {};    // one a page if has_places(kind), else none
+  std::vector<uint8_t> tags = {};      // kTagBytes for each place
+  std::vector<uint64_t> digests = {};  // kDiskSeal: of every run of all ranks, page by page
+  size_t pages() const { return has_host_side(kind) ? slots.size() : places.size(); }
 };
 
 struct EdgeSpec {
@@ -84,6 +100,8 @@ struct OpResult {
   Status status = Status::kOk;
   std::vector<int32_t> failed;  // positions of pages that must not be used, ascending
   std::string reason;
+  std::vector<uint64_t> digests = {};  // kGdsWrite: of this rank's runs, page by page; 0 for failed pages
+  size_t digest_runs = 0;              // a page
 };
 
 }  // namespace flexkv

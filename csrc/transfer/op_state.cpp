@@ -14,7 +14,7 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
       view_(std::move(view)),
       page_bytes_(view_ ? view_->view().stripe_bytes() : sizes.bytes),
       layers_(view_ ? view_->view().num_layers() : sizes.layers),
-      states_(spec_.slots.size(), PageState::kWaiting) {
+      states_(spec_.pages(), PageState::kWaiting) {
   starts_ = {0};
   if (spec_.layerwise && !view_ && !sizes.stages.empty()) {
     starts_ = std::move(sizes.stages);
@@ -126,13 +126,26 @@ std::vector<int32_t> OpState::failed_pages() const {
   return failed;
 }
 
+void OpState::keep_digests(int32_t page, const std::vector<uint64_t>& digests) {
+  if (digests.empty()) return;
+  if (digests_.empty()) digests_.resize(states_.size() * digests.size());
+  std::copy(digests.begin(), digests.end(),
+            digests_.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(page) * digests.size()));
+}
+
 void OpState::fail_empty(PageState end, const std::string& reason) {
   empty_end_ = end;
   reason_ = reason;
 }
 
 OpResult OpState::result() const {
-  OpResult result{spec_.op_id, ticket_, Status::kOk, failed_pages(), reason_};
+  OpResult result{spec_.op_id,
+                  ticket_,
+                  Status::kOk,
+                  failed_pages(),
+                  reason_,
+                  digests_,
+                  digests_.empty() ? 0 : digests_.size() / states_.size()};
   const PageState end = pages() == 0 ? empty_end_ : states_.front();
   if (pages() == 0 ? end == PageState::kOk : result.failed.empty()) return result;
   result.status = Status::kFailed;

@@ -72,6 +72,9 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // Any open state -> `end`, one of the bad ones. The first reason given is the op's.
   void fail(int32_t page, PageState end, const std::string& reason);
 
+  // What a page's lane says of its bytes; for the op's result.
+  void keep_digests(int32_t page, const std::vector<uint64_t>& digests);
+
   // How an op without pages ended that was not let run.
   void fail_empty(PageState end, const std::string& reason);
 
@@ -119,6 +122,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   bool issued_ = false;
   PageState empty_end_ = PageState::kOk;
   std::string reason_;
+  std::vector<uint64_t> digests_;  // as many a page, once one page has any
 };
 
 }  // namespace flexkv

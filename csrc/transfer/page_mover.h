@@ -1,7 +1,9 @@
 // Moves the bytes of one page. Movers are composed: a fault injector around a counter around the real one.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "transfer/attached_view.h"
@@ -9,22 +11,24 @@
 
 namespace flexkv {
 
-// Page `position` of op `op_id`: blocks[position] <-> slots[position].
+// Page `position` of op `op_id`: blocks[position] <-> slots[position], of the sides that its kind has.
 struct PageMove {
   int64_t op_id = 0;
   OpKind kind = OpKind::kH2D;
   int32_t position = 0;
   int32_t block = 0;
-  int32_t slot = 0;
+  int32_t slot = -1;
   const AttachedView* view = nullptr;  // null for a kind without a device side
   int32_t group = 0;
-  int32_t place = -1;            // for kinds that have places
-  const uint8_t* tag = nullptr;  // kTagBytes for such a kind, valid until the page's end
+  int32_t place = -1;                      // for kinds that have places
+  const uint8_t* tag = nullptr;            // kTagBytes for such a kind, valid until the page's end
+  std::span<const uint64_t> digests = {};  // kDiskSeal: of the page's runs, valid until its end
 };
 
 struct MoveResult {
   Status status = Status::kOk;
-  std::string reason;  // for a person; empty when OK
+  std::string reason;                  // for a person; empty when OK
+  std::vector<uint64_t> digests = {};  // kGdsWrite: of the runs that were written
 };
 
 class PageMover {

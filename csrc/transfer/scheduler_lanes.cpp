@@ -33,12 +33,14 @@ PageMove Piece::page(size_t index) const {
   move.kind = kind_;
   move.position = position;
   move.block = spec.blocks.empty() ? -1 : spec.blocks[at];
-  move.slot = spec.slots[at];
+  move.slot = spec.slots.empty() ? -1 : spec.slots[at];
   move.view = view_.get();
   move.group = spec.group;
   if (!spec.places.empty()) {
     move.place = spec.places[at];
     move.tag = spec.tags.data() + at * kTagBytes;
+    const size_t digests = spec.digests.size() / spec.places.size();
+    move.digests = std::span(spec.digests).subspan(at * digests, digests);
   }
   return move;
 }
@@ -189,6 +191,7 @@ void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vec
       end_page(op, page, bad_state(results[i].status), results[i].reason);
       continue;
     }
+    op.keep_digests(page, results[i].digests);
     layer_done |= op.advance(page);
     if (op.state(page) == PageState::kOk) {
       page_arrived(op, page);

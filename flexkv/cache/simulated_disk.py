@@ -94,6 +94,9 @@ class SimDiskTier(DiskTier):
     def image_bytes(self, group: int) -> int:
         raise ContractError("a simulated disk has no bytes")
 
+    def slab_map(self) -> Any:
+        raise ContractError("a simulated disk has no slabs")
+
     def digest_offsets(self, group: int) -> tuple[int, ...]:
         raise ContractError("a simulated disk has no bytes")
 

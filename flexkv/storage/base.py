@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabMap
 
 Keys = NDArray[np.uint8]
 """Block keys, uint8 [blocks, 16], C-contiguous."""
@@ -220,6 +221,10 @@ class DiskTier(ABC):
             GeometryError: a pool's slots have another size than the group's images.
             ContractError: asked for twice, or another number of pools than groups.
         """
+
+    @abstractmethod
+    def slab_map(self) -> SlabMap:
+        """What ranks need to move pages by `flexkv.transfer.gds_lane`; disks that are lost by now are not in it."""
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:

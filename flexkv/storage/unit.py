@@ -37,6 +37,7 @@ from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Res
 from flexkv.storage.member import DiskMember
 from flexkv.storage.rows import index_rows
 from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class DiskUnit(DiskTier):
         self._members = list(members)
         self._options = options
         self._faults = faults
+        self._groups = list(groups)
         self._codecs = [codec_of(group) for group in groups]
         self._lost: dict[int, str] = {}
         self._untold: list[LostDisk] = []
@@ -190,6 +192,16 @@ class DiskUnit(DiskTier):
             self._options.preallocate,
         )
         return self._lane
+
+    def slab_map(self) -> SlabMap:
+        groups = tuple(SlabGroup(group.stripe_bytes, group.runs) for group in self._groups)
+        disks = tuple(
+            tuple(SlabRow(*slab.row) for slab in member.slabs)
+            if member is not None and disk not in self._lost
+            else ()
+            for disk, member in enumerate(self._members)
+        )
+        return SlabMap(groups, disks)
 
     def next_generations(self, count: int) -> Generations:
         return self._generations.take(count)

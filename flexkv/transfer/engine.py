@@ -163,6 +163,7 @@ class TransferEngine(DataPlane):
                 op.layerwise,
                 op.places,
                 op.tags,
+                op.digests,
             )
             for op in graph.ops
         ]
@@ -176,8 +177,8 @@ class TransferEngine(DataPlane):
         if max_results < 1:
             raise ContractError(f"poll(max_results={max_results}): must be at least 1")
         results = [
-            OpResult(OpId(op_id), OpStatus(status), failed, reason)
-            for op_id, _, status, failed, reason in self._native.poll(max_results)
+            OpResult(OpId(op_id), OpStatus(status), failed, reason, digests)
+            for op_id, _, status, failed, reason, digests in self._native.poll(max_results)
         ]
         if results and self._detached:
             self._drop_released()

@@ -28,8 +28,12 @@ TAG_BYTES = 40
 PageTags = NDArray[np.uint8]
 """Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. Opaque to the scheduler of the data plane."""
 
+RunDigests = NDArray[np.uint64]
+"""Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
+
 NO_PLACES: SlotIds = np.empty(0, np.int32)
 NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
+NO_DIGESTS: RunDigests = np.empty((0, 0), np.uint64)
 
 
 class OpKind(IntEnum):
@@ -44,6 +48,12 @@ class OpKind(IntEnum):
     GDS_READ = 6
     GDS_WRITE = 7
     DROP = 8
+    DISK_SEAL = 9
+    """Writes the trailer of pages whose stripes GDS_WRITE ops have written: the page exists from then on."""
+
+
+WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
+"""Kinds that touch no host slot: their pages are counted by their places."""
 
 
 class Priority(IntEnum):
@@ -75,16 +85,18 @@ class OpStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferOp:
-    """One kind of movement over a list of pages: page i is `blocks[i]` <-> `slots[i]`.
+    """One kind of movement over a list of pages: `blocks[i]` <-> `slots[i]`, `slots[i]` <-> `places[i]`, or with the
+    GDS kinds `blocks[i]` <-> `places[i]`.
 
     Attributes:
         group: KV group (attention type); selects the view and the slot pool.
         blocks: engine blocks, or empty for an op without a device side.
-        slots: host slots, as many as pages.
+        slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.
-        places: for DISK_READ and DISK_WRITE, the disk slots, as many as pages; empty for other kinds.
-        tags: for DISK_READ and DISK_WRITE, what each disk slot must hold or is to hold; empty for other kinds.
+        places: for the disk and GDS kinds, the disk slots, as many as pages; empty for other kinds.
+        tags: for these kinds, what each disk slot must hold or is to hold; empty for other kinds.
+        digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
     """
 
     op_id: OpId
@@ -96,15 +108,18 @@ class TransferOp:
     layerwise: bool = False
     places: SlotIds = field(default_factory=lambda: NO_PLACES)
     tags: PageTags = field(default_factory=lambda: NO_TAGS)
+    digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
 
     @property
     def pages(self) -> int:
-        return len(self.slots)
+        return len(self.places) if self.kind in WITHOUT_SLOTS else len(self.slots)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Plain numbers: by default each enum travels as a call to look up its name, which costs more than the pages.
         numbers = (int(self.kind), self.group, int(self.priority))
-        disk = (self.places, self.tags) if len(self.places) or len(self.tags) else ()
+        disk: tuple[object, ...] = ()
+        if len(self.places) or len(self.tags):
+            disk = (self.places, self.tags, *([self.digests] if len(self.digests) else []))
         return _op_of_numbers, (self.op_id, *numbers, self.blocks, self.slots, self.layerwise, *disk)
 
 
@@ -118,8 +133,11 @@ def _op_of_numbers(
     layerwise: bool,
     places: SlotIds = NO_PLACES,
     tags: PageTags = NO_TAGS,
+    digests: RunDigests = NO_DIGESTS,
 ) -> TransferOp:
-    return TransferOp(op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise, places, tags)
+    return TransferOp(
+        op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise, places, tags, digests
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +168,12 @@ class OpResult:
         failed: positions within the op's pages that must not be used, ascending, int32. Empty when `status` is OK;
             every page when it is CANCELLED, SKIPPED or LANE_DOWN.
         reason: what went wrong, for a person; empty when `status` is OK.
+        digests: of GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
+            empty where all failed.
     """
 
     op_id: OpId
     status: OpStatus
     failed: NDArray[np.int32]
     reason: str = ""
+    digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)

@@ -51,7 +51,7 @@ struct GdsWorld {
   static constexpr int32_t kLayers = 6, kBlocks = 12, kDisks = 2;
   static constexpr int64_t kRun = 3000, kStripe = kLayers * kRun, kDigestOffset = 20480, kImage = 24576;
 
-  explicit GdsWorld(std::vector<IoFaultRule> rules = {}, GdsOptions options = {})
+  explicit GdsWorld(std::vector<FileFaultRule> rules = {}, GdsOptions options = {})
       : pool(static_cast<size_t>(kLayers * kBlocks * kRun)) {
     std::vector<Segment> runs;
     for (int32_t layer = 0; layer < kLayers; ++layer) {
@@ -59,7 +59,7 @@ struct GdsWorld {
                       layer * kRun, layer});
     }
     view = std::make_unique<KvView>(runs, kBlocks, kStripe);
-    map = std::make_unique<PageMap>(PageMap::image(*view, 0, kDigestOffset, kImage));
+    map = std::make_unique<PageMap>(PageMap::stripe(*view, {0, kDigestOffset, kDigestOffset, kImage}, true));
     std::vector<std::vector<std::string>> paths;
     for (int32_t disk = 0; disk < kDisks; ++disk) paths.push_back({folder.file(std::to_string(disk))});
     const auto files = std::make_shared<RawFiles>(paths);

@@ -39,7 +39,7 @@ void check_blocks(const GdsWorld& world, const std::vector<unsigned char>& conte
 
 // Block 7 is image 3 of disk 1.
 constexpr int32_t kVictim = 7;
-IoFaultRule on_victim(IoFault fault, bool write, std::string reason = "Input/output error") {
+FileFaultRule on_victim(IoFault fault, bool write, std::string reason = "Input/output error") {
   return {.fault = fault,
           .write = write,
           .offset = 3 * GdsWorld::kImage,
@@ -77,7 +77,7 @@ TEST_CASE("a call that fails or comes short fails its page by name, and only tha
   for (const Example& example : examples) {
     CAPTURE(example.words);
     CAPTURE(example.write);
-    GdsWorld world(example.write ? std::vector<IoFaultRule>{}
+    GdsWorld world(example.write ? std::vector<FileFaultRule>{}
                                  : std::vector{on_victim(example.fault, false, example.reason)});
     if (example.write) {
       GdsWorld failing({on_victim(example.fault, true, example.reason)});
@@ -234,6 +234,9 @@ TEST_CASE("a closed manager, unknown files and blocks named twice are refused; f
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
     pages = {GdsWorld::page(1), GdsWorld::page(1)};
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
+    pages[1].block = 2;  // two blocks may be read from one place, and not written to it
+    CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, false), BlockRangeError);
+    pages[1].block = 1;
     pages[1].file_offset += GdsWorld::kImage;
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
     CHECK(world.manager->transfer(*world.map, {}, true).ok());

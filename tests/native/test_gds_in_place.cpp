@@ -11,7 +11,7 @@ namespace {
 struct BlockFirstWorld {
   static constexpr int64_t kRuns = 5, kRun = 3276, kBlocks = 6, kStripe = 16384, kImage = kStripe + 4096;
 
-  explicit BlockFirstWorld(bool lanes, std::vector<IoFaultRule> rules = {})
+  explicit BlockFirstWorld(bool lanes, std::vector<FileFaultRule> rules = {})
       : memory(static_cast<size_t>(kBlocks * kStripe) + 4096) {
     pool = memory.data() + (4096 - reinterpret_cast<uintptr_t>(memory.data()) % 4096) % 4096;
     std::vector<Segment> runs;
@@ -21,7 +21,7 @@ struct BlockFirstWorld {
                       run * kRun, static_cast<int32_t>(run)});
     }
     const KvView view(runs, kBlocks, kStripe);
-    map = std::make_unique<PageMap>(PageMap::image(view, 0, kStripe, kImage));
+    map = std::make_unique<PageMap>(PageMap::stripe(view, {0, kStripe, kStripe, kImage}, true));
     const auto files =
         std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("images")}});
     io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
@@ -83,7 +83,8 @@ TEST_CASE("images are the same whichever way they were written") {
     run.base = run.base - reinterpret_cast<uintptr_t>(world.pool) + reinterpret_cast<uintptr_t>(base);
   }
   const KvView view(runs, BlockFirstWorld::kBlocks, BlockFirstWorld::kStripe);
-  const PageMap map = PageMap::image(view, 0, BlockFirstWorld::kStripe, BlockFirstWorld::kImage);
+  const PageMap map = PageMap::stripe(
+      view, {0, BlockFirstWorld::kStripe, BlockFirstWorld::kStripe, BlockFirstWorld::kImage}, true);
   std::vector<StagedPage> pages;
   for (int64_t i = 0; i < BlockFirstWorld::kBlocks; ++i)
     pages.push_back({i, 0, 0, i * BlockFirstWorld::kImage});

@@ -45,7 +45,8 @@ struct TransformWorld {
     view = std::make_unique<KvView>(runs, blocks, layers * run_bytes);
     digest_offset = (layers * run_bytes + 4095) / 4096 * 4096;
     image_bytes = digest_offset + (8 * layers + 4095) / 4096 * 4096;
-    map = std::make_unique<PageMap>(PageMap::image(*view, 0, digest_offset, image_bytes));
+    map = std::make_unique<PageMap>(
+        PageMap::stripe(*view, {0, digest_offset, digest_offset, image_bytes}, true));
     slots = random_bytes(static_cast<size_t>(image_bytes * blocks + 16), 2);
   }
 

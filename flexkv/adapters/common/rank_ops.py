@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from flexkv.adapters.common.load_job import LoadJob
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
 
 logger = get_logger(__name__)
 
@@ -355,5 +355,5 @@ def _refused(op_id: OpId, pages: int, reason: str) -> OpResult:
     return OpResult(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
 
 
-def _with_priority(op: Any, priority: Priority) -> Any:
-    return type(op)(op.op_id, op.kind, op.group, priority, op.blocks, op.slots, op.layerwise)
+def _with_priority(op: TransferOp, priority: Priority) -> TransferOp:
+    return replace(op, priority=priority)

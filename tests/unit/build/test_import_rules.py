@@ -20,7 +20,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
     "cache": BASE | {"transfer.graph", "storage.base", "storage.tags"},
     "transfer": BASE,
-    "storage": BASE | {"transfer.graph", "transfer.host_pool"},
+    "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "adapters": BASE | {"cache", "transfer", "storage"},
     "blend": BASE | {"cache", "transfer"},
     "blend.runner": BASE | {"blend", "transfer"},

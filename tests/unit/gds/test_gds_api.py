@@ -106,7 +106,7 @@ def test_a_callers_staging_buffer(tmp_path: Path) -> None:
         ({"gds_block_ids": np.array([0], np.int32)}, GeometryError, "gds_block_ids.*int64"),
         ({"gds_block_ids": np.arange(12)[::2]}, GeometryError, "gds_block_ids is not contiguous"),
         ({"gds_block_ids": np.arange(5)}, GeometryError, "6 blocks of the pool and 5"),
-        ({"gds_block_ids": np.array([0, 1, 2, 3, 4, 4])}, BlockRangeError, "named twice"),
+        ({"gds_block_ids": np.array([0, 1, 2, 3, 4, 4]), "is_read": False}, BlockRangeError, "named twice"),
         ({"gds_block_ids": np.array([0, 1, 2, 3, 4, 10**6])}, BlockRangeError, "file .* of device 0"),
         ({"gds_block_ids": np.array([0, 1, 2, 3, 4, -1])}, BlockRangeError, "block -1"),
         ({"gpu_block_ids": np.array([0, 1, 2, 3, 4, -1])}, BlockRangeError, "block -1"),

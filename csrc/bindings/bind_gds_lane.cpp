@@ -1,0 +1,76 @@
+// The lane between the engine's pool and the slabs on disk, for Python. No logic.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "bindings/count_dicts.h"
+#include "bindings/interruptible.h"
+#include "gds/gds_lane.h"
+#include "gds/io_choice.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+// A slab as Python gives it: path, header bytes, slot bytes, slots, id.
+using SlabRow = std::tuple<std::string, int64_t, int64_t, int64_t, uint64_t>;
+
+std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCodec>>& codecs, int32_t stripe,
+                                       const std::vector<std::vector<SlabRow>>& slabs,
+                                       int32_t threads_per_device, bool use_staged_transfer,
+                                       int32_t max_staging_blocks, int64_t max_staging_bytes,
+                                       int32_t gpu_device_id) {
+  std::vector<GdsGroup> groups;
+  for (const auto& codec : codecs) groups.push_back({codec, std::vector<GdsSlab>(slabs.size())});
+  std::vector<std::vector<std::string>> paths;
+  for (size_t disk = 0; disk < slabs.size(); ++disk) {
+    if (slabs[disk].empty()) continue;
+    if (slabs[disk].size() != codecs.size()) throw ContractError("a gds lane needs a slab for each group");
+    std::vector<std::string>& names = paths.emplace_back();
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const auto& [path, header_bytes, slot_bytes, slots, id] = slabs[disk][g];
+      names.push_back(path);
+      groups[g].slabs[disk] = {static_cast<int32_t>(paths.size()) - 1, {header_bytes, slot_bytes, slots, id}};
+    }
+  }
+  // What stands still is found by the engine's watchdog, which keeps blocks and places until it ends.
+  const GdsOptions options{.threads_per_device = threads_per_device,
+                           .use_staged_transfer = use_staged_transfer,
+                           .max_staging_blocks = max_staging_blocks,
+                           .max_staging_bytes = max_staging_bytes,
+                           .deadline_s = kLongestWaitS,
+                           .stuck_s = kLongestWaitS};
+  const py::gil_scoped_release release;
+  const auto device = choose_device(gpu_device_id, 0);
+  auto files = std::make_shared<const RawFiles>(paths, OpenFiles::kExisting);
+  auto io = choose_io(files, device);
+  auto manager = std::make_shared<GDSManager>(std::move(files), options, device, std::move(io));
+  return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
+}
+
+}  // namespace
+
+void bind_gds_lane(py::module_& m) {
+  const GdsOptions defaults;
+  py::class_<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
+      .def(py::init(&make_gds_lane), py::arg("codecs"), py::arg("stripe"), py::arg("slabs"), py::kw_only(),
+           py::arg("threads_per_device") = defaults.threads_per_device,
+           py::arg("use_staged_transfer") = defaults.use_staged_transfer,
+           py::arg("max_staging_blocks") = defaults.max_staging_blocks,
+           py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice)
+      .def("describe", [](const GdsLane& lane) { return lane.manager().describe(); })
+      .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
+      .def_property_readonly("staging_bytes",
+                             [](const GdsLane& lane) { return lane.manager().staging_bytes(); })
+      .def("counts", [](const GdsLane& lane) { return to_dict(lane.counts()); });
+}
+
+}  // namespace flexkv

@@ -1,0 +1,33 @@
+#include "bindings/count_dicts.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+
+py::dict to_dict(const DiskCounts& counts) {
+  py::dict misses;
+  for (size_t i = 1; i < kPageMisses; ++i) misses[kMissNames[i]] = counts.misses[i].load();
+  py::dict all;
+  all["read_pages"] = counts.read_pages.load();
+  all["read_bytes"] = counts.read_bytes.load();
+  all["written_pages"] = counts.written_pages.load();
+  all["written_bytes"] = counts.written_bytes.load();
+  all["zeroed_bytes"] = counts.zeroed_bytes.load();
+  all["write_errors"] = counts.write_errors.load();
+  all["misses"] = misses;
+  return all;
+}
+
+py::dict to_dict(const GdsTotals& totals) {
+  py::dict all;
+  all["transfers"] = totals.transfers;
+  all["pages"] = totals.pages;
+  all["failed_pages"] = totals.failed_pages;
+  all["io_calls"] = totals.io_calls;
+  all["bounced_calls"] = totals.bounced_calls;
+  all["io_bytes"] = totals.io_bytes;
+  all["launches"] = totals.launches;
+  return all;
+}
+
+}  // namespace flexkv

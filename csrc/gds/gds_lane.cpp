@@ -1,0 +1,263 @@
+#include "gds/gds_lane.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "cuda/event.h"
+#include "gds/slab_gate.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: bytes. What one transfer takes at most. 16 pages of 2 MiB keep an NVMe disk at its full speed (the
+// same as the disk lane's bound), and a load that comes then waits about 10 ms at 3 GB/s for a store under
+// way.
+constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
+
+// A page of a piece.
+struct Task {
+  size_t piece = 0;
+  size_t index = 0;
+  PageMove move;
+};
+
+// Throws GeometryError unless the view's stripe is the one that the slabs have.
+StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
+  const SlotImage& image = codec.image();
+  const size_t first = static_cast<size_t>(codec.digest_offset(stripe) - codec.digest_offset(0)) / 8;
+  bool same =
+      view.stripe_bytes() == image.stripe_bytes(stripe) && first + view.runs().size() <= codec.num_runs();
+  for (size_t i = 0; same && i < view.runs().size(); ++i) {
+    const PageRun& run = codec.runs()[first + i];
+    const Segment& mine = view.runs()[i];
+    same = run.offset == image.stripe_offset(stripe) + mine.page_offset && run.bytes == mine.run_bytes &&
+           run.layer == mine.layer;
+  }
+  if (!same) {
+    throw GeometryError("a view of " + std::to_string(view.runs().size()) + " runs, " +
+                        std::to_string(view.stripe_bytes()) + " bytes: the slabs have other runs in stripe " +
+                        std::to_string(stripe));
+  }
+  return {image.stripe_offset(stripe), image.trailer_offset(), codec.digest_offset(stripe),
+          image.total_bytes()};
+}
+
+PageMiss miss_of(FailureCause cause, PageMiss at_gate) {
+  switch (cause) {
+    case FailureCause::kIo:
+      return PageMiss::kIo;
+    case FailureCause::kShort:
+      return PageMiss::kShort;
+    case FailureCause::kDigest:
+      return PageMiss::kData;
+    case FailureCause::kGate:
+      return at_gate;
+    default:
+      return PageMiss::kNone;
+  }
+}
+
+}  // namespace
+
+struct GdsLane::Shared {
+  std::vector<GdsGroup> groups;
+  int32_t stripe = 0;
+  std::shared_ptr<GDSManager> manager;
+  DiskCounts counts;
+
+  int32_t disks() const { return static_cast<int32_t>(groups.front().slabs.size()); }
+  void run(WorkSource& source, int32_t lane);
+  std::vector<std::shared_ptr<Piece>> take(WorkSource& source, int32_t lane) const;
+  void move(const std::vector<std::shared_ptr<Piece>>& pieces, std::vector<std::vector<MoveResult>>& results);
+  void move_group(const std::vector<std::shared_ptr<Piece>>& pieces, const std::vector<Task>& tasks,
+                  std::vector<std::vector<MoveResult>>& results);
+  MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
+};
+
+// A piece, and more of its op's kind while they are there.
+std::vector<std::shared_ptr<Piece>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
+  std::vector<std::shared_ptr<Piece>> pieces;
+  std::shared_ptr<Piece> piece = source.take(lane);
+  for (int64_t bytes = 0; piece != nullptr;) {
+    pieces.push_back(piece);
+    bytes += static_cast<int64_t>(piece->positions().size()) *
+             groups[static_cast<size_t>(piece->page(0).group)].codec->image_bytes();
+    if (bytes >= kMostTransferBytes) break;
+    piece = source.try_take(lane, kind_bit(piece->kind()));
+  }
+  return pieces;
+}
+
+void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
+  for (;;) {
+    const auto pieces = take(source, lane);
+    if (pieces.empty()) return;
+    std::vector<std::vector<MoveResult>> results;
+    for (const auto& piece : pieces) {
+      results.emplace_back(piece->positions().size(), MoveResult{Status::kFailed, "was not moved", {}});
+    }
+    try {
+      move(pieces, results);
+    } catch (const std::exception& error) {
+      for (auto& of_piece : results) {
+        for (MoveResult& result : of_piece) {
+          if (result.status != Status::kOk) result.reason = error.what();
+        }
+      }
+    }
+    for (size_t i = 0; i < pieces.size(); ++i) source.finish(pieces[i], results[i]);
+  }
+}
+
+// Pages of one view and fence go together.
+void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
+                           std::vector<std::vector<MoveResult>>& results) {
+  std::vector<Task> tasks;
+  const auto differs = [&](const Task& a, const PageMove& b, const Piece& of_b) {
+    return a.move.view != b.view || pieces[a.piece]->fence() != of_b.fence();
+  };
+  for (size_t p = 0; p < pieces.size(); ++p) {
+    for (size_t i = 0; i < pieces[p]->positions().size(); ++i) {
+      const PageMove page = pieces[p]->page(i);
+      if (!tasks.empty() && differs(tasks.front(), page, *pieces[p])) {
+        move_group(pieces, tasks, results);
+        tasks.clear();
+      }
+      const GdsGroup& group = groups[static_cast<size_t>(page.group)];
+      const int32_t disk = page.place % disks();
+      if (group.slabs[static_cast<size_t>(disk)].device < 0) {
+        ++counts.misses[static_cast<size_t>(PageMiss::kDiskLost)];
+        results[p][i] = {Status::kLaneDown, "disk " + std::to_string(disk) + " was not there at start", {}};
+        continue;
+      }
+      tasks.push_back({p, i, page});
+    }
+  }
+  if (!tasks.empty()) move_group(pieces, tasks, results);
+}
+
+void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& pieces,
+                                 const std::vector<Task>& tasks,
+                                 std::vector<std::vector<MoveResult>>& results) {
+  const PageMove& first = tasks.front().move;
+  const GdsGroup& group = groups[static_cast<size_t>(first.group)];
+  const bool is_read = first.kind == OpKind::kGdsRead;
+  const KvView& view = first.view->view();
+  const PageMap map = PageMap::stripe(view, place_of(*group.codec, stripe, view), is_read);
+  std::vector<StagedPage> pages;
+  std::vector<SlabPage> wanted;
+  for (const Task& task : tasks) {
+    const int32_t disk = task.move.place % disks();
+    const auto& [device, slab] = group.slabs[static_cast<size_t>(disk)];
+    const int64_t slot = task.move.place / disks();
+    pages.push_back({task.move.block, device, task.move.group, slab.header_bytes + slot * slab.slot_bytes});
+    wanted.push_back({{slab.id, static_cast<uint64_t>(slot)}, PageTag::read(task.move.tag)});
+  }
+  SlabGate gate(group.codec, manager->device_ptr(), std::move(wanted), view.runs().size(),
+                [&](int32_t at) { pieces[tasks[static_cast<size_t>(at)].piece]->touch(); });
+  const TransferHooks hooks{&gate, pieces[tasks.front().piece]->fence().get()};
+  const TransferReport report = manager->transfer(map, pages, is_read, nullptr, false, hooks);
+  std::vector<const PageFailure*> failures(tasks.size());
+  for (const PageFailure& failure : report.failures) {
+    failures[static_cast<size_t>(failure.position)] = &failure;
+  }
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const auto at = static_cast<int32_t>(i);
+    MoveResult& result = results[tasks[i].piece][tasks[i].index];
+    if (failures[i] != nullptr) {
+      result = failed(tasks[i].move, *failures[i], gate.miss(at));
+      continue;
+    }
+    result = {Status::kOk, {}, gate.take_digests(at)};
+    ++(is_read ? counts.read_pages : counts.written_pages);
+    (is_read ? counts.read_bytes : counts.written_bytes) += map.page_bytes();
+  }
+}
+
+MoveResult GdsLane::Shared::failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate) {
+  if (page.kind == OpKind::kGdsWrite) {
+    ++counts.write_errors;
+    return {failure.status, "gds write at place " + std::to_string(page.place) + ": " + failure.reason, {}};
+  }
+  const PageMiss miss = miss_of(failure.cause, at_gate);
+  if (miss == PageMiss::kNone) {
+    return {failure.status, "gds read at place " + std::to_string(page.place) + ": " + failure.reason, {}};
+  }
+  ++counts.misses[static_cast<size_t>(miss)];
+  return {failure.status,
+          std::string("disk miss (") + kMissNames[static_cast<size_t>(miss)] + ") at place " +
+              std::to_string(page.place) + ": " + failure.reason,
+          {}};
+}
+
+GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager)
+    : shared_(std::make_shared<Shared>()) {
+  if (groups.empty()) throw ContractError("a gds lane needs a group");
+  for (const GdsGroup& group : groups) {
+    static_cast<void>(group.codec->image().stripe_offset(stripe));  // checks it
+    if (group.slabs.size() != groups.front().slabs.size() || group.slabs.empty()) {
+      throw ContractError("a gds lane needs a slab of each group on each disk");
+    }
+    for (const auto& [device, shape] : group.slabs) {
+      if (device < 0 || shape.slot_bytes == group.codec->image_bytes()) continue;
+      throw GeometryError("slots of " + std::to_string(shape.slot_bytes) + " bytes for slot images of " +
+                          std::to_string(group.codec->image_bytes()));
+    }
+  }
+  if (manager->device().number() != kHostDevice) device_ = cuda::Device::open(manager->device().number());
+  shared_->groups = std::move(groups);
+  shared_->stripe = stripe;
+  shared_->manager = std::move(manager);
+}
+
+PageSizes GdsLane::check(const OpSpec& op) const {
+  const std::string name = "op " + std::to_string(op.op_id);
+  if (op.group < 0 || static_cast<size_t>(op.group) >= shared_->groups.size()) {
+    throw ContractError(name + ": group " + std::to_string(op.group) + ": the gds lane has groups [0, " +
+                        std::to_string(shared_->groups.size()) + ")");
+  }
+  if (op.layerwise) {
+    throw ContractError(name + ": a " + to_string(op.kind) + " is never layerwise: one call brings a stripe");
+  }
+  const GdsGroup& group = shared_->groups[static_cast<size_t>(op.group)];
+  const int64_t disks = shared_->disks();
+  int64_t slots = INT32_MAX;
+  for (const auto& [device, shape] : group.slabs) slots = device < 0 ? slots : std::min(slots, shape.slots);
+  const auto bad = std::find_if(op.places.begin(), op.places.end(),
+                                [&](int32_t place) { return place < 0 || place >= slots * disks; });
+  if (bad != op.places.end()) {
+    throw BlockRangeError("place " + std::to_string(*bad) + " at page " +
+                          std::to_string(bad - op.places.begin()) + " of " + name + ": allowed are [0, " +
+                          std::to_string(slots * disks) + ")");
+  }
+  return {group.codec->image().stripe_bytes(shared_->stripe), group.codec->layers()};
+}
+
+void GdsLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
+  thread_ = std::thread([shared = shared_, source = std::move(source), lane] { shared->run(*source, lane); });
+  pthread_setname_np(thread_.native_handle(), "flexkv-gdslane");
+}
+
+std::shared_ptr<StreamEvent> GdsLane::record(StreamId stream) {
+  const cuda::Current here(*device_);
+  return std::make_shared<cuda::Event>(device_, reinterpret_cast<cuda::StreamHandle>(stream));
+}
+
+void GdsLane::join() {
+  if (thread_.joinable()) thread_.join();
+  shared_->manager->close();
+}
+
+void GdsLane::abandon() {
+  if (thread_.joinable()) thread_.detach();
+}
+
+const DiskCounts& GdsLane::counts() const { return shared_->counts; }
+
+const GDSManager& GdsLane::manager() const { return *shared_->manager; }
+
+}  // namespace flexkv

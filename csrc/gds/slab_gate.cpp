@@ -1,0 +1,35 @@
+#include "gds/slab_gate.h"
+
+#include <ctime>
+#include <utility>
+
+namespace flexkv {
+
+SlabGate::SlabGate(std::shared_ptr<const PageCodec> codec, std::shared_ptr<TransformDevice> device,
+                   std::vector<SlabPage> pages, size_t runs, std::function<void(int32_t)> on_end)
+    : codec_(std::move(codec)),
+      device_(std::move(device)),
+      pages_(std::move(pages)),
+      runs_(runs),
+      on_end_(std::move(on_end)),
+      trailer_(static_cast<size_t>(codec_->trailer_area_bytes())),
+      misses_(pages_.size(), PageMiss::kNone),
+      digests_(pages_.size()) {}
+
+std::string SlabGate::arrived(int32_t position, const std::byte* trailer) {
+  const auto at = static_cast<size_t>(position);
+  const auto bytes = static_cast<int64_t>(trailer_.size());
+  if (const std::string why = device_->copy(trailer_.data(), trailer, bytes); !why.empty()) return why;
+  const PageCheck check = codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag,
+                                                      static_cast<uint64_t>(std::time(nullptr)));
+  misses_[at] = check.miss;
+  return check.reason;
+}
+
+std::string SlabGate::digested(int32_t position, const std::byte* digests) {
+  std::vector<uint64_t>& kept = digests_[static_cast<size_t>(position)];
+  kept.resize(runs_);
+  return device_->copy(kept.data(), digests, static_cast<int64_t>(runs_ * sizeof(uint64_t)));
+}
+
+}  // namespace flexkv

@@ -1,0 +1,30 @@
+// How fast the layout transform is beside a plain copy on the same device: what `flexkv bench transfer`
+// prints.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "base/export.h"
+#include "gds/transform_device.h"
+
+namespace flexkv {
+
+// A layer-first pool of its own, [layer][block][run], and a slot for each block.
+struct TimedTransform {
+  int32_t layers = 1;
+  int64_t run_bytes = 0;
+  int64_t blocks = 1;
+  bool into_pool = true;  // checking digests; else making them
+};
+
+struct TransformTime {
+  double transform_s = 0;
+  double copy_s = 0;  // of as many bytes, by the device's own copy
+};
+
+// One entry a repeat, both measured in turns, after one of each that does not count. Throws CapacityError
+// without the memory, TransferError when a transform fails.
+FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
+                                                        int32_t repeats);
+
+}  // namespace flexkv

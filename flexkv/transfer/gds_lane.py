@@ -1,0 +1,52 @@
+"""The lane of one rank between the engine's pool and the slabs on disk, without a host page between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.config import GdsConfig
+from flexkv.observe import get_logger
+from flexkv.transfer.slab_map import SlabMap
+
+
+def make_gds_lane(
+    slabs: SlabMap,
+    stripe: int,
+    device: int | None,
+    config: GdsConfig,
+    use_staged_transfer: bool | None = None,
+    max_staging_blocks: int | None = None,
+) -> c_ext.GdsLane:
+    """Opens the slabs for one rank. The lane serves one engine.
+
+    Args:
+        stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.
+        device: the CUDA device that has the engine's pool; None for plain memory.
+        use_staged_transfer, max_staging_blocks: win over `config` where given.
+
+    Raises:
+        ConfigError: a slab that cannot be opened.
+        GeometryError: the runs do not fill the stripes.
+    """
+    codecs = [c_ext.PageCodec(list(g.stripe_bytes), _tables(g.runs), False) for g in slabs.groups]
+    staged = config.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
+    lane = c_ext.GdsLane(
+        codecs,
+        stripe,
+        slabs.disks,
+        threads_per_device=config.threads_per_disk,
+        use_staged_transfer=staged,
+        max_staging_blocks=config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks,
+        max_staging_bytes=config.max_staging_bytes,
+        gpu_device_id=-1 if device is None else device,
+    )
+    get_logger("gds").info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
+    return lane
+
+
+def _tables(runs: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    return [np.ascontiguousarray(table, np.int64) for table in runs]

@@ -1,0 +1,119 @@
+"""The gds lane with pool and staging in GPU memory: every byte, and fences while the engine's stream is busy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv import c_ext
+from flexkv.transfer.graph import OpKind, OpStatus
+from tests.unit.gds.slab_world import SlabWorld
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (c_ext.cuda_info()["built"] and c_ext.cuda_info()["device_count"]),
+        reason="needs an NVIDIA GPU and a CUDA build",
+    ),
+]
+GPU = 0
+
+
+class GpuRank:
+    """`Rank` of `slab_world` on a GPU: [runs][blocks] or [blocks][runs] of `run` bytes."""
+
+    def __init__(self, layers: int, kv: int, run: int, blocks: int, block_first: bool, seed: int) -> None:
+        self.runs, self.blocks, self.run = layers * kv, blocks, run
+        size = self.runs * blocks * run
+        self.raw = torch.zeros(size + 4096, dtype=torch.uint8, device=f"cuda:{GPU}")
+        start = -self.raw.data_ptr() % 4096
+        shape = (blocks, self.runs, run) if block_first else (self.runs, blocks, run)
+        self.memory = self.raw[start : start + size].view(shape)
+        self.by_block = self.memory if block_first else self.memory.transpose(0, 1)
+        self.memory.random_(0, 256, generator=torch.Generator(f"cuda:{GPU}").manual_seed(seed))
+        stride, step = (self.runs * run, run) if block_first else (run, blocks * run)
+        base = self.memory.data_ptr()
+        rows = [[base + i * step, stride, run, i * run, i // kv] for i in range(self.runs)]
+        self.view = c_ext.KvView(np.array(rows, np.int64), blocks, self.runs * run)
+
+
+def make_world(folder: Path, **shape: Any) -> SlabWorld:
+    world = SlabWorld([folder], device=GPU, make_rank=GpuRank, **shape)
+    world.stream = torch.cuda.current_stream(GPU).cuda_stream
+    return world
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("block_first", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "kv", "run", "ranks"), [(1, 1, 1, 1), (3, 2, 1000, 2), (5, 1, 18432, 3), (80, 2, 4096, 1)]
+)
+def test_every_byte_comes_back_and_no_other_changes(
+    tmp_path: Path, layers: int, kv: int, run: int, ranks: int, block_first: bool, staged: bool
+) -> None:
+    world = make_world(
+        tmp_path, layers=layers, kv=kv, run=run, ranks=ranks, block_first=block_first, staged=staged
+    )
+    places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
+    world.store(places, blocks)
+    for number, rank in enumerate(world.ranks):
+        stored = rank.by_block[blocks].clone()
+        rank.memory.fill_(0x5A)
+        expected = rank.by_block.clone()
+        expected[targets] = stored
+        assert world.load(number, places, targets).reason == ""
+        assert torch.equal(rank.by_block, expected)
+    world.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("block_first", [False, True])
+def test_damage_is_found_in_the_pool_and_in_the_slots(
+    tmp_path: Path, block_first: bool, staged: bool
+) -> None:
+    world = make_world(tmp_path, block_first=block_first, staged=staged)
+    world.store([0, 1, 2], [0, 1, 2])
+    world.flip(1, 5000)
+    result = world.load(0, [0, 1, 2], [9, 10, 11])
+    assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
+    assert "disk miss (data)" in result.reason
+    assert torch.equal(world.ranks[0].by_block[[9, 11]], world.ranks[0].by_block[[0, 2]])
+    world.close()
+
+
+@pytest.mark.parametrize("block_first", [False, True])
+def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(tmp_path: Path, block_first: bool) -> None:
+    """Staged pages are fenced on a stream, those that go straight on the host: without either, bytes would be old."""
+    world = make_world(tmp_path, layers=8, run=16384, block_first=block_first)
+    rank = world.ranks[0]
+    blocks = list(range(8))
+    for turn in range(50):
+        for value in range(16):
+            torch.cuda._sleep(2_000_000)
+            rank.by_block[:8].fill_((turn + value) % 256)
+        last = (turn + 15) % 256
+        world.store(blocks, blocks)
+        # A forward that reads, for long, what the load then overwrites.
+        rank.by_block[:8].fill_(255 - last)
+        torch.cuda._sleep(20_000_000)
+        seen = rank.by_block[:8].clone()
+        assert world.load(0, blocks, blocks).reason == ""
+        after = rank.by_block[:8].clone()
+        torch.cuda.current_stream(GPU).synchronize()
+        assert bool((seen == 255 - last).all()), f"turn {turn}: a load overwrote what was still to be read"
+        assert bool((after == last).all()), f"turn {turn}: a store overtook the forward"
+    world.close()
+
+
+def test_a_stream_is_needed(tmp_path: Path) -> None:
+    from flexkv.errors import ContractError
+
+    world = make_world(tmp_path)
+    world.stream = None
+    with pytest.raises(ContractError, match="none was given"):
+        world.run(world.engines[0], world.op(OpKind.GDS_READ, [0], [0]))
+    world.close()

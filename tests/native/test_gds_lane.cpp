@@ -1,0 +1,182 @@
+// The gds lane under a transfer engine, with faults between it and its disks.
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "gds/gds_lane.h"
+#include "gds_world.h"
+#include "transfer/engine.h"
+#include "transfer/host_mover.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr int32_t kLayers = 4, kBlocks = 16, kPlaces = 16;
+constexpr int64_t kRun = 2304, kStripe = kLayers * kRun, kHeader = 4096;
+
+struct LaneWorld {
+  explicit LaneWorld(std::vector<FileFaultRule> rules, double op_stuck_s = 30)
+      : pool(static_cast<size_t>(kLayers * kBlocks * kRun)) {
+    std::mt19937 random(3);
+    for (auto& byte : pool) byte = static_cast<unsigned char>(random());
+    std::vector<Segment> segments;
+    std::vector<PageRun> runs;
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      const auto base = reinterpret_cast<uintptr_t>(pool.data() + layer * kBlocks * kRun);
+      segments.push_back({base, kRun, kRun, layer * kRun, layer});
+      runs.push_back({layer * kRun, kRun, layer});
+    }
+    codec = std::make_shared<PageCodec>(std::vector<int64_t>{kStripe},
+                                        std::vector<std::vector<PageRun>>{runs}, false);
+    host = HostPool::create({codec->image_bytes(), 1, kMaxExtentBytes}, {});
+    const SlabShape shape{kHeader, codec->image_bytes(), kPlaces, 7};
+    const auto files =
+        std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("slab")}});
+    std::filesystem::resize_file(folder.file("slab"),
+                                 static_cast<uintmax_t>(kHeader + kPlaces * codec->image_bytes()));
+    io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
+    GdsOptions options;
+    options.max_staging_blocks = 3;
+    options.deadline_s = options.stuck_s = kLongestWaitS;
+    auto manager = std::make_shared<GDSManager>(files, options, host_transform_device(), io);
+    lane = std::make_shared<GdsLane>(std::vector<GdsGroup>{{codec, {{0, shape}}}}, 0, std::move(manager));
+    engine =
+        std::make_unique<TransferEngine>(std::make_shared<HostMover>(), EngineOptions{1024, 1, op_stuck_s},
+                                         std::vector<std::shared_ptr<Lane>>{lane});
+    engine->attach_view(0, std::make_shared<KvView>(segments, kBlocks, kStripe), host, 0);
+  }
+  ~LaneWorld() {
+    io->release();
+    CHECK(engine->close(kGdsGenerousS));
+  }
+
+  int64_t image_at(int32_t place) const { return kHeader + place * codec->image_bytes(); }
+  OpSpec op(OpKind kind, int32_t count) {
+    OpSpec spec;
+    spec.op_id = next_op++;
+    spec.kind = kind;
+    for (int32_t i = 0; i < count; ++i) {
+      spec.blocks.push_back(i);
+      spec.places.push_back(i);
+      PageTag tag;
+      tag.key[0] = static_cast<uint8_t>(i);
+      const auto* bytes = reinterpret_cast<const uint8_t*>(&tag);
+      spec.tags.insert(spec.tags.end(), bytes, bytes + sizeof(tag));
+    }
+    return spec;
+  }
+  int64_t submit(OpKind kind, int32_t count) {
+    GraphSpec graph;
+    graph.ops.push_back(op(kind, count));
+    const auto ticket = engine->submit(std::move(graph));
+    REQUIRE(ticket);
+    return *ticket;
+  }
+  OpResult run(OpKind kind, int32_t count) {
+    REQUIRE(engine->wait(submit(kind, count), kGdsGenerousS));
+    auto results = engine->poll(2);
+    REQUIRE(results.size() == 1);
+    return std::move(results.front());
+  }
+  // What the manager's disk lane does with the digests that a write reports.
+  void seal(const OpResult& written, int32_t count) {
+    std::fstream file(folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
+    const size_t runs = codec->num_runs();
+    REQUIRE(written.digests.size() == runs * static_cast<size_t>(count));
+    for (int32_t place = 0; place < count; ++place) {
+      std::vector<std::byte> trailer(static_cast<size_t>(codec->trailer_area_bytes()));
+      std::memcpy(trailer.data() + kTrailerHeadBytes,
+                  written.digests.data() + static_cast<size_t>(place) * runs, runs * sizeof(uint64_t));
+      PageTag tag;
+      tag.key[0] = static_cast<uint8_t>(place);
+      codec->seal_trailer(trailer.data(), {7, static_cast<uint64_t>(place)}, tag, 0);
+      file.seekp(image_at(place) + codec->image().trailer_offset());
+      file.write(reinterpret_cast<const char*>(trailer.data()), static_cast<std::streamsize>(trailer.size()));
+    }
+  }
+
+  TemporaryFolder folder;
+  std::vector<unsigned char> pool;
+  std::shared_ptr<PageCodec> codec;
+  std::shared_ptr<HostPool> host;
+  std::shared_ptr<FaultyFileIo> io;
+  std::shared_ptr<GdsLane> lane;
+  std::unique_ptr<TransferEngine> engine;
+  int64_t next_op = 1;
+};
+
+}  // namespace
+
+TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged; all others arrive") {
+  constexpr int32_t kCount = 9;
+  struct Way {
+    IoFault fault;
+    PageMiss miss;
+  };
+  for (const auto& [fault, miss] :
+       {Way{IoFault::kFail, PageMiss::kIo}, Way{IoFault::kShort, PageMiss::kShort},
+        Way{IoFault::kCorrupt, PageMiss::kData}}) {
+    CAPTURE(static_cast<int>(fault));
+    const int64_t victim = kHeader + 4 * 16384 + 100;
+    LaneWorld world({{.fault = fault, .write = false, .offset = victim, .times = 1}});
+    REQUIRE(world.codec->image_bytes() == 16384);
+    const auto content = world.pool;
+    const OpResult written = world.run(OpKind::kGdsWrite, kCount);
+    REQUIRE(written.status == Status::kOk);
+    world.seal(written, kCount);
+    std::fill(world.pool.begin(), world.pool.end(), 0);
+    const OpResult read = world.run(OpKind::kGdsRead, kCount);
+    CHECK(read.status == Status::kFailed);
+    CHECK(read.failed == std::vector<int32_t>{4});
+    CHECK(world.lane->counts().misses[static_cast<size_t>(miss)] == 1);
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      for (int32_t block = 0; block < kBlocks; ++block) {
+        if (block == 4) continue;
+        const size_t at = static_cast<size_t>((layer * kBlocks + block) * kRun);
+        const bool came = std::memcmp(world.pool.data() + at, content.data() + at, kRun) == 0;
+        CHECK(came == (block < kCount));
+      }
+    }
+    CHECK(world.run(OpKind::kGdsRead, kCount).status == Status::kOk);
+  }
+}
+
+TEST_CASE("a gds write that fails reports no digests for its page") {
+  LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kHeader + 2 * 16384, .times = 1}});
+  const OpResult written = world.run(OpKind::kGdsWrite, 4);
+  CHECK(written.failed == std::vector<int32_t>{2});
+  REQUIRE(written.digests.size() == 4 * kLayers);
+  CHECK(written.digests[2 * kLayers] == 0);
+  CHECK(written.digests[3 * kLayers] != 0);
+  CHECK(world.lane->counts().write_errors == 1);
+}
+
+TEST_CASE("a call that hangs takes the gds lane down, keeps its blocks, and the lane comes up when it ends") {
+  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kHeader + 16384, .times = 1}}, 1.0);
+  const OpResult written = world.run(OpKind::kGdsWrite, 4);
+  world.seal(written, 4);
+  const int64_t ticket = world.submit(OpKind::kGdsRead, 4);
+  REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
+  const auto state = [&] {
+    for (const LaneState& lane : world.engine->lanes()) {
+      if (lane.kind == OpKind::kGdsRead) return lane;
+    }
+    return LaneState{};
+  };
+  const auto deadline = deadline_in(kGdsGenerousS);
+  while (state().up && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK_FALSE(state().up);
+  CHECK(state().stuck.size() == 1);
+  CHECK_FALSE(world.engine->wait(ticket, 0.05));
+  CHECK(world.engine->poll(1).empty());
+  world.io->release();
+  REQUIRE(world.engine->wait(ticket, kGdsGenerousS));
+  CHECK(world.engine->poll(1).size() == 1);
+  while (!state().up && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  // A machine that stands still for a second may take it down once more.
+  Status last = Status::kFailed;
+  while (last != Status::kOk && Clock::now() < deadline) last = world.run(OpKind::kGdsRead, 4).status;
+  CHECK(last == Status::kOk);
+}
