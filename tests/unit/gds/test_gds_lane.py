@@ -239,8 +239,8 @@ def test_staging_is_bounded_and_arguments_win(tmp_path: Path) -> None:
 
 def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
     world.store(list(range(12)), list(range(12)))
-    first = world.op(OpKind.GDS_READ, list(range(12)), list(range(12)))
-    second = world.op(OpKind.GDS_READ, list(range(12)), list(range(12)))
+    first = world.op(OpKind.GDS_READ, list(range(6)), list(range(6)))
+    second = world.op(OpKind.GDS_READ, list(range(6, 12)), list(range(6, 12)))
     engine = world.engines[0]
     tickets = [ticket for op in (first, second) if (ticket := engine.submit(TransferGraph((op,))))]
     assert len(tickets) == 2
