@@ -27,7 +27,9 @@ struct Hit {
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
+// Names the first view's block first, whichever of the two was found to lie on the other.
 [[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
+  if (a.view > b.view) refuse(b, a, {hit.b_block, hit.a_block});
   throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
                       " and block " + std::to_string(hit.b_block) + " of " + to_string(*b.segment) +
                       " share bytes of the pool");
