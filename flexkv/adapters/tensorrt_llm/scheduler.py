@@ -44,6 +44,10 @@ class SchedulerSide:
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments) -> None:
         self._config = config
         self._arguments = arguments
+        # The layer hooks do not fire in the replay of a CUDA graph, so what is to be loaded by layer comes before it.
+        self._sync = config.load.mode != "async"
+        if config.load.mode == "layerwise":
+            logger.info("load.mode is layerwise: with TensorRT-LLM loads end before their forward, as with sync")
         self._listener = Listener()
         self._facts: dict[int, tuple[RankFacts, int]] = {}
         self._ready: set[int] = set()
@@ -97,7 +101,7 @@ class SchedulerSide:
             self.unit.manager.release(str(tracked.request_id))
             return 0, False
         tracked.start_block, tracked.promised = start, match.blocks
-        return match.blocks * self._block_tokens, self._config.load.mode == "async"
+        return match.blocks * self._block_tokens, not self._sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
         """The engine gave the request its blocks: orders the load that was promised.
@@ -111,7 +115,7 @@ class SchedulerSide:
         targets = np.asarray(block_ids[start : start + count], np.int32)
         graph = self.unit.manager.begin_load(str(tracked.request_id), [targets])
         self.counters.add("flexkv_hit_tokens_total", len(targets) * self._block_tokens)
-        if self._config.load.mode == "sync":
+        if self._sync:
             if graph is not None:
                 self._loads.append(LoadJob(str(tracked.request_id), graph, sync=True))
             tracked.step_loaded = (start + len(targets)) * self._block_tokens

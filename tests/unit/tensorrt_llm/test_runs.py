@@ -18,7 +18,7 @@ WHOLE = 28
 CORRUPT = 3
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 @pytest.mark.parametrize("layout", [False, True])
 def test_a_prefix_is_loaded(make_world: Callable[..., World], mode: str, layout: bool) -> None:
     world = make_world({"FLEXKV_LOAD_MODE": mode}, layout=layout)
