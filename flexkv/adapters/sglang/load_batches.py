@@ -11,7 +11,7 @@ from flexkv.cache.base import Completion, Keys
 from flexkv.errors import ClosedError
 from flexkv.observe import get_logger
 from flexkv.transfer.base import Ticket
-from flexkv.transfer.graph import BlockIds, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
 
 logger = get_logger(__name__)
 
@@ -35,19 +35,23 @@ class LoadBatch:
     """The loads that one forward reads.
 
     Attributes:
+        ends_s: when a layer that has not come is given up, on the monotonic clock.
+        tickets: of each op that was submitted and not heard to have ended. The lanes forget graphs that ended long ago.
         layers: that are in place.
-        moving: ops that have not ended.
+        moving: ops that have not ended, submitted or not.
         lost: why not everything arrives; empty while all may.
     """
 
     requests: tuple[str, ...]
-    tickets: list[Ticket] = field(default_factory=list)
+    ends_s: float
+    tickets: dict[OpId, Ticket] = field(default_factory=dict)
     layers: int = 0
     moving: int = 0
     lost: str = ""
 
     def ended(self, done: Completion) -> None:
         self.moving -= 1
+        self.tickets.pop(done.op_id, None)
         if len(done.failed_blocks):
             self.lost = self.lost or done.reason or "pages failed"
 
@@ -85,9 +89,8 @@ class LoadBatches:
         batch = self._batches.get(self.consumer_index)
         if batch is None or layer < batch.layers or batch.lost:
             return
-        ends_s = time.monotonic() + self._cache.config.load.deadline_s
-        for ticket in batch.tickets:
-            left_s = max(0.0, ends_s - time.monotonic())
+        for ticket in batch.tickets.values():
+            left_s = max(0.0, batch.ends_s - time.monotonic())
             result = self._cache.lanes.wait_layer(ticket, layer, left_s, self._current_stream())
             if not result.ok:
                 batch.lost = "pages failed" if result.in_time else "past load.deadline_s"
@@ -98,17 +101,14 @@ class LoadBatches:
 
     def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
         """Starts the loads of a forward together; the number of their batch."""
-        batch = LoadBatch(tuple(queued))
+        batch = LoadBatch(tuple(queued), time.monotonic() + self._cache.config.load.deadline_s)
         index, self._next = self._next, self._next + 1
         self._batches[index] = batch
-        ends_s = time.monotonic() + self._cache.config.load.deadline_s
         for request_id, load in queued.items():
-            self._start_one(batch, request_id, load, stream, ends_s)
+            self._start_one(batch, request_id, load, stream)
         return index
 
-    def _start_one(
-        self, batch: LoadBatch, request_id: str, load: QueuedLoad, stream: int | None, ends_s: float
-    ) -> None:
+    def _start_one(self, batch: LoadBatch, request_id: str, load: QueuedLoad, stream: int | None) -> None:
         manager = self._cache.manager
         # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon.
         if self._cache.match(request_id, load.keys, 0.0) < len(load.blocks):
@@ -122,12 +122,12 @@ class LoadBatches:
         batch.moving += len(graph.ops)
         while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
             # More requests in one batch than the queue has places: the first of them will have ended soon.
-            if time.monotonic() > ends_s:
+            if time.monotonic() > batch.ends_s:
                 self._cache.drop(graph, "found no place in the queue before load.deadline_s")
                 return
             time.sleep(REQUEUE_S)
             self._cache.poll()
-        batch.tickets.append(ticket)
+        batch.tickets.update((op.op_id, ticket) for op in graph.ops)
         self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
 
     def finish(self, index: int) -> bool:
@@ -143,7 +143,7 @@ class LoadBatches:
         config = self._cache.config
         if not self._wait(batch, config.load.deadline_s):
             batch.lost = batch.lost or "past load.deadline_s"
-            for ticket in batch.tickets:
+            for ticket in batch.tickets.values():
                 self._cache.lanes.cancel(ticket)
             # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
             if not self._wait(batch, 2 * config.transfer.stuck_s):
@@ -161,7 +161,7 @@ class LoadBatches:
 
     def _wait(self, batch: LoadBatch, deadline_s: float) -> bool:
         ends_s = time.monotonic() + deadline_s
-        for ticket in batch.tickets:
+        for ticket in batch.tickets.values():
             if not self._cache.lanes.wait(ticket, max(0.0, ends_s - time.monotonic())):
                 return False
         self._cache.poll()

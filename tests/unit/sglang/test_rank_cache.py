@@ -87,6 +87,24 @@ def test_a_batch_of_more_requests_than_queue_places_is_loaded(worlds):
     assert all(torch.equal(world.page(10 + number), world.page(1)) for number in range(9))
 
 
+def test_layers_of_a_batch_of_which_the_lanes_have_forgotten_graphs(worlds):
+    """They remember 256 graphs whose results were taken."""
+    world = worlds()
+    world.store(hashes_of(1), [1])
+    keys = world.cache.keys(hashes_of(1))
+    queued = {}
+    for number in range(300):
+        assert world.cache.match(f"r{number}", keys, WAIT_S) == 1
+        queued[f"r{number}"] = QueuedLoad(keys, blocks([10 + number % 20]))
+    index = world.loads.start(queued, None)
+    assert world.cache.quiesce(30)
+    world.loads.set_consumer(index)
+    for layer in range(LAYERS):
+        world.loads.wait_until(layer)
+    assert world.loads.finish(index)
+    assert all(torch.equal(world.page(page), world.page(1)) for page in range(10, 30))
+
+
 def test_a_promise_that_was_lost_fails_the_load_and_nothing_waits(worlds):
     world = worlds()
     world.store(hashes_of(1), [1])
