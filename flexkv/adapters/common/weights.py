@@ -15,23 +15,33 @@ differs is practically certain, and a model of a hundred files is read in well u
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
+PINNED = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
     """A string that differs for different weights of the model: the hub's commit, else a digest of sampled content.
 
     Args:
-        model: a folder, a file, or a hub name; a hub name stands for itself with its commit, else its revision.
-        resolved: commit of the hub that the engine found behind the revision.
+        model: a folder, a file, or a hub name; a hub name stands for itself with its commit.
+        revision: of a hub name: a commit, or a branch or tag that may move.
+        resolved: what the engine found behind the revision.
 
     Raises:
-        ConfigError: the folder holds no weights that we know; says what to set.
+        ConfigError: the folder holds no weights that we know, or nothing says which commit of the hub is meant; says
+            what to set.
     """
     path = Path(model)
     if commit := COMMIT.search(str(path)):
         return f"commit:{commit.group(1)}"
     if not path.exists():
-        return f"hub:{model}@{resolved or revision or 'default'}"
+        commit_of_hub = resolved or (revision if revision and PINNED.fullmatch(revision) else None)
+        if commit_of_hub is None:
+            raise ConfigError(
+                f"the weights are {model} at revision {revision or 'of the default branch'}, which may move, so what "
+                "was stored before would be served after; set identity.model, or a commit (40 hex digits) as the "
+                "engine's revision"
+            )
+        return f"hub:{model}@{commit_of_hub}"
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
         raise ConfigError(

@@ -48,7 +48,7 @@ def owner_of(
     model = ModelConfig.from_server_args(server_args)
     fields: Mapping[str, Any] = {
         "engine": "sglang",
-        "weights": config.identity.model or weights_identity(model.model_path, model.revision),
+        "weights": config.identity.model or _weights_of(model),
         # Random weights are the same only for the same seed.
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
         "architecture": plain_config(model.hf_text_config.to_dict()),
@@ -66,3 +66,11 @@ def owner_of(
     }
     digest = namespace_digest({name: framed(value) for name, value in fields.items()})
     return UnitOwner(str(model.model_path), digest, place.name)
+
+
+def _weights_of(model: ModelConfig) -> str:
+    """For a model of the hub the commit that was resolved at load, which a branch's name does not tell."""
+    commit = getattr(model.hf_text_config, "_commit_hash", None) or getattr(
+        getattr(model, "hf_config", None), "_commit_hash", None
+    )
+    return weights_identity(model.model_path, model.revision, commit)

@@ -47,7 +47,9 @@ class SchedulerSide:
         # The layer hooks do not fire in the replay of a CUDA graph, so what is to be loaded by layer comes before it.
         self._sync = config.load.mode != "async"
         if config.load.mode == "layerwise":
-            logger.info("load.mode is layerwise: with TensorRT-LLM loads end before their forward, as with sync")
+            logger.info(
+                "load.mode is layerwise: with TensorRT-LLM loads end before their forward, as with sync"
+            )
         self._listener = Listener()
         self._facts: dict[int, tuple[RankFacts, int]] = {}
         self._ready: set[int] = set()

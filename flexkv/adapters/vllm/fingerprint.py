@@ -91,7 +91,8 @@ def _weights_of(model: ModelConfig) -> str:
     commit = getattr(model.hf_text_config, "_commit_hash", None) or getattr(
         getattr(model, "hf_config", None), "_commit_hash", None
     )
-    return weights_identity(model.model, model.revision, commit)
+    # Without one the revision's name stands in: there is no setting that would name a draft's weights.
+    return weights_identity(model.model, model.revision, commit or model.revision or "default")
 
 
 def _draft(speculative: SpeculativeConfig) -> dict[str, Any]:

@@ -37,8 +37,16 @@ def test_a_hub_snapshot_is_named_by_its_commit() -> None:
     assert weights_identity(f"/cache/models--x/snapshots/{commit}", None) == f"commit:{commit}"
 
 
-def test_a_hub_name_is_taken_with_its_revision() -> None:
-    assert weights_identity("org/model", "v2") != weights_identity("org/model", "v3")
+def test_a_hub_name_is_taken_with_its_commit() -> None:
+    one, other = "a" * 40, "b" * 40
+    assert weights_identity("org/model", one) != weights_identity("org/model", other)
+    assert weights_identity("org/model", "main", one) == weights_identity("org/model", one)
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v2", "a" * 39])
+def test_a_revision_that_may_move_identifies_nothing(revision: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"identity\.model"):
+        weights_identity("org/model", revision)
 
 
 def test_a_folder_without_weights_says_what_to_set(tmp_path: Path) -> None:
