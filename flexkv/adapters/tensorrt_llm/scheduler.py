@@ -26,7 +26,7 @@ from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import TransferGraph, TransferOp
+from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph, TransferOp
 
 logger = get_logger(__name__)
 
@@ -152,6 +152,7 @@ class SchedulerSide:
         if tracked is None or self._requests is None or self.unit is None:
             return False
         self._requests.pop(tracked.request_id)
+        self._drop_planned(tracked.request_id)
         graph = None
         loading = tracked.load is not None
         if loading:
@@ -177,9 +178,20 @@ class SchedulerSide:
         tracked = self._requests.get(request_id) if self._requests is not None else None
         if tracked is not None and self._requests is not None and self.unit is not None:
             self.cancel_load(request_id)
-            self._loads = [job for job in self._loads if job.request_id != str(request_id)]
+            self._drop_planned(request_id)
             self.unit.manager.release(str(request_id))
             self._requests.pop(request_id)
+
+    def _drop_planned(self, request_id: int) -> None:
+        """Loads inside the next step that no rank was told of: no rank will report them, and their blocks are freed."""
+        assert self.unit is not None
+        mine = [job for job in self._loads if job.request_id == str(request_id)]
+        self._loads = [job for job in self._loads if job.request_id != str(request_id)]
+        for op in (op for job in mine for op in job.ops):
+            pages = np.arange(op.pages, dtype=np.int32)
+            dropped = OpResult(op.op_id, OpStatus.CANCELLED, pages, "the request ended first")
+            for rank in range(self._arguments.ranks):
+                self.unit.manager.complete(rank, dropped)
 
     def _plan_stores(self, tracked: Tracked, request: Any, block_ids: list[int]) -> TransferGraph | None:
         if tracked.keys is None:

@@ -85,6 +85,8 @@ class WorkerSide(RankWorker):
         self._step = metadata.step
         self._join(metadata.address)
         self._receive()
+        # Of loads between steps, which `finished` reports: no forward reads them.
+        self._ops.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
         for job in metadata.loads:
@@ -148,7 +150,12 @@ class WorkerSide(RankWorker):
                 self._cancel(order.request_id)
 
     def _launch(self) -> None:
+        alone = self._wire is None or bool(self._wire.closed)
         for request_id, load in self._loads.items():
+            if alone and request_id in self._saves:
+                # It has ended, and nobody can say so any more. One that has not is waiting for its KV, and must not
+                # be returned without it.
+                load.started = load.cancelled = True
             if load.started:
                 continue
             if request_id in self._cancelled:
@@ -168,7 +175,7 @@ class WorkerSide(RankWorker):
                     save.open = {op.op_id for op in wanted.graph.ops}
                     self._save_of.update(dict.fromkeys(save.open, request_id))
                     self._ops.submit_store(wanted.graph)
-            elif self._wire is None or self._wire.closed:
+            elif alone:
                 # Nobody will order anything any more; the engine must get its blocks back.
                 save.started = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,16 @@ class Faults:
 def steps(world: World, count: int = 20) -> None:
     for _ in range(count):
         world.executor.step()
+
+
+def loaded_by(world: World, request_id: int) -> list[int]:
+    """Names the request to the worker; the first ids that it returns as loaded."""
+    ends_s = time.monotonic() + LONG_S
+    loaded: list[int] = world.worker.get_finished([], [request_id])[1]
+    while not loaded and time.monotonic() < ends_s:
+        time.sleep(0.001)
+        loaded = world.worker.get_finished([], [])[1]
+    return loaded
 
 
 def test_a_lone_async_load_needs_no_metadata(make_world: Callable[..., World]) -> None:
@@ -175,6 +186,29 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Callable[...,
     world.check()
 
 
+def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
+    make_world: Callable[..., World],
+) -> None:
+    """Its blocks are read by no forward, so what goes on does not stop for them."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world({"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
+    world.warm_up()
+    world.serve(PROMPT)
+    first = world.request(PROMPT)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    second = world.request(PROMPT)
+    steps(world)
+    assert second.state == "loading"
+    world.executor.cancel(second)
+    other = world.request([5, 6, 7, 8, 9])
+    world.executor.run(until=lambda: other.state in ("saving", "done"))
+    faults.mover.release()
+    world.executor.run()
+    assert world.hit(first) == WHOLE
+    world.check()
+
+
 def test_an_order_waits_for_its_id(make_world: Callable[..., World]) -> None:
     """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
     world = make_world(movers=(faults := Faults(FAIL, OpKind.DROP)))
@@ -188,10 +222,7 @@ def test_an_order_waits_for_its_id(make_world: Callable[..., World]) -> None:
     for _ in range(5):
         assert world.worker.get_finished([], []) == ([], [])
     assert faults.mover.calls == calls, "the order has come, and nothing was copied"
-    loaded: list[int] = world.worker.get_finished([], [900])[1]
-    while not loaded:
-        loaded = world.worker.get_finished([], [])[1]
-    assert loaded == [900]
+    assert loaded_by(world, 900) == [900]
     request.blocks = blocks
     assert world.executor.pool.wrong(request, WHOLE) == []
 
@@ -253,18 +284,16 @@ def test_blocks_without_a_page_are_skipped(make_world: Callable[..., World]) -> 
     assert world.scheduler.request_finished(request, blocks)
     stored = world.scheduler.side.unit.manager
     world.worker.get_finished([request.request_id], [])
-    for _ in range(1000):
-        if stored.inflight_ops() == 0:
-            break
+    ends_s = time.monotonic() + LONG_S
+    while stored.inflight_ops():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
         world.worker.get_finished([], [])
     assert stored.stats().stored_pages == 6
     fresh = _request(901, PROMPT)
     assert world.scheduler.get_num_new_matched_tokens(fresh, 0) == (8, True)
     world.scheduler.update_state_after_alloc(fresh, [-1, world.executor.free.pop(), -1])
-    loaded: list[int] = world.worker.get_finished([], [901])[1]
-    while not loaded:
-        loaded = world.worker.get_finished([], [])[1]
-    assert loaded == [901]
+    assert loaded_by(world, 901) == [901]
     stored.check_integrity()
 
 
@@ -284,6 +313,46 @@ def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Callable[...
     for _ in range(100):
         saved += world.worker.get_finished([7] if _ == 0 else [], [])[0]
     assert saved == [7]
+
+
+def test_a_rank_without_its_scheduler_gives_back_loads_that_it_never_started(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world()
+    world.warm_up()
+    world.serve(PROMPT)
+    request = _request(900, PROMPT)
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
+    world.worker.side._wire.close("for the test")
+    blocks = [world.executor.free.pop() for _ in range(8)]
+    world.scheduler.update_state_after_alloc(request, blocks)
+    for loading in ([900], [], []):
+        assert world.worker.get_finished([], loading) == ([], []), "its blocks hold nothing"
+    assert world.worker.get_finished([900], []) == ([900], [900]), "it was cancelled"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(
+    make_world: Callable[..., World], ended: bool
+) -> None:
+    """Its blocks are another's by the time of the step."""
+    world = make_world({"FLEXKV_LOAD_MODE": "sync"})
+    world.warm_up()
+    world.serve(PROMPT)
+    manager = world.scheduler.side.unit.manager
+    request = _request(900, PROMPT)
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
+    world.scheduler.update_state_after_alloc(request, list(range(8)))
+    assert manager.inflight_ops() == 1
+    if ended:
+        assert not world.scheduler.request_finished(request, list(range(8)))
+    else:
+        world.scheduler.request_reset(request)
+    nothing = SimpleNamespace(new_requests=[], cached_requests=[])
+    assert world.scheduler.build_connector_meta(nothing).loads == ()
+    assert manager.inflight_ops() == 0
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
 
 
 def test_nobody_listens() -> None:
