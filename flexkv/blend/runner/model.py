@@ -38,6 +38,9 @@ class LayeredModel:
         self.dtype = dtypes.pop()
         self.head_dim = head_dim_of(self.config)
         self._rotate = sys.modules[type(self.layers[0].self_attn).__module__].apply_rotary_pos_emb
+        if self.rope.scaling == "dynamic":
+            # After a prompt beyond max_positions the model keeps its grown frequencies until a shorter one comes.
+            self.inner.rotary_emb(torch.zeros(1), torch.zeros((1, 1), dtype=torch.int64))
 
     @property
     def shape(self) -> KvShape:
@@ -48,6 +51,17 @@ class LayeredModel:
     def frequencies(self) -> Any:
         """Radians a position, as the model itself has them, float64 [rotary_dim / 2]."""
         return self.inner.rotary_emb.inv_freq.double().numpy()
+
+    def check_length(self, length: int) -> None:
+        """
+        Raises:
+            NotBlendable: `length` tokens change the frequencies of a "dynamic" rope.
+        """
+        if self.rope.scaling == "dynamic" and length > self.rope.max_positions:
+            raise NotBlendable(
+                f"{length} tokens with a dynamic rope: its frequencies change beyond {self.rope.max_positions}, "
+                "and with them every cached key"
+            )
 
     def embed(self, tokens: Any) -> Any:
         """[tokens] -> [tokens, hidden]."""

@@ -132,12 +132,7 @@ def prefill(
         if cache.shape != layered.shape:
             raise GeometryError(f"the cache has {cache.shape}, the model {layered.shape}")
         had = _past_layers(past, layered)
-        length = len(tokens) + (had[0][0].shape[1] if had else 0)
-        if layered.rope.scaling == "dynamic" and length > layered.rope.max_positions:
-            raise NotBlendable(
-                f"{length} tokens with a dynamic rope: its frequencies change beyond "
-                f"{layered.rope.max_positions}, and with them every cached key"
-            )
+        layered.check_length(len(tokens) + (had[0][0].shape[1] if had else 0))
         device = HostDevice()
         try:
             return _blend(Blender(layered, plan), parts, tokens, had, cache, device)
@@ -200,19 +195,27 @@ def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
     """Computes each reusable segment by itself, where it is not cached, and stores it. Returns the tokens cached now.
 
     What is stored under a segment's key depends on the segment alone, so no prompt can leave traces in another's.
+    A segment that is too long for a "dynamic" rope's frequencies is left out, with a warning.
 
     Raises:
         CapacityError: a segment is longer than the cache's staging pool.
     """
     if off_reason(model):
         return 0
-    rotation = Blender(LayeredModel(model), BlendPlan()).rotation
+    layered = LayeredModel(model)
+    rotation = Blender(layered, BlendPlan()).rotation
     cached = 0
     for part in as_segments(segments):
         if not part.reusable:
             continue
         have = cache.cached_tokens(part.tokens)
         if have < len(part):
+            try:
+                layered.check_length(len(part))
+            except NotBlendable as error:
+                logger.warning("a segment is not stored: %s", error)
+                cached += have
+                continue
             with torch.no_grad():
                 found = model(torch.from_numpy(part.tokens)[None], use_cache=True, logits_to_keep=1)
             layers = [

@@ -372,6 +372,36 @@ def test_every_scaling_end_to_end(rope: dict) -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("length", [20, 512])
+def test_a_long_prompt_leaves_no_grown_frequencies_in_cached_keys(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(rope_parameters={"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 2.0})
+    cache = make_cache(model, slots=160, staging_tokens=1024)
+    segment, too_long = random_segments([length, 600])
+    _, wanted = full(model, [segment])
+    # The control: the long prompt's keys are others.
+    _, long_kv = full(model, [segment, too_long])
+    assert relative(long_kv.layers[0].keys[:, :, :length], wanted.layers[0].keys) > 0.01
+    assert precompute(model, [too_long], cache) == 0
+    assert "600 tokens with a dynamic rope" in caplog.text
+    full(model, [too_long])
+    assert precompute(model, [segment], cache) == length
+    full(model, [too_long])
+    found = prefill(model, [segment], cache, BlendPlan.of_ratio(0.0))
+    assert found.report.off == ""
+    assert found.report.reused == length
+    assert worst_layer(found.kv, wanted) < ROUNDING
+    if length == 20:
+        full(model, [too_long])
+        question = random_segments([7], 3)[0]
+        moved = prefill(model, [question, segment], cache, BlendPlan.of_ratio(0.0))
+        _, wanted = full(model, [question, segment])
+        assert moved.report.reused == length
+        assert relative(moved.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
+    cache.close()
+
+
 def test_bad_arguments(model, cache) -> None:
     prompt = random_segments(LENGTHS)
     with pytest.raises(ConfigError, match="not one token"):
