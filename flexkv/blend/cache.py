@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,7 +97,7 @@ class SegmentLoad:
 
     def __init__(self, cache: SegmentCache, hits: Sequence[Hit]) -> None:
         self._cache = cache
-        self.hits = tuple(hits)
+        self.hits = list(hits)
 
     def rows(self, layer: int) -> list[StagedRows]:
         """Of each hit, the rows of a layer; the layers arrive in order."""
@@ -114,13 +115,20 @@ class SegmentLoad:
             rows[:, at:end] = cache.staging[layer, block, :, : end - at]
 
     def close(self) -> None:
-        """Waits for what still moves and frees the staging blocks.
+        """Waits for what still moves and frees the staging blocks, each once however often this is called.
 
         Raises:
-            TransferError: it did not end before the deadline. Its blocks stay taken.
+            TransferError: some of it did not end before the deadline. Its blocks stay taken until a later call.
         """
-        self._cache.finish(self.hits)
-        self.hits = ()
+        ends_s = time.monotonic() + self._cache.deadline_s
+        hits, self.hits = self.hits, []
+        for hit in hits:
+            if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic())):
+                self.hits.append(hit)
+        if self.hits:
+            raise TransferError(
+                f"{len(self.hits)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"
+            )
 
 
 class SegmentCache:
@@ -216,21 +224,23 @@ class SegmentCache:
         layered = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
         ticket = self.engine.submit(layered)
         if ticket is None:
-            for op in layered.ops:
-                everything = np.arange(op.pages, dtype=np.int32)
-                self.manager.complete(0, OpResult(op.op_id, OpStatus.CANCELLED, everything, "no queue place"))
+            self._cancel(layered)
         return ticket
 
-    def finish(self, hits: Iterable[Hit]) -> None:
-        for hit in hits:
-            self._settle(hit.ticket)
-            self._free.extend(hit.blocks.tolist())
+    def _cancel(self, graph: TransferGraph) -> None:
+        """Tells the manager that a graph found no queue place and never moves."""
+        for op in graph.ops:
+            everything = np.arange(op.pages, dtype=np.int32)
+            self.manager.complete(0, OpResult(op.op_id, OpStatus.CANCELLED, everything, "no queue place"))
 
-    def _settle(self, ticket: Ticket) -> None:
-        if not self.engine.wait(ticket, self.deadline_s):
-            raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
+    def finish(self, hit: Hit, wait_s: float) -> bool:
+        """Frees a hit's staging blocks once nothing moves into them; False: after `wait_s` seconds it still does."""
+        if not self.engine.wait(hit.ticket, wait_s):
+            return False
         for result in self.engine.poll():
             self.manager.complete(0, result)
+        self._free.extend(hit.blocks.tolist())
+        return True
 
     # --- stores ---
 
@@ -307,8 +317,8 @@ class SegmentCache:
         if plan.graph is not None:
             ticket = self.engine.submit(plan.graph)
             if ticket is None:
-                raise TransferError("no queue place for a store")  # nothing else uses this engine
-            if not self.engine.wait(ticket, self.deadline_s):
+                self._cancel(plan.graph)
+            elif not self.engine.wait(ticket, self.deadline_s):
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
             for result in self.engine.poll():
                 done = self.manager.complete(0, result)

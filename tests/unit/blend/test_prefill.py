@@ -12,7 +12,7 @@ from flexkv.blend import BlendPlan, Segment, precompute, prefill, split_at_separ
 from flexkv.blend.registry import NotBlendable  # noqa: E402
 from flexkv.blend.runner import attention  # noqa: E402
 from flexkv.blend.runner.prefill import off_reason  # noqa: E402
-from flexkv.errors import CapacityError, ConfigError, GeometryError  # noqa: E402
+from flexkv.errors import CapacityError, ConfigError, GeometryError, TransferError  # noqa: E402
 from tests.unit.blend.blend_world import (  # noqa: E402
     FAMILIES,
     VOCABULARY,
@@ -280,6 +280,41 @@ def test_more_than_the_pool_holds(model) -> None:
         precompute(model, random_segments([100]), cache)
     cache.manager.check_integrity()
     cache.close()
+
+
+def test_staging_blocks_are_freed_once_however_often_a_load_is_closed(
+    model, cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = random_segments([20, 33, 17])
+    precompute(model, segments, cache)
+    free = sorted(cache._free)
+    load = cache.begin_load(segments)
+    late = load.hits[1].ticket
+    wait = cache.engine.wait
+    # Fault: the second segment does not end in time.
+    monkeypatch.setattr(cache.engine, "wait", lambda ticket, s: ticket != late and wait(ticket, s))
+    for _ in range(2):
+        with pytest.raises(TransferError, match="1 segments of"):
+            load.close()
+        assert len(cache._free) == len(set(cache._free)) == len(free) - 5
+    monkeypatch.undo()
+    load.close()
+    load.close()
+    assert sorted(cache._free) == free
+
+
+def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
+    model, cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = random_segments([20])
+    free = sorted(cache._free)
+    # Fault: the engine's queue is full.
+    monkeypatch.setattr(cache.engine, "submit", lambda graph: None)
+    assert precompute(model, [segment], cache) == 0
+    assert cache.manager.inflight_ops() == 0
+    assert sorted(cache._free) == free
+    monkeypatch.undo()
+    assert precompute(model, [segment], cache) == 20
 
 
 def test_generation_goes_on_from_the_blended_cache(model, cache) -> None:
