@@ -136,10 +136,11 @@ class DiskDriver:
         while self._flow.busy and time.monotonic() < ends_s:
             if time.monotonic() < flush_ends_s:
                 self._flow.writes.flush()
-            elif left := self._flow.writes.give_up_waiting():
-                logger.warning("the disk tier did not write %d pages within %.1f s", left, deadline_s)
+            else:
+                self._give_up_writes(deadline_s)
             time.sleep(CLOSE_LOOK_S)
             self.pump()
+        self._give_up_writes(deadline_s)  # one look may have lasted to the end
         ended = self._plane.close(max(0.0, ends_s - time.monotonic()))
         while results := self._plane.poll():
             for result in results:
@@ -152,3 +153,7 @@ class DiskDriver:
                 deadline_s,
             )
         return ended and durable
+
+    def _give_up_writes(self, deadline_s: float) -> None:
+        if left := self._flow.writes.give_up_waiting():
+            logger.warning("the disk tier did not write %d pages within %.1f s", left, deadline_s)

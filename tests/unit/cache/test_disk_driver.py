@@ -211,6 +211,18 @@ def test_a_close_begins_no_write_that_has_no_time_to_end(caplog: pytest.LogCaptu
     assert world.manager.disk.counts.lost == 4
 
 
+def test_a_look_that_lasts_past_the_deadline_counts_what_it_did_not_write(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    driver, _ = make(world, steps=10**9)
+    world.store(chain(6))
+    monkeypatch.setattr("flexkv.cache.disk_driver.CLOSE_LOOK_S", 0.3)
+    assert not driver.close(0.2)
+    assert "did not write 4 pages" in caplog.text
+    assert world.manager.disk.counts.lost == 4
+
+
 def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = DiskWorld()
     driver, _ = make(world, steps=10**9)
