@@ -777,7 +777,8 @@ def transfer_kv_blocks_gds_staged(
         gpu_layer_id_list: int32, the layers to move; only their bytes are touched.
         gpu_layer_ptrs_tensor: int64 addresses: one a layer (vLLM), one (TensorRT-LLM), K of every layer and then V of
             every layer (SGLang).
-        gds_block_ids, gpu_block_ids: int64, as many of each, no block twice. These and the layers are in host memory.
+        gds_block_ids, gpu_block_ids: int64, as many of each; none that is written to twice. These and the layers are in
+            host memory.
         block_size_in_bytes: of one layer's K or V of a block.
         gds_copy_off_inside_chunks: where this rank's bytes lie in a chunk of the file that ranks share.
         is_mla: K and V are one.

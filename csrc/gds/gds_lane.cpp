@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <unordered_set>
 #include <utility>
 
 #include "base/error.h"
@@ -113,20 +114,31 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Pages of one view and fence go together.
+// Pages of one view and fence go together, up to one whose target another op of this take has: the later
+// op's bytes stay.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
                            std::vector<std::vector<MoveResult>>& results) {
   std::vector<Task> tasks;
+  std::unordered_set<int32_t> targets;  // blocks of a read, places of a write
+  const auto flush = [&] {
+    try {
+      if (!tasks.empty()) move_group(pieces, tasks, results);
+    } catch (const std::exception& error) {
+      for (const Task& task : tasks) {
+        MoveResult& result = results[task.piece][task.index];
+        if (result.status != Status::kOk) result.reason = error.what();
+      }
+    }
+    tasks.clear();
+    targets.clear();
+  };
   const auto differs = [&](const Task& a, const PageMove& b, const Piece& of_b) {
     return a.move.view != b.view || pieces[a.piece]->fence() != of_b.fence();
   };
   for (size_t p = 0; p < pieces.size(); ++p) {
     for (size_t i = 0; i < pieces[p]->positions().size(); ++i) {
       const PageMove page = pieces[p]->page(i);
-      if (!tasks.empty() && differs(tasks.front(), page, *pieces[p])) {
-        move_group(pieces, tasks, results);
-        tasks.clear();
-      }
+      if (!tasks.empty() && differs(tasks.front(), page, *pieces[p])) flush();
       const GdsGroup& group = groups[static_cast<size_t>(page.group)];
       const int32_t disk = page.place % disks();
       if (group.slabs[static_cast<size_t>(disk)].device < 0) {
@@ -134,10 +146,13 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
         results[p][i] = {Status::kLaneDown, "disk " + std::to_string(disk) + " was not there at start", {}};
         continue;
       }
+      const int32_t target = page.kind == OpKind::kGdsRead ? page.block : page.place;
+      if (targets.contains(target)) flush();
+      targets.insert(target);
       tasks.push_back({p, i, page});
     }
   }
-  if (!tasks.empty()) move_group(pieces, tasks, results);
+  flush();
 }
 
 void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& pieces,

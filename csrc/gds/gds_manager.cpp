@@ -122,13 +122,14 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
     blocks.push_back(page.block);
   }
   std::sort(places.begin(), places.end());
-  std::sort(blocks.begin(), blocks.end());
   if (!is_read && std::adjacent_find(places.begin(), places.end()) != places.end()) {
     throw BlockRangeError("a block of the files is named twice in one write");
   }
+  if (!is_read) return;  // one block may be written to several places
+  std::sort(blocks.begin(), blocks.end());
   const auto twice = std::adjacent_find(blocks.begin(), blocks.end());
   if (twice != blocks.end()) {
-    throw BlockRangeError("block " + std::to_string(*twice) + " of the pool is named twice in one transfer");
+    throw BlockRangeError("block " + std::to_string(*twice) + " of the pool is named twice in one read");
   }
 }
 

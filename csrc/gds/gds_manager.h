@@ -62,7 +62,7 @@ class FLEXKV_EXPORT GDSManager {
   // Moves pages and returns when no byte of theirs can move any more. Transfers through the manager's own
   // staging take turns. `staging` (null: the manager's own) has room for at least one block; `force_direct`
   // makes one call a piece whatever the options say. Throws ClosedError, CapacityError, and BlockRangeError
-  // for a file that does not exist, a block named twice, or a place written twice.
+  // for a file that does not exist, a block read into twice, or a place written twice.
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
                           const TransferHooks& hooks = {});

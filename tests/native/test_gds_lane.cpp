@@ -143,6 +143,42 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
   }
 }
 
+TEST_CASE("ops of one take that name the same blocks or places all move, and the later one's bytes stay") {
+  LaneWorld world({});
+  const auto both = [&](OpSpec first, OpSpec second) {
+    GraphSpec graph;
+    graph.ops = {std::move(first), std::move(second)};  // queued at once, so that one take has both
+    const auto ticket = world.engine->submit(std::move(graph));
+    REQUIRE(ticket);
+    REQUIRE(world.engine->wait(*ticket, kGdsGenerousS));
+    const auto results = world.engine->poll(3);
+    REQUIRE(results.size() == 2);
+    for (const OpResult& result : results) {
+      CAPTURE(result.reason);
+      CHECK(result.status == Status::kOk);
+    }
+  };
+  const auto content = world.pool;
+  world.seal(world.run(OpKind::kGdsWrite, 4), 4);
+  OpSpec other = world.op(OpKind::kGdsRead, 2);
+  other.blocks = {3, 0};
+  std::fill(world.pool.begin(), world.pool.end(), 0);
+  both(world.op(OpKind::kGdsRead, 4), std::move(other));
+  const auto run_of = [&](const auto& pool, int32_t block) { return pool.data() + block * kRun; };
+  CHECK(std::memcmp(run_of(world.pool, 1), run_of(content, 1), kRun) == 0);
+  // Whichever comes last, a block holds one op's page whole.
+  for (const auto& [block, place] : {std::pair{0, 1}, std::pair{3, 0}}) {
+    const auto* found = run_of(world.pool, block);
+    const bool mine = std::memcmp(found, run_of(content, block), kRun) == 0;
+    CHECK((mine || std::memcmp(found, run_of(content, place), kRun) == 0));
+  }
+  // Of writes: the same blocks to other places, then also to the same ones.
+  other = world.op(OpKind::kGdsWrite, 2);
+  other.places = {9, 8};
+  both(world.op(OpKind::kGdsWrite, 2), std::move(other));
+  both(world.op(OpKind::kGdsWrite, 2), world.op(OpKind::kGdsWrite, 2));
+}
+
 TEST_CASE("a gds write that fails reports no digests for its page") {
   LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kHeader + 2 * 16384, .times = 1}});
   const OpResult written = world.run(OpKind::kGdsWrite, 4);
