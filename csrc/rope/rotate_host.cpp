@@ -76,8 +76,8 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
 
 template <typename Element, Pairing kPairing>
 void run(const RotationRows& rows) {
-  static const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                           __builtin_cpu_supports("f16c");
+  static const bool fast =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (fast) {
     const int64_t bytes = rows.rows * rows.heads * rows.head_dim * static_cast<int64_t>(sizeof(Element));
     turn_rows<Element, kPairing>(rows, bytes >= kStreamMinBytes);
