@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from threading import Thread
 from typing import Any, ClassVar
 
 from flexkv import c_ext
@@ -9,6 +11,8 @@ from flexkv.adapters.vllm.worker import WorkerSide
 
 FAIL, DELAY, STALL, CORRUPT = range(4)
 """Actions of a `c_ext.FaultRule`."""
+
+LONG_S = 60.0
 
 
 class FaultyWorker(WorkerSide):
@@ -31,3 +35,17 @@ def faulty_worker(*faults: Any) -> type[FaultyWorker]:
         movers: ClassVar[dict[int, Any]] = {}
 
     return ThisFaultyWorker
+
+
+def release_when_given_up(worker: WorkerSide, mover: Any) -> Thread:
+    """A thread that lets stalled copies go once the worker has given a load up, however late that is."""
+
+    def watch() -> None:
+        ends_s = time.monotonic() + LONG_S
+        while not any(op.given_up for op in list(worker._ops._ops.values())) and time.monotonic() < ends_s:
+            time.sleep(0.001)
+        mover.release()
+
+    thread = Thread(target=watch)
+    thread.start()
+    return thread

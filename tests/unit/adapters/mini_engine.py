@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from flexkv.observe import Counters
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool
 
 LAYERS, HEADS, CONTENT = 2, 2, 8
+UNTIL_S = 60.0
 NAMESPACE = namespace_digest({"model": "mini"})
 
 
@@ -207,13 +209,12 @@ class MiniEngine:
         """Pages that have become visible so far."""
         return int(self.side.unit.manager.stats().stored_pages)
 
-    def until(self, done: Callable[[], bool], steps: int = 2000) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         """Empty steps until something is so."""
-        for _ in range(steps):
-            if done():
-                return
+        ends_s = time.monotonic() + UNTIL_S
+        while not done():
+            assert time.monotonic() < ends_s, "it never came to that"
             self.step({})
-        raise AssertionError("it never came to that")
 
     def drain(self) -> None:
         self.until(lambda: not self.side.has_work)

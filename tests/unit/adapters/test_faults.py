@@ -9,7 +9,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import CapacityError, ClosedError, GeometryError
-from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker
+from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker, release_when_given_up
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 
@@ -172,12 +172,14 @@ def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine
 
 
 def test_a_sync_load_past_its_deadline_waits_for_the_lane_and_is_computed(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(1, kind=H2D, page=0, delay_s=0.3, times=1))
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=0, times=1))
     engine = make_engine(worker_class=slow, **{"load.mode": "sync", "load.deadline_s": 0.02})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.add(make_request(PROMPT, "two"))
+    release = release_when_given_up(engine.workers[0], slow.movers[0])
     engine.step()
+    release.join()
     assert engine.invalid
     engine.step()
     engine.check("two")
@@ -187,14 +189,12 @@ def test_a_sync_load_that_is_stuck_for_good_stops_the_worker(make_engine: Make) 
     stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
     engine = make_engine(
         worker_class=stuck,
-        **{"load.mode": "sync", "load.deadline_s": 0.02, "transfer.stuck_s": 0.1, "transfer.close_s": 0.1},
+        **{"load.mode": "sync", "load.deadline_s": 0.02, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1},
     )
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.add(make_request(PROMPT, "two"))
-    with pytest.raises(
-        ClosedError, match=r"load\.deadline_s \(0\.02 s\).*twice transfer\.stuck_s \(0\.2 s\)"
-    ):
+    with pytest.raises(ClosedError, match=r"load\.deadline_s \(0\.02 s\).*twice transfer\.stuck_s \(2 s\)"):
         engine.step()
     stuck.movers[0].release()
 

@@ -17,6 +17,7 @@ from tests.unit.adapters.vllm_objects import make_request
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
+LONG_S = 60.0
 
 
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
@@ -32,7 +33,11 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     hear = engine.hold_reports()
     engine.step()
     worker.movers[0].release()
-    time.sleep(0.05)
+    # The store has ended, and nobody has heard of it.
+    ends_s = time.monotonic() + LONG_S
+    while any(lane.open_ops for lane in engine.workers[0]._ops.engine.lanes()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
     return engine, hear
 
 

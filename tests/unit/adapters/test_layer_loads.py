@@ -11,7 +11,7 @@ from flexkv import c_ext
 from flexkv.adapters.common.layer_loads import NOT_WAITED_FOR
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import ClosedError, GeometryError
-from tests.unit.adapters.faulty_worker import DELAY, FAIL, STALL, faulty_worker
+from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker, release_when_given_up
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 
@@ -89,10 +89,12 @@ def test_requests_that_share_the_failed_block_are_affected_too(make_engine: Make
 
 
 def test_a_load_past_its_deadline_is_computed(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(DELAY, kind=H2D, page=0, layer=1, delay_s=0.3, times=1))
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=0, layer=1, times=1))
     engine = stored(make_engine, worker_class=slow, **{"load.deadline_s": 0.02})
     assert engine.add(make_request(PROMPT, "two")) == 16
+    release = release_when_given_up(engine.workers[0], slow.movers[0])
     engine.step()
+    release.join()
     assert len(engine.invalid) == 4, "the forward went on, so that none of its blocks may be used"
     engine.step()
     engine.check("two")
@@ -100,7 +102,7 @@ def test_a_load_past_its_deadline_is_computed(make_engine: Make) -> None:
 
 def test_a_load_that_is_stuck_for_good_stops_the_worker(make_engine: Make) -> None:
     stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, layer=1))
-    short = {"load.deadline_s": 0.02, "transfer.stuck_s": 0.1, "transfer.close_s": 0.1}
+    short = {"load.deadline_s": 0.02, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1}
     engine = stored(make_engine, worker_class=stuck, **short)
     engine.add(make_request(PROMPT, "two"))
     with pytest.raises(ClosedError, match="twice"):

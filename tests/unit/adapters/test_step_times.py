@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.cache.disk_rates import MovingLine
 

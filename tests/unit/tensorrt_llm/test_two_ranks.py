@@ -14,8 +14,8 @@ from tests.unit.tensorrt_llm.pair import run_pair
 from tests.unit.tensorrt_llm.test_runs import CORRUPT, PROMPT, WHOLE
 from tests.unit.tensorrt_llm.world import World
 
-DELAY = 1
-DELAY_S = 0.02
+STALL = 2
+LONG_S = 60.0
 
 
 def hits(world: World) -> list[int]:
@@ -44,28 +44,42 @@ def latent_hits(world: World) -> int:
     return world.hit(world.serve(prompt))
 
 
-def slow_on_rank_1() -> Any:
-    """Rank 1's copies take their time; rank 0's are done long before."""
+stalling: list[Any] = []
+"""The mover of this process, where its copies stall."""
+
+
+def stalls_on_rank_1() -> Any:
+    """Rank 1's first load stands still until it is let go; rank 0's is done long before."""
     if multiprocessing.parent_process() is None:
         return None
-    return c_ext.FaultyMover(c_ext.HostMover(), [c_ext.FaultRule(DELAY, delay_s=DELAY_S)])
+    rule = c_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)
+    stalling.append(c_ext.FaultyMover(c_ext.HostMover(), [rule]))
+    return stalling[0]
 
 
 def late_and_cancelled(world: World) -> list[Any]:
-    """Async loads, and then a request that is cancelled while its load is under way on rank 1."""
-    found = hits(world)
+    """A request that is cancelled while its load is under way on rank 1, and then async loads."""
+    world.serve(PROMPT)
     request = world.request(PROMPT)
     world.executor.step()
+    for mover in stalling:
+        assert mover.wait_stalled(1, LONG_S)
+    for _ in range(20):
+        world.executor.step()
     was_loading = request.state == "loading"
     world.executor.cancel(request)
+    for _ in range(20):
+        world.executor.step()
+    was_kept = request.state == "saving"
+    for mover in stalling:
+        mover.release()
     world.executor.run()
-    again = world.serve(PROMPT)
-    return [*found, was_loading, world.hit(again)]
+    return [was_loading, was_kept, *hits(world)]
 
 
 def test_a_late_rank_holds_the_others() -> None:
     """The engine goes on when every rank has returned an id; ids that one rank returned early are not lost."""
-    assert run_pair(late_and_cancelled, {}, movers=slow_on_rank_1) == [[WHOLE, WHOLE, True, WHOLE]] * 2
+    assert run_pair(late_and_cancelled, {}, movers=stalls_on_rank_1) == [[True, True, WHOLE, WHOLE]] * 2
 
 
 def corrupt_on_rank_1() -> Any:
