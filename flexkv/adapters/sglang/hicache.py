@@ -35,9 +35,6 @@ PUMP_S = 0.005
 OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Entries of the extra config that are SGLang's; all others are flexkv's."""
 
-LOOK_S = 0.0005
-"""How often a waiting get or set looks whether its copies have ended."""
-
 
 class FlexKVHiCache(HiCacheStorage):
     """One rank's storage. SGLang calls it from its prefetch and backup threads at once; a lock puts them in order.
@@ -121,7 +118,11 @@ class FlexKVHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Fills the pages of SGLang's host pool. False from the first page on that is not there."""
+        """Fills the pages of SGLang's host pool. False from the first page on that is not there.
+
+        Raises:
+            ClosedError: see `RankCache.finish`; SGLang uses or frees the pages when the call returns.
+        """
         with self._lock:
             request, cache = self._request(), self._ready
             blocks = pages_of(host_indices, cache.page_tokens)
@@ -132,7 +133,7 @@ class FlexKVHiCache(HiCacheStorage):
                 ended: list[Completion] = []
                 if cache.submit(graph, ended.append) is None:
                     cache.drop(graph, "the load lane's queue is full")
-                self._wait(ended)
+                cache.finish(graph)
                 arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
             cache.manager.release(request)
             return [bool(page) for page in arrived]
@@ -140,7 +141,11 @@ class FlexKVHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores pages of SGLang's host pool. False for those that found no room; True for what was there already."""
+        """Stores pages of SGLang's host pool. False for those that found no room; True for what was there already.
+
+        Raises:
+            ClosedError: as `batch_get_v1`.
+        """
         with self._lock:
             request, cache = self._request(), self._ready
             blocks = pages_of(host_indices, cache.page_tokens)
@@ -152,7 +157,7 @@ class FlexKVHiCache(HiCacheStorage):
                 stored[:] = False
                 stored[plan.stored] = True
             if plan.graph is not None:
-                self._wait(ended)
+                cache.finish(plan.graph)
                 stored[np.isin(blocks, ended[0].failed_blocks)] = False
             cache.manager.release(request)
             self._stored.set()
@@ -212,13 +217,6 @@ class FlexKVHiCache(HiCacheStorage):
 
     def _request(self) -> str:
         return f"batch {next(self._numbers)}"
-
-    def _wait(self, ended: list[Completion]) -> None:
-        """Until the batch's one op has ended: SGLang frees or reads the pages when the call returns."""
-        while not ended:
-            self._ready.poll()
-            if not ended:
-                time.sleep(LOOK_S)
 
 
 def _no_stream(device: int) -> int:

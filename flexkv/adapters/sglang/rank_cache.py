@@ -17,6 +17,7 @@ from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, TransferGraph
@@ -68,6 +69,7 @@ class RankCache:
         self.counters = Counters()
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
+        self._tickets: dict[OpId, Ticket] = {}
         self._expire_at_s = 0.0
         facts = RankFacts.of_view(view, 0, pages, format_id)
         self._unit = HostUnit.create(config, page_tokens, pages, {0: facts}, False, None, owner)
@@ -116,7 +118,10 @@ class RankCache:
         """
         for op in graph.ops:
             self._watchers[op.op_id] = watcher
-        return self.lanes.submit(graph, stream)
+        ticket = self.lanes.submit(graph, stream)
+        if ticket is not None:
+            self._tickets.update((op.op_id, ticket) for op in graph.ops)
+        return ticket
 
     def drop(self, graph: TransferGraph, reason: str) -> None:
         """Ends ops that were planned and not submitted."""
@@ -136,6 +141,32 @@ class RankCache:
             self.counters.add("flexkv_dropped_store_pages_total", busy, reason="busy")
             self.drop(plan.graph, "the store lane's queue is full")
         return plan
+
+    def finish(self, graph: TransferGraph) -> None:
+        """Waits until nothing of the graph moves any more; its watchers have then heard of every op.
+
+        Past `load.deadline_s` the pages that no lane has taken are dropped, and count as failed.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: its pages may be read or written at any time.
+        """
+        tickets = {self._tickets[op.op_id] for op in graph.ops if op.op_id in self._tickets}
+        deadline_s, stuck_s = self.config.load.deadline_s, self.config.transfer.stuck_s
+        if not self._wait(tickets, deadline_s):
+            for ticket in tickets:
+                self.lanes.cancel(ticket)
+            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
+            if not self._wait(tickets, 2 * stuck_s):
+                raise ClosedError(
+                    f"a copy of {sum(op.pages for op in graph.ops)} pages ended neither within load.deadline_s "
+                    f"({deadline_s:g} s) nor, recalled, within twice transfer.stuck_s ({stuck_s:g} s); its pages may "
+                    "be read or written at any time"
+                )
+        self.poll()
+
+    def _wait(self, tickets: set[Ticket], deadline_s: float) -> bool:
+        ends_s = time.monotonic() + deadline_s
+        return all(self.lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
     def poll(self) -> None:
         """Takes the results of ended ops and calls their watchers."""
@@ -161,6 +192,7 @@ class RankCache:
 
     def _end(self, result: OpResult) -> None:
         watcher = self._watchers.pop(result.op_id, None)
+        self._tickets.pop(result.op_id, None)
         done = self.manager.complete(0, result)
         if done is None:
             return

@@ -10,7 +10,7 @@ from flexkv import c_ext
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_keys import page_keys
 from flexkv.adapters.sglang.page_numbers import pages_of
-from flexkv.errors import GeometryError, KeySchemeError
+from flexkv.errors import ClosedError, GeometryError, KeySchemeError
 from flexkv.transfer.graph import OpKind
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
@@ -159,6 +159,25 @@ def test_a_store_that_fails_is_said_to_have_failed(worlds):
     world = worlds(c_ext.FaultyMover(c_ext.HostMover(), [fails]))
     assert not world.store(hashes_of(1), [1])
     assert world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S) == 0
+
+
+def test_a_copy_past_its_deadline_is_recalled_or_stops_the_rank(worlds):
+    mover = c_ext.FaultyMover(c_ext.HostMover(), [c_ext.FaultRule(2, kind=int(OpKind.H2D), times=1)])
+    world = worlds(mover, load__deadline_s=0.05, transfer__stuck_s=1.0, transfer__copy_threads=1)
+    world.store(hashes_of(1), [1])
+    keys, ended = world.cache.keys(hashes_of(1)), []
+    graphs = []
+    for number in range(2):
+        assert world.cache.match(f"r{number}", keys, WAIT_S) == 1
+        graphs.append(world.cache.manager.begin_load(f"r{number}", [blocks([20 + number])]))
+        assert world.cache.submit(graphs[-1], ended.append) is not None
+        assert mover.wait_stalled(1, 60.0)
+    world.cache.finish(graphs[1])
+    assert [done.failed_blocks.tolist() for done in ended] == [[21]], "it had not been taken"
+    with pytest.raises(ClosedError, match="may be read or written"):
+        world.cache.finish(graphs[0])
+    mover.release()
+    assert world.cache.quiesce(60)
 
 
 def test_asking_again_replaces_the_lease_and_a_miss_leaves_nothing(worlds):
