@@ -281,6 +281,10 @@ class SchedulerSide:
             self._off = f"{type(error).__name__}: {error}"
             logger.error("nothing is cached: %s", self._off)
             return
+        logger.warning(
+            "TensorRT-LLM does not say when weights change: never update them in a running engine with this connector, "
+            "or KV of the old ones is served; restart it with the new ones"
+        )
         self._requests = RequestTable(self._block_tokens, namespace)
         self._listener.broadcast(self.unit.make_grant(on_device=True))
 

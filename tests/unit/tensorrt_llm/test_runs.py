@@ -52,6 +52,13 @@ def test_chunked_context(make_world: Callable[..., World], mode: str) -> None:
     world.check()
 
 
+def test_it_warns_of_weights_that_change(
+    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_world().warm_up()
+    assert caplog.text.count("when weights change") == 1
+
+
 def test_at_least_one_prompt_token_is_left(make_world: Callable[..., World]) -> None:
     world = make_world()
     world.warm_up()
