@@ -10,6 +10,7 @@ from flexkv import c_ext
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_keys import page_keys
 from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.cache.base import Completion
 from flexkv.errors import ClosedError, GeometryError, KeySchemeError
 from flexkv.transfer.graph import OpKind
 
@@ -165,7 +166,8 @@ def test_a_copy_past_its_deadline_is_recalled_or_stops_the_rank(worlds):
     mover = c_ext.FaultyMover(c_ext.HostMover(), [c_ext.FaultRule(2, kind=int(OpKind.H2D), times=1)])
     world = worlds(mover, load__deadline_s=0.05, transfer__stuck_s=1.0, transfer__copy_threads=1)
     world.store(hashes_of(1), [1])
-    keys, ended = world.cache.keys(hashes_of(1)), []
+    keys = world.cache.keys(hashes_of(1))
+    ended: list[Completion] = []
     graphs = []
     for number in range(2):
         assert world.cache.match(f"r{number}", keys, WAIT_S) == 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
-from tests.unit.tensorrt_llm.executor import Alone, Executor, Group, Request, Shape
+from tests.unit.tensorrt_llm.executor import LONG_S, Alone, Executor, Group, Request, Shape
 
 SHAPE = Shape()
 
@@ -92,12 +93,14 @@ class World:
 
     def warm_up(self) -> None:
         """Iterations in which every rank joins: until then nothing is promised."""
-        for number in range(200):
+        ends_s = time.monotonic() + LONG_S
+        for number in itertools.count():
+            assert time.monotonic() < ends_s, "the unit does not become usable"
             self.serve([60_000 + number, 1, 2], new_tokens=1)
             usable = self.scheduler is not None and self.scheduler.side.usable
             if self.executor.group.broadcast(usable):
                 return
-        raise AssertionError("the unit does not become usable")
+            time.sleep(0.001)
 
     def hit(self, request: Request) -> int:
         """Tokens that the request did not compute."""
