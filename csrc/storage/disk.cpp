@@ -26,13 +26,13 @@ size_t queue_pages(const std::vector<DiskGroup>& groups, int32_t depth) {
 
 Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
            std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
-           std::function<void()> on_room)
+           std::function<void()> on_change)
     : number_(number),
       slabs_(std::move(slabs)),
       groups_(std::move(groups)),
       options_(options),
       wrap_(std::move(wrap)),
-      on_room_(std::move(on_room)),
+      on_change_(std::move(on_change)),
       room_below_(queue_pages(*groups_, options.depth)),
       jobs_(2 * static_cast<size_t>(options.depth)) {
   for (size_t job = jobs_.size(); job > 0; --job) free_jobs_.push_back(job - 1);
@@ -107,7 +107,7 @@ void Disk::take_out(const std::string& reason, WorkSource* source) {
     }
   }
   if (source != nullptr) report(ended, *source);
-  on_room_();
+  on_change_();
 }
 
 bool Disk::look(int32_t looks) {

@@ -55,11 +55,11 @@ struct PageTask {
 
 class Disk {
  public:
-  // `on_room` is called, from any thread and without a lock, when queued() has become less than room_below(),
-  // or has become less where it is many times that.
+  // `on_change` is called, from any thread and without a lock, after queued() became less or the disk was
+  // lost.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
-       std::function<void()> on_room);
+       std::function<void()> on_change);
 
   // Takes tasks; those of a lost disk end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
@@ -135,7 +135,7 @@ class Disk {
   const std::shared_ptr<const std::vector<DiskGroup>> groups_;
   const DiskOptions options_;
   const WrapQueue wrap_;  // none: the queue as it is
-  const std::function<void()> on_room_;
+  const std::function<void()> on_change_;
   const size_t room_below_;
   DiskCounts counts_;
 

@@ -32,9 +32,6 @@ bool is_final(int32_t error) {
   return error == ENOSPC || error == EDQUOT || error == EROFS || error == ENODEV || error == ENXIO ||
          error == EBADF || error == EFBIG;
 }
-
-// Of the room below which more is taken: a backlog for which the lane may have stopped taking for all disks.
-constexpr size_t kManyTimes = 16;
 // Unit: bytes. Sealed pages that wait before the queue is told of them: 0.1 ms of sealing, a call each for
 // large pages and one for 16 of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
@@ -160,10 +157,11 @@ bool Disk::wait_for_tasks() {
 
 void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   PageTask task;
-  const size_t before = queued();
+  bool picked = false;
   int64_t held_back = 0;
   std::vector<IoDone> done;
   while (pick(task)) {
+    picked = true;
     const bool write = task.move.kind == OpKind::kDiskWrite;
     try {
       begin(task);
@@ -180,10 +178,7 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
     for (const IoDone& one : done) io_done(one);
     done.clear();
   }
-  // Not for every page: the dispatcher would wake up for each.
-  const size_t after = queued();
-  const bool crossed = before >= room_below_ && after < room_below_;
-  if (crossed || (after < before && before >= kManyTimes * room_below_)) on_room_();
+  if (picked) on_change_();
 }
 
 // The next task that may begin now.

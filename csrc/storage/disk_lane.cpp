@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -35,8 +36,12 @@ struct DiskLane::Shared {
   uint64_t room_seen = 0;
   bool stopping = false;
   bool files_closed = false;
+  std::atomic<bool> waits_for_room{false};
 
-  void on_room() {
+  // A disk began pages, or was lost. The dispatcher says that it waits before it looks, and a disk changes
+  // before this looks: one of the two sees the other.
+  void on_change() {
+    if (!waits_for_room || !has_room()) return;
     {
       const std::lock_guard lock(mutex);
       ++room_seen;
@@ -60,8 +65,12 @@ struct DiskLane::Shared {
     std::unique_lock lock(mutex);
     for (;;) {
       const uint64_t seen = room_seen;
+      waits_for_room = true;
       lock.unlock();
-      if (has_room()) return;
+      if (has_room()) {
+        waits_for_room = false;
+        return;
+      }
       lock.lock();
       changed.wait(lock, [&] { return room_seen != seen; });
     }
@@ -106,7 +115,8 @@ DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::s
     const std::weak_ptr<Shared> weak = shared_;
     shared_->disks.push_back(std::make_shared<Disk>(static_cast<int32_t>(d), std::move(slabs[d]),
                                                     shared_->groups, options, wrap, [weak] {
-                                                      if (const auto shared = weak.lock()) shared->on_room();
+                                                      if (const auto shared = weak.lock())
+                                                        shared->on_change();
                                                     }));
     if (!usable) shared_->disks.back()->take_out("it could not be opened", nullptr);
   }

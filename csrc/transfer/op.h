@@ -28,7 +28,11 @@ const char* to_string(OpKind kind);
 
 // A set of kinds, one bit each.
 using KindSet = uint32_t;
-constexpr KindSet kind_bit(OpKind kind) { return KindSet{1} << static_cast<int>(kind); }
+// Of a number that is no kind, the empty set.
+constexpr KindSet kind_bit(OpKind kind) {
+  const auto bit = static_cast<uint32_t>(kind);
+  return bit < kOpKinds ? KindSet{1} << bit : 0;
+}
 std::string to_string_set(KindSet kinds);
 
 // Whether ops of this kind read or write the engine's blocks.
