@@ -189,7 +189,7 @@ TEST_CASE("I/O that never ends takes the manager out of service, and never reach
   const int64_t files_before = open_files();
   {
     GdsOptions options;
-    options.stuck_s = 0.2;
+    options.stuck_s = 2.0;
     GdsWorld world({{.fault = IoFault::kStall, .write = false}}, options);
     const auto content = world.stored();
     const auto before = world.pool;

@@ -112,7 +112,7 @@ def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None
 @pytest.mark.parametrize("io", BACKENDS)
 def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str) -> None:
     faults = c_ext.IoFaults([c_ext.IoFaultRule(STALL, write=False, disk=0)])
-    world = make_disks(2, faults=faults, io=io, stuck_s=0.4)
+    world = make_disks(2, faults=faults, io=io, stuck_s=2.0)
     _, generations = world.write(range(8), range(8))
     tags = make_tags(keys_of([0]), 0, generations[:1], 16)
     hung = TransferOp(

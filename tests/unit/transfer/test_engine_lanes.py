@@ -175,7 +175,7 @@ def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[...,
 def test_a_lane_comes_up_again_when_what_hung_has_ended(
     make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)], op_stuck_s=0.2)
+    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)], op_stuck_s=1.0)
     before = world.scribble()
     with caplog.at_level(logging.WARNING, logger="flexkv.transfer.engine"):
         hung, meanwhile = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1])
