@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from .conftest import Engines, connector
@@ -53,3 +54,35 @@ def test_adapters(engines: Engines, stream: int, tmp_path: Path) -> None:
         answer, cached = ask(folder, number)
         assert answer == tokens
         assert cached >= prompt.whole_blocks
+
+
+def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    """Name, number and path stay, and so do vLLM's hashes; only the content says that what is on disk is another's."""
+    folder, disk = tmp_path / "adapter", tmp_path / "disk"
+    prompt = Prompt.of(150, stream)
+
+    def life() -> tuple[list[int], int]:
+        engines.close()
+        engines.close_others()
+        connected = connector(
+            disk__folders=str(disk), disk__bytes_per_folder=64 << 20, disk__compute_if_faster=False
+        )
+        session = engines.another(connected, enable_lora=True, max_lora_rank=8)
+        [result] = session.call("ask_with_lora", request=prompt.wire(), folder=str(folder), number=1)[
+            "requests"
+        ]
+        session.settle()
+        return result["tokens"], result["cached"]
+
+    write_lora(folder, 1)
+    first, cached = life()
+    assert cached == 0
+    # The control: what has not changed is served from disk.
+    assert life() == (first, prompt.whole_blocks)
+    shutil.rmtree(folder)
+    write_lora(folder, 2)
+    again, cached = life()
+    assert cached == 0
+    assert again != first

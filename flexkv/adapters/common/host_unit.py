@@ -25,7 +25,7 @@ the first requests find room; the rest comes up while the engine runs."""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
-    """The configuration of one of `units` data-parallel ranks on this node, unless it says the number itself."""
+    """The configuration of one of `units` units on this node, unless it says the number itself."""
     if units <= 1 or config.origin("host.units_per_node") != "default":
         return config
     return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})

@@ -14,6 +14,7 @@ SAMPLE_BYTES = 4096
 differs is practically certain, and a model of a hundred files is read in well under a second."""
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+COMMIT_PREFIX = "commit:"
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 PINNED = re.compile(r"[0-9a-f]{40}")
 
@@ -32,7 +33,7 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
     """
     path = Path(model)
     if commit := COMMIT.search(str(path)):
-        return f"commit:{commit.group(1)}"
+        return f"{COMMIT_PREFIX}{commit.group(1)}"
     if not path.exists():
         commit_of_hub = resolved or (revision if revision and PINNED.fullmatch(revision) else None)
         if commit_of_hub is None:

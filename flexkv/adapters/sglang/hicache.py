@@ -49,7 +49,7 @@ class FlexKVHiCache(HiCacheStorage):
             raise ContractError('flexkv needs "interface_v1": 1 in --hicache-storage-backend-extra-config')
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
-        self._config = share_of_node(load_config(settings), self._place.ranks)
+        self._config = share_of_node(load_config(settings), self._place.units_on_node)
         self._cache: RankCache | None = None
         self._lock = threading.RLock()
         self._stored = threading.Event()

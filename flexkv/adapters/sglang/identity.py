@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_lora, get_parallel
 
+from flexkv.adapters.common.adapter_names import content_before, process_start_ns
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +26,18 @@ class Place:
     """One rank among all that hold KV. Every rank has a cache of its own.
 
     Attributes:
-        ranks: of this data-parallel replica, each with a unit; they share a node's memory.
+        units_on_node: caches that share this node's memory and disks: one a rank of every data-parallel replica.
     """
 
     name: str
-    ranks: int
+    units_on_node: int
 
     @classmethod
     def of_this_process(cls) -> Place:
         parallel = get_parallel()
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
-        return cls(f"dp{parallel.dp_rank or 0}.{stage}.{rank}", parallel.tp_size * parallel.pp_size)
+        return cls(f"dp{parallel.dp_rank or 0}.{stage}.{rank}", units_on_node(parallel))
 
 
 def owner_of(
@@ -43,10 +46,10 @@ def owner_of(
     """Everything that must be equal before two blocks' KV may be exchanged, as a namespace.
 
     Raises:
-        ConfigError: nothing identifies the weights.
+        ConfigError: nothing identifies the weights, or those of an adapter.
     """
     model = ModelConfig.from_server_args(server_args)
-    fields: Mapping[str, Any] = {
+    fields: dict[str, Any] = {
         "engine": "sglang",
         "weights": config.identity.model or _weights_of(model),
         # Random weights are the same only for the same seed.
@@ -64,6 +67,8 @@ def owner_of(
         "hash": "sglang page hash, sha256",
         "namespace": config.identity.namespace,
     }
+    if adapters := _adapters():
+        fields["adapters"] = adapters
     digest = namespace_digest({name: framed(value) for name, value in fields.items()})
     return UnitOwner(str(model.model_path), digest, place.name)
 
@@ -74,3 +79,32 @@ def _weights_of(model: ModelConfig) -> str:
         getattr(model, "hf_config", None), "_commit_hash", None
     )
     return weights_identity(model.model_path, model.revision, commit)
+
+
+def _adapters() -> dict[str, str]:
+    """Of each adapter that the engine was started with, by name and path, its content.
+
+    A page's hash names such an adapter by name and path alone, and a linker sees nothing but hashes. One that is loaded
+    while the engine runs has a random number in its pages' hashes, so that no other run finds them.
+    """
+    return {
+        f"{adapter.lora_name}={adapter.lora_path}": content_before(
+            _adapter_folder(adapter.lora_path), process_start_ns()
+        )
+        for adapter in get_lora().lora_paths or ()
+    }
+
+
+def _adapter_folder(path: str) -> Path:
+    """Where the adapter's files lie: SGLang takes what is no folder for a hub name, and has downloaded it by now."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"adapter {path} is no folder, and the hub's cache has no such adapter: {error}"
+        ) from error

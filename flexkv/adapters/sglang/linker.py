@@ -54,7 +54,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         pool = view_of(kv_pool, params.page_size)
         place = Place.of_this_process()
-        config = share_of_node(load_config(extra_config), place.ranks)
+        config = share_of_node(load_config(extra_config), place.units_on_node)
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._page_size = params.page_size

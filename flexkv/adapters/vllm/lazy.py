@@ -10,14 +10,13 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.lookups import GROUP
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.references import StoreWatch
-from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.request import GROUP, RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner
-from flexkv.cache.base import CacheListener, CacheManager, Keys
+from flexkv.cache.base import KEY_BYTES, CacheListener, CacheManager, Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import Counters, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -75,6 +74,8 @@ class LazyStores(StoreMode, CacheListener):
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
+        self._namespaces: dict[int, tuple[bytes, bytes]] = {}
+        """Of a block of a request with an adapter its hash, and the namespace of that request."""
         self._passed_over: dict[int, bytes] = {}
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
@@ -136,9 +137,32 @@ class LazyStores(StoreMode, CacheListener):
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
                 self.suspects.pop(block, None)  # it was computed again
+        if tracker.namespace != self._namespace:
+            self._note_namespace(tracker)
         # Nor may be stored what the caller or `store.tokens` keeps out.
         first = min(good, tracker.own_from) if tracker.skip_save else good
         self._suspect(tracker.block_ids[first:])
+
+    def _note_namespace(self, tracker: RequestTracker) -> None:
+        """A block's hash does not tell the content of an adapter."""
+        blocks = self._watch.pool.blocks
+        for block_id in tracker.block_ids:
+            if (block_hash := blocks[block_id].block_hash) is not None:
+                self._namespaces[block_id] = (block_hash, tracker.namespace)
+
+    def _keys(self, blocks: list[KVCacheBlock]) -> Keys:
+        """Keys of free blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""
+        positions: dict[bytes, list[int]] = {}
+        for position, block in enumerate(blocks):
+            noted = self._namespaces.get(block.block_id) if self._namespaces else None
+            known = noted is not None and noted[0] == block.block_hash
+            positions.setdefault(noted[1] if noted and known else self._namespace, []).append(position)
+        keys = np.empty((len(blocks), KEY_BYTES), np.uint8)
+        for namespace, those in positions.items():
+            chain = EngineKeyChain(namespace, GROUP)
+            chain.extend([get_block_hash(blocks[position].block_hash) for position in those])
+            keys[those] = chain.keys
+        return keys
 
     def _suspect(self, block_ids: Iterable[int]) -> None:
         """Blocks not to be stored under the hash that they carry now."""
@@ -165,10 +189,9 @@ class LazyStores(StoreMode, CacheListener):
         # The queue has the ends of conversations first; the cache evicts a batch's last blocks first.
         candidates.reverse()
         hashes = [get_block_hash(block.block_hash) for block in candidates]
-        chain = EngineKeyChain(self._namespace, GROUP)
-        chain.extend(hashes)
+        keys = self._keys(candidates)
         blocks = np.array([block.block_id for block in candidates], dtype=np.int32)
-        plan = self._manager.begin_store(LAZY_REQUEST, GROUP, chain.keys, blocks, 0)
+        plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, blocks, 0)
         if plan.dropped:
             self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             taken = set(plan.stored.tolist())
@@ -176,11 +199,11 @@ class LazyStores(StoreMode, CacheListener):
             others = [block for position, block in enumerate(candidates) if position not in taken]
             self._pass_over(others if not plan.known else [])
         else:
-            for block, key in zip(candidates, chain.keys, strict=True):
+            for block, key in zip(candidates, keys, strict=True):
                 self._withdraw(block.block_id)
                 self._offered[block.block_id] = (block.block_hash, key.tobytes())
                 self._block_of_key[key.tobytes()] = block.block_id
-        self._events.planned_by_hash(plan, chain.keys, hashes)
+        self._events.planned_by_hash(plan, keys, hashes)
         self._manager.release(LAZY_REQUEST)
         if plan.graph is not None:
             for op in plan.graph.ops:

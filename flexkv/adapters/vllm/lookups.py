@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.extra_keys import tail_extra
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.request import Lookup, RequestTracker
+from flexkv.adapters.vllm.request import GROUP, Lookup, RequestTracker
 from flexkv.cache.base import CacheManager, MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
 from flexkv.observe import Counters
@@ -14,9 +14,6 @@ from flexkv.transfer.graph import TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-
-GROUP = 0
-"""The one KV group of a model that this adapter accepts."""
 
 
 class Lookups:
@@ -32,14 +29,12 @@ class Lookups:
         self,
         manager: CacheManager,
         geometry: BlockGeometry,
-        namespace: bytes,
         with_tails: bool,
         counters: Counters,
         drop_last_block: bool = False,
     ) -> None:
         self._manager = manager
         self._block_tokens = geometry.block_tokens
-        self._namespace = namespace
         self._with_tails = with_tails and not drop_last_block
         self._drop_last_block = drop_last_block
         self._counters = counters
@@ -114,7 +109,9 @@ class Lookups:
             return None
         parent = tracker.parent_hash(base_block)
         tokens = request.all_token_ids[first:end]
-        return tail_candidates(self._namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block)
+        return tail_candidates(
+            tracker.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block
+        )
 
 
 def _promised_pages(match: MatchResult) -> int:

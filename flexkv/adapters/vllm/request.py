@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+GROUP = 0
+"""The one KV group of a model that this adapter accepts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """The last answer given to the engine for a request.
@@ -35,6 +39,7 @@ class RequestTracker:
     """One live request.
 
     Attributes:
+        namespace: of its keys, 32 bytes.
         block_ids: the engine's block table of the request, in order.
         cursor: blocks before it have been offered to the cache.
         retry_step: after an offer was dropped, not to be repeated before this step.
@@ -47,7 +52,7 @@ class RequestTracker:
     """
 
     request: Request
-    chain: EngineKeyChain
+    namespace: bytes
     skip_save: bool
     hashes_per_block: int = 1
     block_ids: list[int] = field(default_factory=list)
@@ -60,7 +65,11 @@ class RequestTracker:
     own_from: int = 0
     certain: int = 0
     counted: bool = False
+    _chain: EngineKeyChain = field(init=False)
     _last_hash: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._chain = EngineKeyChain(self.namespace, GROUP)
 
     @property
     def request_id(self) -> str:
@@ -69,16 +78,16 @@ class RequestTracker:
     def keys(self) -> Keys:
         """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]; only new blocks cost anything."""
         hashes, ratio = self.request.block_hashes, self.hashes_per_block
-        known = len(self.chain)
+        known = len(self._chain)
         # A streaming session may take back its last tokens, and with them the hash of a block.
         if known and (len(hashes) < known * ratio or hashes[known * ratio - 1] != self._last_hash):
-            self.chain.truncate(0)
+            self._chain.truncate(0)
             known = 0
         blocks = len(hashes) // ratio
         if blocks > known:
-            self.chain.extend(hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio], start=known)
+            self._chain.extend(hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio], start=known)
             self._last_hash = hashes[blocks * ratio - 1]
-        return self.chain.keys
+        return self._chain.keys
 
     def parent_hash(self, block: int) -> bytes | None:
         """The engine's hash of the whole block before number `block`; None for the first."""

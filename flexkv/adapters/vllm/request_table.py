@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.request import RequestTracker, wants_no_store
-from flexkv.cache.keys import EngineKeyChain
+from flexkv.adapters.vllm.request_namespace import RequestNamespaces
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,7 +19,7 @@ class RequestTable:
     """Every request from its first lookup to its end."""
 
     def __init__(self, namespace: bytes, hashes_per_block: int) -> None:
-        self._namespace = namespace
+        self._namespaces = RequestNamespaces(namespace)
         self._hashes_per_block = hashes_per_block
         self._trackers: dict[str, RequestTracker] = {}
 
@@ -27,8 +27,8 @@ class RequestTable:
         """The request's tracker; a new one where there is none."""
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
-            chain = EngineKeyChain(self._namespace, 0)
-            tracker = RequestTracker(request, chain, wants_no_store(request), self._hashes_per_block)
+            namespace = self._namespaces.of(request)
+            tracker = RequestTracker(request, namespace, wants_no_store(request), self._hashes_per_block)
             self._trackers[request.request_id] = tracker
         return tracker
 

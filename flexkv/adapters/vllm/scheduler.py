@@ -161,7 +161,6 @@ class SchedulerSide:
         lookups = Lookups(
             unit.manager,
             self._geometry,
-            self._namespace,
             self._config.store.partial_blocks,
             counters,
             self._use.drop_last_block,
@@ -181,7 +180,7 @@ class SchedulerSide:
         if not self._use.stores:
             return NoStores()
         rules = StoreRules(self._geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
-        planner = StorePlanner(unit.manager, watch, rules, self._namespace, self.counters, self.events)
+        planner = StorePlanner(unit.manager, watch, rules, self.counters, self.events)
         if store.mode != "lazy":
             return EagerStores(planner, self.requests, self._stores_end_in_step)
         return LazyStores(

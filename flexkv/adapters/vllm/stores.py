@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexkv.adapters.vllm.extra_keys import tail_extra
-from flexkv.adapters.vllm.lookups import GROUP
 from flexkv.adapters.vllm.references import StoreWatch
-from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.request import GROUP, RequestTracker
 from flexkv.cache.base import CacheManager, StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.observe import Counters
@@ -46,14 +45,12 @@ class StorePlanner:
         manager: CacheManager,
         watch: StoreWatch,
         rules: StoreRules,
-        namespace: bytes,
         counters: Counters,
         events: EventLog,
     ) -> None:
         self._manager = manager
         self._watch = watch
         self._rules = rules
-        self._namespace = namespace
         self._counters = counters
         self._events = events
         self.stale_hashes: dict[int, bytes] = {}
@@ -123,7 +120,7 @@ class StorePlanner:
             return None
         parent = tracker.parent_hash(block)
         tail = request.all_token_ids[first:certain_tokens]
-        key = tail_key(self._namespace, GROUP, parent, extra, tail, block)
+        key = tail_key(tracker.namespace, GROUP, parent, extra, tail, block)
         plan = self._manager.begin_store(
             tracker.request_id, GROUP, key, tracker.blocks(block, block + 1), block, tokens
         )

@@ -1,0 +1,117 @@
+"""An adapter's content has a name that path, copy and time do not change, and that training does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.adapters.common.adapter_names import AdapterNames, content_before, process_start_ns
+from flexkv.errors import ConfigError
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import lora, make_request
+
+PROMPT = list(range(100, 120))
+HIT = 19
+LATER_NS = 60 * 10**9
+
+
+def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights * 5000)
+    (folder / "adapter_config.json").write_bytes(settings)
+    return folder
+
+
+def names() -> AdapterNames:
+    """Of an engine that starts when all that the test has written is old."""
+    return AdapterNames(time.time_ns() + LATER_NS)
+
+
+def test_the_same_content_has_one_name_in_every_process_and_folder(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "a"), write(tmp_path / "b")
+    assert names().name(str(one)) == names().name(str(one)) == names().name(str(two))
+    assert not names().name(str(one)).startswith("run:")
+
+
+@pytest.mark.parametrize("change", [{"weights": b"two"}, {"settings": b'{"r": 16}'}])
+def test_other_weights_or_another_configuration_is_another_adapter(
+    tmp_path: Path, change: dict[str, bytes]
+) -> None:
+    before = names().name(str(write(tmp_path / "a")))
+    assert names().name(str(write(tmp_path / "a", **change))) != before
+
+
+def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> None:
+    """The engine may hold the old content, the new one, or each for some requests."""
+    folder = write(tmp_path / "a")
+    old = os.stat(folder / "adapter_model.safetensors")
+    known = AdapterNames(time.time_ns() + 1)
+    first = known.name(str(folder))
+    assert not first.startswith("run:")
+    time.sleep(0.05)
+    shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
+    # A copy that keeps the time of content is noticed too.
+    os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
+    changed = known.name(str(folder))
+    assert changed.startswith("run:")
+    assert known.name(str(folder)) == changed
+    assert AdapterNames(time.time_ns() - LATER_NS).name(str(folder)) not in (first, changed)
+
+
+def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
+    known = names()
+    assert known.name("somebody/adapter").startswith("run:")
+    assert known.name("somebody/adapter") == known.name("somebody/adapter")
+    assert names().name("somebody/adapter") != known.name("somebody/adapter")
+    (tmp_path / "empty").mkdir()
+    assert known.name(str(tmp_path / "empty")).startswith("run:")
+
+
+def test_a_commit_of_the_hub_may_be_downloaded_after_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    write(folder)
+    assert "a" * 40 in content_before(folder, 0)
+    with pytest.raises(ConfigError, match="changed after the engine's start"):
+        content_before(write(tmp_path / "a"), 0)
+
+
+def test_this_process_began_before_now_and_not_long_ago() -> None:
+    age_s = (time.time_ns() - process_start_ns()) / 1e9
+    assert 0 < age_s < 24 * 3600
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
+) -> None:
+    """Name, number and path stay the same; vLLM's own hashes too."""
+    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
+    folder = write(tmp_path / "adapter")
+    adapter = lora("x", 1, str(folder))
+
+    def ask(name: str, **fields: Any) -> int:
+        tokens = engine.run(make_request(PROMPT, name, **fields))
+        push_out(engine)
+        return tokens
+
+    assert ask("one", lora_request=adapter) == 0
+    assert ask("two", lora_request=adapter) == HIT
+    assert ask("without") == 0
+    write(folder, b"two")
+    assert ask("three", lora_request=adapter) == 0
+    assert ask("four", lora_request=adapter) == HIT
+
+
+def push_out(engine: MiniEngine) -> None:
+    """Other requests take all blocks of the engine, so that lazy stores offer what it had."""
+    for number in range(4):
+        tokens = [1000 + 50 * number + i for i in range(20)]
+        engine.run(make_request(tokens, f"other-{number}-{time.monotonic_ns()}"))
+    engine.forget()
