@@ -20,6 +20,7 @@ PROMPTS = {
     "shared 1": prompt_tokens(240, 3) + prompt_tokens(60, 4),
     "shared 2": prompt_tokens(240, 3) + prompt_tokens(90, 5),
     "aborted": prompt_tokens(400, 6),
+    "late": prompt_tokens(600, 7),
     **{f"filler {number}": prompt_tokens(700, 100 + number) for number in range(4)},
 }
 """Every prompt of these tests, because the engine without flexkv is asked for all of them at once and then ended."""
@@ -53,9 +54,8 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 Judge = Callable[[str, dict[str, Any]], None]
 
 
-@pytest.fixture(scope="session")
-def judge(reference: dict[str, dict[str, Any]]) -> Judge:
-    """Holds an answer to the one without flexkv: every token and every log probability."""
+def judge_by(reference: dict[str, dict[str, Any]]) -> Judge:
+    """Holds answers to those without flexkv: every token and every log probability."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         expected = reference[name]
@@ -67,6 +67,11 @@ def judge(reference: dict[str, dict[str, Any]]) -> Judge:
         )
 
     return judge_one
+
+
+@pytest.fixture(scope="session")
+def judge(reference: dict[str, dict[str, Any]]) -> Judge:
+    return judge_by(reference)
 
 
 LOGPROB_TOLERANCE = 1e-4

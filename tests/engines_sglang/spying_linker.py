@@ -1,31 +1,42 @@
 """flexkv's linker with its eyes open: spoils the engine's pool at every flush, and writes down which pages moved.
 
-Lives in the engine's scheduler process. What it does is told by files in the folder SPY_FOLDER names.
+Lives in the engine's scheduler processes. What it does is told by files in the folder SPY_FOLDER names.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from flexkv.adapters.sglang.linker import FlexKVLinker
 from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pools import view_of
+from flexkv.adapters.sglang.rank_cache import RankCache
 
 FOLDER = "SPY_FOLDER"
-NOISE = 7.25
-"""What a spoiled pool holds: far from any key or value of the model."""
+NOISE_BYTE = 0x41
+"""What a spoiled pool holds: 12.08 in float32, 2.25 in fp8, far from a key or value of the model."""
 
 
 class SpyingLinker(FlexKVLinker):
-    """Notes are lines of JSON in `notes`; a file `corrupt` makes the next reset damage what is stored."""
+    """Notes of rank R are lines of JSON in `notes-R`.
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    A file `corrupt-R` makes that rank's next reset damage what is stored, a file `die-R` that holds `load` or `offload`
+    kills its process when it has started the next one.
+    """
+
+    def __init__(self, server_args: Any, params: Any, **named: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        self._rank = get_parallel().tp_rank
         self._folder = Path(os.environ[FOLDER])
-        super().__init__(*arguments, **named)
+        super().__init__(server_args, params, **named)
         self._note("start", cached=self._cache.manager.cached_blocks())
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
@@ -37,9 +48,23 @@ class SpyingLinker(FlexKVLinker):
         self._note("load", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
         return super().load(rid, transfers)
 
+    def start_layer_wise_loading(self) -> int:
+        loads = bool(self._queued)
+        index = super().start_layer_wise_loading()
+        if loads:
+            self._die_if_told("load")
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        landed = super().finish_layer_wise_loading(counter_index)
+        self._note("landed", landed=landed)
+        return landed
+
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         self._note("offload", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
-        return super().offload(transfers, session_id)
+        taken = super().offload(transfers, session_id)
+        self._die_if_told("offload")
+        return taken
 
     def pop_completed_offload(self) -> bool:
         stored = super().pop_completed_offload()
@@ -49,22 +74,29 @@ class SpyingLinker(FlexKVLinker):
     def reset(self) -> None:
         super().reset()
         [pool] = self.pools.values()
-        for tensor in (*pool.k_buffer, *pool.v_buffer):
-            tensor.fill_(NOISE)
-        if (order := self._folder / "corrupt").exists():
+        for tensor in view_of(pool, self._page_size).tensors:
+            tensor.view(torch.uint8).fill_(NOISE_BYTE)
+        if (order := self._folder / f"corrupt-{self._rank}").exists():
             order.unlink()
-            self._note("corrupt", slots=self._damage())
+            self._note("corrupt", slots=damage(self._cache))
         self._note("reset", cached=self._cache.manager.cached_blocks())
         self._cache.manager.check_integrity()
 
-    def _damage(self) -> int:
-        """Turns round the bytes of every slot in host memory; how many it were."""
-        pool = self._cache._unit.pool
-        for slot in range(pool.ready_slots):
-            content = pool.slot(slot)
-            content[:] = np.ascontiguousarray(content[::-1])
-        return int(pool.ready_slots)
+    def _die_if_told(self, moment: str) -> None:
+        order = self._folder / f"die-{self._rank}"
+        if order.exists() and order.read_text() == moment:
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _note(self, what: str, **about: Any) -> None:
-        with (self._folder / "notes").open("a") as notes:
+        with (self._folder / f"notes-{self._rank}").open("a") as notes:
             notes.write(json.dumps({"what": what, **about}) + "\n")
+
+
+def damage(cache: RankCache) -> int:
+    """Turns round the bytes of every slot in host memory; how many it were."""
+    pool = cache._unit.pool
+    for slot in range(pool.ready_slots):
+        content = pool.slot(slot)
+        content[:] = np.ascontiguousarray(content[::-1])
+    return int(pool.ready_slots)

@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from demo.sglang_process import PAGE_TOKENS, SglangProcess, linker
+from demo.sglang_process import PAGE_TOKENS
 from tests.engines_sglang.conftest import Judge, request
+from tests.engines_sglang.spied import Spied, wait_until_durable
 
-HOST_BYTES = 48 << 20
-"""Room for 700 pages of the tiny model: all prompts of these tests."""
-
-DURABLE_DEADLINE_S = 60.0
-
-
-class Spied:
-    """An engine with the spying linker, and what that wrote down."""
-
-    def __init__(self, model: Path, folder: Path, disk: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        settings = {"host__bytes": HOST_BYTES, "disk__folders": str(disk), "disk__bytes_per_folder": 64 << 20}
-        # Pages from disk have to come up on a machine where all cores are busy.
-        settings |= {"load__lookup_wait_s": 30.0}
-        arguments = linker("tests.engines_sglang.spying_linker", "SpyingLinker", **settings)
-        self.engine = SglangProcess(model, folder / "engine.log", arguments, SPY_FOLDER=str(folder))
-
-    def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self.engine.call(
-            "generate", requests=[request(name, **more) for name in names]
-        )
-        return answers
-
-    def forget(self) -> None:
-        """Waits for what is being stored, empties the engine's own cache and spoils its pool."""
-        self.settle()
-        assert self.engine.call("flush")
-
-    def settle(self) -> None:
-        """Waits until every offload has completed."""
-        ends_s = time.monotonic() + DURABLE_DEADLINE_S
-        while len(self.notes("stored")) < len(self.notes("offload")):
-            assert time.monotonic() < ends_s, "an offload has not completed"
-            time.sleep(0.05)
-
-    def notes(self, what: str) -> list[dict[str, Any]]:
-        lines = (self.folder / "notes").read_text().splitlines()
-        return [note for note in map(json.loads, lines) if note["what"] == what]
-
-    def pages_of_last(self, what: str) -> set[int]:
-        return set(self.notes(what)[-1]["pages"])
+WHOLE_A = 200 // PAGE_TOKENS * PAGE_TOKENS
+"""Tokens of prompt "a" in whole pages."""
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +37,13 @@ def test_a_cold_prompt_is_computed_and_stored(spied: Spied, judge: Judge) -> Non
 
 def test_after_a_flush_it_is_loaded_to_other_pages(spied: Spied, judge: Judge) -> None:
     spied.ask("a")
-    stored = {page for note in spied.notes("offload") for page in note["pages"]}
+    stored = spied.stored_pages()
     spied.forget()
     # Takes the first pages of the emptied pool, so that those that were stored come back elsewhere.
     judge("b", spied.ask("b")[0])
     [answer] = spied.ask("a")
     judge("a", answer)
-    assert answer["host"] == 200 // PAGE_TOKENS * PAGE_TOKENS
+    assert answer["host"] == WHOLE_A
     assert not spied.pages_of_last("load") & stored
 
 
@@ -133,43 +91,48 @@ def test_an_aborted_request_harms_nobody(spied: Spied, judge: Judge) -> None:
         assert answer["host"] > 0
 
 
-def test_a_new_engine_serves_from_disk_and_damage_is_seen(
+def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied: Spied, model: Path, disk: Path, judge: Judge
 ) -> None:
+    """One test, because engines start slowly: each takes over the folder of the one that was killed before it."""
     spied.ask("a")
     spied.settle()
     wait_until_durable(disk)
-    spied.engine.close()
+    spied.forget()
+    spied.order("die-0", "load")
+    with pytest.raises(RuntimeError, match="ended"):
+        spied.ask("a", "b")
+    # No lock is in the way, and what was durable is there.
     again = Spied(model, spied.folder.parent / "second", disk)
     try:
         assert again.notes("start")[0]["cached"] == 0, "host memory is empty at the start"
         [answer] = again.ask("a")
         judge("a", answer)
-        assert answer["host"] == 200 // PAGE_TOKENS * PAGE_TOKENS, "served from disk"
+        assert answer["host"] == WHOLE_A, "served from disk"
         # The control: were the stored bytes wrong, these tests would see it.
-        (again.folder / "corrupt").touch()
+        again.order("corrupt-0")
         again.forget()
         assert again.notes("corrupt")[-1]["slots"] > 0
         [damaged] = again.ask("a")
         assert damaged["host"] > 0
         with pytest.raises(AssertionError):
             judge("a", damaged)
+        again.order("die-0", "offload")
+        with pytest.raises(RuntimeError, match="ended"):
+            again.ask("late")
+    finally:
+        again.engine.close()
+    third = Spied(model, spied.folder.parent / "third", disk)
+    try:
+        [answer] = third.ask("a")
+        judge("a", answer)
+        assert answer["host"] == WHOLE_A
+        judge("late", third.ask("late")[0])
         # New weights, although they are the same: nothing from before may be served.
-        assert again.engine.call("update_weights", path=str(model))
-        [recomputed] = again.ask("a")
+        assert third.engine.call("update_weights", path=str(model))
+        [recomputed] = third.ask("a")
         judge("a", recomputed)
         assert recomputed["cached"] == 0
     finally:
-        again.engine.close()
-
-
-def wait_until_durable(disk: Path) -> None:
-    """Waits until nothing in the folder grows any more; the journal commits within a second."""
-    ends_s = time.monotonic() + DURABLE_DEADLINE_S
-    before, same = "", 0
-    while same < 6:
-        assert time.monotonic() < ends_s, "the disk tier never came to rest"
-        time.sleep(0.5)
-        now = str(sorted((str(file), file.stat().st_mtime_ns) for file in disk.rglob("*") if file.is_file()))
-        same = same + 1 if now == before else 0
-        before = now
+        third.engine.close()
+    assert not [entry.name for entry in Path("/dev/shm").iterdir() if "flexkv" in entry.name]

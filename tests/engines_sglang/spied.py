@@ -1,0 +1,100 @@
+"""An engine with the spying linker, and what that wrote down."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from demo.sglang_process import SglangProcess, linker
+from tests.engines_sglang.conftest import request
+
+HOST_BYTES = 48 << 20
+"""Room for 700 pages of the tiny model: all prompts of these tests."""
+DISK_BYTES = 64 << 20
+SETTLED_DEADLINE_S = 60.0
+
+
+class Spied:
+    """Starts the engine.
+
+    Args:
+        folder: is made; holds the log and the notes.
+        disk: of the disk tier; None for none.
+        arguments: more of the engine's.
+        settings: flexkv's, dotted keys with `__` for the dot.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        disk: Path | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.folder = folder
+        folder.mkdir()
+        ours: dict[str, Any] = {"host__bytes": HOST_BYTES}
+        if disk is not None:
+            # Pages from disk have to come up on a machine where all cores are busy.
+            ours |= {
+                "disk__folders": str(disk),
+                "disk__bytes_per_folder": DISK_BYTES,
+                "load__lookup_wait_s": 30.0,
+            }
+        told = linker("tests.engines_sglang.spying_linker", "SpyingLinker", **ours | settings)
+        self.engine = SglangProcess(
+            model,
+            folder / "engine.log",
+            {**told, **(arguments or {})},
+            **{"SPY_FOLDER": str(folder), **(environment or {})},
+        )
+
+    def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self.engine.call(
+            "generate", requests=[request(name, **more) for name in names]
+        )
+        return answers
+
+    def forget(self) -> None:
+        """Waits for what is being stored, empties the engine's own cache and spoils its pool."""
+        self.settle()
+        assert self.engine.call("flush")
+
+    def settle(self) -> None:
+        """Waits until every offload has completed."""
+        ends_s = time.monotonic() + SETTLED_DEADLINE_S
+        while len(self.notes("stored")) < len(self.notes("offload")):
+            assert time.monotonic() < ends_s, "an offload has not completed"
+            time.sleep(0.05)
+
+    def order(self, what: str, content: str = "") -> None:
+        """Leaves an order for the linker; it takes it away when it obeys."""
+        (self.folder / what).write_text(content)
+
+    def notes(self, what: str, rank: int = 0) -> list[dict[str, Any]]:
+        lines = (self.folder / f"notes-{rank}").read_text().splitlines()
+        return [note for note in map(json.loads, lines) if note["what"] == what]
+
+    def pages_of_last(self, what: str) -> set[int]:
+        return set(self.notes(what)[-1]["pages"])
+
+    def stored_pages(self) -> set[int]:
+        """Pages of the engine's pool that were offloaded so far."""
+        return {page for note in self.notes("offload") for page in note["pages"]}
+
+
+def wait_until_durable(disk: Path) -> None:
+    """Waits until nothing in the folder has changed for three seconds; the journal commits within one."""
+    ends_s = time.monotonic() + SETTLED_DEADLINE_S
+    before, since_s = "", time.monotonic()
+    while time.monotonic() - since_s < 3:
+        assert time.monotonic() < ends_s, "the disk tier never came to rest"
+        time.sleep(0.5)
+        now = str(sorted((str(file), file.stat().st_mtime_ns) for file in disk.rglob("*") if file.is_file()))
+        if now != before:
+            before, since_s = now, time.monotonic()
