@@ -65,8 +65,7 @@ class DiskMoves:
         if waiting:
             op_id = world.random.choice(waiting)
             op, _ = world.disk_lane.end(op_id)
-            pages = np.arange(op.pages, dtype=np.int32)
-            self._outbox.append(OpResult(OpId(op_id), OpStatus.CANCELLED, pages, "cancelled"))
+            self._outbox.append(OpResult.cancelled(OpId(op_id), op.pages, "cancelled"))
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:

@@ -38,8 +38,7 @@ class Ranks:
             return
         movement = world.random.choice(waiting)
         rank.moving.remove(movement)
-        pages = np.arange(movement.op.pages, dtype=np.int32)
-        rank.outbox.append(OpResult(movement.op.op_id, OpStatus.CANCELLED, pages, "cancelled"))
+        rank.outbox.append(OpResult.cancelled(movement.op.op_id, movement.op.pages, "cancelled"))
 
     def _move_rank(self, rank: Rank) -> None:
         """One rank does one thing: the head of its stream, or some pages of any of its movements."""

@@ -6,7 +6,7 @@ pickles in microseconds and travels to worker processes as part of an engine's o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NewType
 
@@ -156,6 +156,10 @@ class TransferGraph:
     ops: tuple[TransferOp, ...]
     edges: tuple[Edge, ...] = ()
 
+    def layerwise(self) -> TransferGraph:
+        """The same graph with every op moved layer by layer."""
+        return TransferGraph(tuple(replace(op, layerwise=True) for op in self.ops), self.edges)
+
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return TransferGraph, (self.ops, self.edges)
 
@@ -177,3 +181,8 @@ class OpResult:
     failed: NDArray[np.int32]
     reason: str = ""
     digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
+
+    @classmethod
+    def cancelled(cls, op_id: OpId, pages: int, reason: str) -> OpResult:
+        """Of an op of which no page may be used, because it never ran or was given up."""
+        return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ logger = get_logger(__name__)
 START_WAIT_S = 10.0
 """How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
 the first requests find room; the rest comes up while the engine runs."""
+
+EXPIRE_EVERY_S = 1.0
+"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
@@ -82,6 +86,7 @@ class HostUnit:
     disk: UnitDisk | None = None
     _up: int = 0
     _evictions_said: int = 0
+    _expire_at_s: float = 0.0
     _ready: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -202,6 +207,13 @@ class HostUnit:
     def pump(self) -> bool:
         """Gives the disks what there is to do; whether anything may have changed. Never waits."""
         return self.disk is not None and self.disk.pump()
+
+    def expire_if_due(self, counters: Counters) -> None:
+        """Ends leases of lookups that were never followed up, if it is time to look."""
+        now_s = time.monotonic()
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + EXPIRE_EVERY_S
+            counters.add("flexkv_expired_leases_total", self.manager.expire())
 
     def disable(self, rank: int, error: str) -> None:
         """A rank cannot use the pool: the engine goes on without a cache."""

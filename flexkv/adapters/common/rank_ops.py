@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_reports import RankReports
+from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.config import FlexKVConfig
-from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph
 
 logger = get_logger(__name__)
 
 PAST_DEADLINE = "past load.deadline_s"
+
+NO_TICKET = Ticket(-1)
+"""Of an op that was refused."""
 
 PLACE_WAIT_S = 0.002
 """How often a load that a forward waits for is tried again while its lane's queue is full."""
@@ -34,7 +39,7 @@ class RankOp:
         given_up: why its bytes are not to be used however it ends; empty while they are.
     """
 
-    ticket: int
+    ticket: Ticket
     kind: OpKind
     pages: int
     started_s: float
@@ -57,20 +62,6 @@ class WaitingLoad:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An op's terminal result and what decides when it may be heard.
-
-    Attributes:
-        step: see `RankOp`.
-        failed_load: blocks of a load hold no valid KV.
-    """
-
-    result: OpResult
-    step: int
-    failed_load: bool = False
-
-
 class RankOps:
     """The ops of one rank; every one of them ends in exactly one result.
 
@@ -80,12 +71,12 @@ class RankOps:
         stripe_bytes: what one page moves on this rank.
         stores: False where another rank stores the same bytes: a store then ends here at once.
         step: the last forward that was ordered.
+        reports: what is to be said of ops that have ended.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
         self._rank = rank
-        self._load_deadline_s = config.load.deadline_s
-        self._stuck_s = config.transfer.stuck_s
+        self._config = config
         self._counters = counters
         self.engine: Any = None
         self.refusal = ""
@@ -94,20 +85,18 @@ class RankOps:
         self._ops: dict[OpId, RankOp] = {}
         self._waiting: list[WaitingLoad] = []
         self.step = 0
-        self._ended: list[Ended] = []
-        self._finished: set[str] = set()
-        self._failed_blocks: set[int] = set()
+        self.reports = RankReports()
 
     # --- submit ---
 
     def submit_load(self, job: LoadJob) -> None:
         """Starts a load, or keeps it for the next poll while the lane's queue is full."""
         if job.graph is None:
-            self._failed_blocks.update(job.lost)
+            self.reports.add_failed(job.lost)
             if not job.sync:
-                self._finished.add(job.request_id)
+                self.reports.add_finished(job.request_id)
             return
-        self._try_load(WaitingLoad(job, time.monotonic() + self._load_deadline_s))
+        self._try_load(WaitingLoad(job, time.monotonic() + self._config.load.deadline_s))
 
     def _try_load(self, load: WaitingLoad) -> None:
         job = load.job
@@ -133,10 +122,11 @@ class RankOps:
         """Starts a store; one that finds no place is dropped and reported so."""
         if not self.stores:
             nothing = np.empty(0, dtype=np.int32)
-            self._ended += [Ended(OpResult(op.op_id, OpStatus.OK, nothing), self.step) for op in graph.ops]
+            for op in graph.ops:
+                self.reports.add(OpResult(op.op_id, OpStatus.OK, nothing), self.step)
             return
         if urgent:
-            ops = tuple(_with_priority(op, Priority.LOAD) for op in graph.ops)
+            ops = tuple(replace(op, priority=Priority.LOAD) for op in graph.ops)
             graph = TransferGraph(ops, graph.edges)
         started_s = time.monotonic()
         ticket = self.engine.submit(graph) if self.engine is not None else None
@@ -144,7 +134,7 @@ class RankOps:
             if ticket is None:
                 self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="busy")
                 reason = self.refusal or "the store lane's queue is full"
-                self._ended.append(Ended(_refused(op.op_id, op.pages, reason), self.step))
+                self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
                 self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step)
 
@@ -161,6 +151,13 @@ class RankOps:
             op.deadline_s = float("inf")
             self.engine.cancel(op.ticket)
 
+    def disown(self, job: LoadJob, reason: str) -> None:
+        """Whatever a load brings or has brought, all its blocks count as failed; also when its results were taken."""
+        for op in job.ops:
+            self.give_up(op.op_id, reason)
+            if op.op_id not in self._ops:
+                self.reports.disown(op, reason)
+
     # --- wait ---
 
     def finish_load(self, job: LoadJob) -> None:
@@ -170,21 +167,15 @@ class RankOps:
             ClosedError: the copy neither ended nor could be recalled. Its blocks may still be written at any time, so
                 the engine can neither use them nor compute into them.
         """
-        ends_s = time.monotonic() + self._load_deadline_s
+        ends_s = time.monotonic() + self._config.load.deadline_s
         self._find_place(job)
-        for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
-            if self._wait(mine, ends_s):
-                continue
-            mine.given_up = PAST_DEADLINE
-            self.engine.cancel(mine.ticket)
-            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
-            recall_s = 2 * self._stuck_s
-            if not self._wait(mine, time.monotonic() + recall_s):
-                raise ClosedError(
-                    f"rank {self._rank}: a load of {mine.pages} pages ended neither within load.deadline_s "
-                    f"({self._load_deadline_s:g} s) nor, recalled, within twice transfer.stuck_s ({recall_s:g} s); "
-                    "its blocks may be written at any time"
-                )
+        ops = [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]
+        tickets = {op.ticket for op in ops}
+        if not wait_all(self.engine, tickets, max(0.0, ends_s - time.monotonic())):
+            for op in ops:
+                op.given_up = PAST_DEADLINE
+            pages = sum(op.pages for op in ops)
+            recall(self.engine, tickets, self._config, f"rank {self._rank}: a load of {pages} pages")
         self.poll()
 
     def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None = None) -> bool:
@@ -211,7 +202,7 @@ class RankOps:
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
         """Waits for stores up to `transfer.stuck_s`; what has not ended by then counts as failed."""
-        ends_s = time.monotonic() + self._stuck_s
+        ends_s = time.monotonic() + self._config.transfer.stuck_s
         for graph in graphs:
             for op in graph.ops:
                 if (mine := self._ops.get(op.op_id)) and not self._wait(mine, ends_s):
@@ -242,50 +233,27 @@ class RankOps:
             ended = select.poll()
             ended.register(self.engine.event_fd, select.POLLIN)
             ended.poll(wait_s * 1000)
-        while results := self.engine.poll():
-            for result in results:
-                self._end(result)
+        self._collect()
         now_s = time.monotonic()
         for op_id, op in self._ops.items():
             if op.deadline_s < now_s:
                 self.give_up(op_id, PAST_DEADLINE)
 
-    # --- report ---
-
-    def take_results(self) -> list[OpResult]:
-        """Terminal results not taken yet, in the order in which they came."""
-        ended, self._ended = self._ended, []
-        return [entry.result for entry in ended]
-
-    def take_settled(self, heard_step: int) -> list[OpResult]:
-        """Of those results the ones that nothing unheard makes wrong: of ops ordered up to `heard_step`.
-
-        A load that lost blocks is left for the step's report, which names these blocks first.
-        """
-        settled: list[OpResult] = []
-        held: list[Ended] = []
-        for entry in self._ended:
-            if entry.failed_load or entry.step > heard_step:
-                held.append(entry)
-            else:
-                settled.append(entry.result)
-        self._ended = held
-        return settled
-
-    def take_finished(self) -> set[str]:
-        """Requests whose async load has ended on this rank, each exactly once."""
-        finished, self._finished = self._finished, set()
-        return finished
-
-    def take_failed_blocks(self) -> set[int]:
-        """Engine blocks that a load should have filled and did not."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
     @property
     def busy(self) -> bool:
         """Whether an op is under way or unreported."""
-        return bool(self._ops or self._ended or self._waiting)
+        return bool(self._ops or self.reports or self._waiting)
+
+    def close(self) -> None:
+        """Ends the lanes, and waits for copies in flight up to `transfer.close_s`. What ends meanwhile is reported."""
+        if self.engine is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for load in waiting:
+            self._refuse(load.job, "the lanes were closed")
+        self.engine.close(self._config.transfer.close_s)
+        self._collect()
+        self.engine = None
 
     # --- internals ---
 
@@ -296,9 +264,16 @@ class RankOps:
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
             started_s = time.monotonic()
-            self._ops[op.op_id] = RankOp(-1, op.kind, op.pages, started_s, self.step, job, given_up=reason)
+            self._ops[op.op_id] = RankOp(
+                NO_TICKET, op.kind, op.pages, started_s, self.step, job, given_up=reason
+            )
         for op in job.ops:
-            self._end(_refused(op.op_id, op.pages, reason))
+            self._end(OpResult.cancelled(op.op_id, op.pages, reason))
+
+    def _collect(self) -> None:
+        while results := self.engine.poll():
+            for result in results:
+                self._end(result)
 
     def _wait(self, op: RankOp, ends_s: float) -> bool:
         return bool(self.engine.wait(op.ticket, max(0.0, ends_s - time.monotonic())))
@@ -307,8 +282,7 @@ class RankOps:
         op = self._ops.pop(result.op_id)
         if op.given_up:
             # Not FAILED: that would say that the stored pages are bad.
-            everything = np.arange(op.pages, dtype=np.int32)
-            result = OpResult(result.op_id, OpStatus.CANCELLED, everything, op.given_up)
+            result = OpResult.cancelled(result.op_id, op.pages, op.given_up)
         elif op.torn:
             torn = np.fromiter(op.torn, dtype=np.int32)
             failed = np.union1d(result.failed, torn).astype(np.int32)
@@ -316,17 +290,11 @@ class RankOps:
             result = OpResult(
                 result.op_id, status, failed, result.reason or "the engine reused the block too soon"
             )
-        self._ended.append(Ended(result, op.step, op.load is not None and bool(len(result.failed))))
+        self.reports.add(result, op.step, op.load)
         self._count(op, result)
-        if op.load is not None:
-            self._end_load(op.load, result)
-
-    def _end_load(self, job: LoadJob, result: OpResult) -> None:
-        if len(result.failed):
-            blocks = next(op.blocks for op in job.ops if op.op_id == result.op_id)
-            self._failed_blocks.update(blocks[result.failed].tolist())
-        if not job.sync and not any(op.op_id in self._ops for op in job.ops):
-            self._finished.add(job.request_id)
+        job = op.load
+        if job is not None and not job.sync and not any(op.op_id in self._ops for op in job.ops):
+            self.reports.add_finished(job.request_id)
 
     def _count(self, op: RankOp, result: OpResult) -> None:
         direction = "load" if op.load is not None else "store"
@@ -348,12 +316,3 @@ _FAILURE_LABELS = {
     OpStatus.SKIPPED: "skipped",
     OpStatus.LANE_DOWN: "lane_down",
 }
-
-
-def _refused(op_id: OpId, pages: int, reason: str) -> OpResult:
-    """The result of an op that was never submitted."""
-    return OpResult(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
-
-
-def _with_priority(op: TransferOp, priority: Priority) -> TransferOp:
-    return replace(op, priority=priority)

@@ -109,7 +109,5 @@ class RankWorker:
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
 
     def close(self) -> None:
-        """Ends the lanes; waits for copies in flight up to `transfer.close_s`."""
-        if self._ops.engine is not None:
-            self._ops.engine.close(self._config.transfer.close_s)
-            self._ops.engine = None
+        """Ends the lanes; waits for copies in flight up to `transfer.close_s`. Their results can still be taken."""
+        self._ops.close()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion, Keys
-from flexkv.errors import ClosedError
 from flexkv.observe import get_logger
 from flexkv.transfer.base import Ticket
-from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpId
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,6 @@ class LoadBatch:
         ends_s: when a layer that has not come is given up, on the monotonic clock.
         tickets: of each op that was submitted and not heard to have ended. The lanes forget graphs that ended long ago.
         layers: that are in place.
-        moving: ops that have not ended, submitted or not.
         lost: why not everything arrives; empty while all may.
     """
 
@@ -46,11 +45,9 @@ class LoadBatch:
     ends_s: float
     tickets: dict[OpId, Ticket] = field(default_factory=dict)
     layers: int = 0
-    moving: int = 0
     lost: str = ""
 
     def ended(self, done: Completion) -> None:
-        self.moving -= 1
         self.tickets.pop(done.op_id, None)
         if len(done.failed_blocks):
             self.lost = self.lost or done.reason or "pages failed"
@@ -118,8 +115,7 @@ class LoadBatches:
         graph = manager.begin_load(request_id, [load.blocks])
         if graph is None:
             return
-        graph = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
-        batch.moving += len(graph.ops)
+        graph = graph.layerwise()
         while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
             # More requests in one batch than the queue has places: the first of them will have ended soon.
             if time.monotonic() > batch.ends_s:
@@ -140,32 +136,17 @@ class LoadBatches:
         batch = self._batches.get(index)
         if batch is None:
             return True
-        config = self._cache.config
-        if not self._wait(batch, config.load.deadline_s):
+        cache, tickets = self._cache, set(batch.tickets.values())
+        if not wait_all(cache.lanes, tickets, cache.config.load.deadline_s):
             batch.lost = batch.lost or "past load.deadline_s"
-            for ticket in batch.tickets.values():
-                self._cache.lanes.cancel(ticket)
-            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
-            if not self._wait(batch, 2 * config.transfer.stuck_s):
-                raise ClosedError(
-                    f"a load of {len(batch.requests)} request(s) ended neither within load.deadline_s "
-                    f"({config.load.deadline_s:g} s) nor, recalled, within twice transfer.stuck_s "
-                    f"({config.transfer.stuck_s:g} s); its pages may be written at any time"
-                )
+            recall(cache.lanes, tickets, cache.config, f"a load of {len(batch.requests)} request(s)")
+        cache.poll()
         del self._batches[index]
         for request_id in batch.requests:
-            self._cache.manager.release(request_id)
+            cache.manager.release(request_id)
         if batch.lost:
             logger.error("a load of %d request(s) failed: %s", len(batch.requests), batch.lost)
         return not batch.lost
-
-    def _wait(self, batch: LoadBatch, deadline_s: float) -> bool:
-        ends_s = time.monotonic() + deadline_s
-        for ticket in batch.tickets.values():
-            if not self._cache.lanes.wait(ticket, max(0.0, ends_s - time.monotonic())):
-                return False
-        self._cache.poll()
-        return batch.moving == 0
 
     def reset(self) -> None:
         """Ends all batches; nothing of them is written any more when it returns."""

@@ -7,25 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.common.rank_facts import RankFacts
 from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
-from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.base import Ticket
-from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 
 logger = get_logger(__name__)
-
-EXPIRE_EVERY_S = 1.0
-"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
 READ_LOOK_S = 0.0005
 """How often a lookup that waits for its disk reads looks whether they have ended."""
@@ -70,7 +65,6 @@ class RankCache:
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
         self._tickets: dict[OpId, Ticket] = {}
-        self._expire_at_s = 0.0
         facts = RankFacts.of_view(view, 0, pages, format_id)
         self._unit = HostUnit.create(config, page_tokens, pages, {0: facts}, False, None, owner)
         self.manager = self._unit.manager
@@ -126,8 +120,7 @@ class RankCache:
     def drop(self, graph: TransferGraph, reason: str) -> None:
         """Ends ops that were planned and not submitted."""
         for op in graph.ops:
-            pages = np.arange(op.pages, dtype=np.int32)
-            self._end(OpResult(op.op_id, OpStatus.CANCELLED, pages, reason))
+            self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def store(
         self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
@@ -151,22 +144,10 @@ class RankCache:
             ClosedError: a copy neither ended nor could be recalled: its pages may be read or written at any time.
         """
         tickets = {self._tickets[op.op_id] for op in graph.ops if op.op_id in self._tickets}
-        deadline_s, stuck_s = self.config.load.deadline_s, self.config.transfer.stuck_s
-        if not self._wait(tickets, deadline_s):
-            for ticket in tickets:
-                self.lanes.cancel(ticket)
-            # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
-            if not self._wait(tickets, 2 * stuck_s):
-                raise ClosedError(
-                    f"a copy of {sum(op.pages for op in graph.ops)} pages ended neither within load.deadline_s "
-                    f"({deadline_s:g} s) nor, recalled, within twice transfer.stuck_s ({stuck_s:g} s); its pages may "
-                    "be read or written at any time"
-                )
+        if not wait_all(self.lanes, tickets, self.config.load.deadline_s):
+            pages = sum(op.pages for op in graph.ops)
+            recall(self.lanes, tickets, self.config, f"a copy of {pages} pages")
         self.poll()
-
-    def _wait(self, tickets: set[Ticket], deadline_s: float) -> bool:
-        ends_s = time.monotonic() + deadline_s
-        return all(self.lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
     def poll(self) -> None:
         """Takes the results of ended ops and calls their watchers."""
@@ -180,10 +161,7 @@ class RankCache:
         self.poll()
         self._unit.pump()
         self._unit.grow()
-        now_s = time.monotonic()
-        if now_s >= self._expire_at_s:
-            self._expire_at_s = now_s + EXPIRE_EVERY_S
-            self.counters.add("flexkv_expired_leases_total", self.manager.expire())
+        self._unit.expire_if_due(self.counters)
 
     @property
     def disk_busy(self) -> bool:
@@ -235,6 +213,5 @@ class RankCache:
         """Ends the lanes, writes to disk what waits, and gives the memory back; bounded by `transfer.close_s`."""
         self.quiesce(self.config.transfer.close_s)
         self.lanes.close(self.config.transfer.close_s)
-        for result in self.lanes.poll():
-            self._end(result)
+        self.poll()
         self._unit.close()

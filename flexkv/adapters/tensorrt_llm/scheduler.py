@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,9 @@ from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph, TransferOp
+from flexkv.transfer.graph import OpResult, TransferGraph, TransferOp
 
 logger = get_logger(__name__)
-
-EXPIRE_EVERY_S = 1.0
-"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
 
 class SchedulerSide:
@@ -57,7 +53,6 @@ class SchedulerSide:
         self._requests: RequestTable | None = None
         self._loads: list[LoadJob] = []
         self._step = 0
-        self._expire_at_s = 0.0
         self._off = ""
         self.unit: HostUnit | None = None
         self.counters = Counters()
@@ -188,8 +183,7 @@ class SchedulerSide:
         mine = [job for job in self._loads if job.request_id == str(request_id)]
         self._loads = [job for job in self._loads if job.request_id != str(request_id)]
         for op in (op for job in mine for op in job.ops):
-            pages = np.arange(op.pages, dtype=np.int32)
-            dropped = OpResult(op.op_id, OpStatus.CANCELLED, pages, "the request ended first")
+            dropped = OpResult.cancelled(op.op_id, op.pages, "the request ended first")
             for rank in range(self._arguments.ranks):
                 self.unit.manager.complete(rank, dropped)
 
@@ -229,10 +223,7 @@ class SchedulerSide:
         if self._listener.broken and unit.usable:
             unit.disable(-1, f"a rank is gone: {self._listener.broken}")
         unit.pump()
-        now_s = time.monotonic()
-        if now_s >= self._expire_at_s:
-            self._expire_at_s = now_s + EXPIRE_EVERY_S
-            unit.manager.expire()
+        unit.expire_if_due(self.counters)
 
     def _hear(self) -> None:
         for report in self._listener.poll():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_facts import PoolGrant
 from flexkv.adapters.common.rank_worker import RankWorker
@@ -23,7 +21,7 @@ from flexkv.adapters.tensorrt_llm.messages import (
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.observe import get_logger
-from flexkv.transfer.graph import OpId, OpResult, OpStatus
+from flexkv.transfer.graph import OpId, OpResult
 
 logger = get_logger(__name__)
 
@@ -86,14 +84,14 @@ class WorkerSide(RankWorker):
         self._join(metadata.address)
         self._receive()
         # Of loads between steps, which `finished` reports: no forward reads them.
-        self._ops.take_failed_blocks()
+        self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
         for job in metadata.loads:
             self._ops.finish_load(job)
         if metadata.loads:
             self._report(self._end_ops())
-        if lost := self._ops.take_failed_blocks():
+        if lost := self._ops.reports.take_failed_blocks():
             raise TransferError(
                 f"rank {self.rank}: a load inside the step did not fill blocks {sorted(lost)[:8]} "
                 f"({len(lost)} in all); the forward must not read them"
@@ -111,7 +109,7 @@ class WorkerSide(RankWorker):
         self._launch()
         self._ops.poll()
         results = self._end_ops()
-        self._ops.take_failed_blocks()
+        self._ops.reports.take_failed_blocks()
         loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
         for request_id in loaded:
             del self._loads[request_id]
@@ -197,19 +195,15 @@ class WorkerSide(RankWorker):
                 self._ops.give_up(op_id, "the request ended")
 
     def _dropped(self, job: LoadJob) -> None:
-        results = tuple(
-            OpResult(
-                op.op_id, OpStatus.CANCELLED, np.arange(op.pages, dtype=np.int32), "the request ended first"
-            )
-            for op in job.ops
+        self._report(
+            tuple(OpResult.cancelled(op.op_id, op.pages, "the request ended first") for op in job.ops)
         )
-        self._report(results)
 
     # --- reports ---
 
     def _end_ops(self) -> tuple[OpResult, ...]:
-        results = tuple(self._ops.take_results())
-        self._ops.take_finished()
+        results = tuple(self._ops.reports.take_results())
+        self._ops.reports.take_finished()
         for result in results:
             if (request_id := self._load_of.pop(result.op_id, None)) is not None:
                 load = self._loads[request_id]
@@ -246,6 +240,7 @@ class WorkerSide(RankWorker):
 
     def close(self) -> None:
         super().close()
+        self._report(self._end_ops())
         if self._wire is not None:
             self._wire.close()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.observe import get_logger
-from flexkv.transfer.graph import OpId, TransferGraph
+from flexkv.transfer.graph import OpId
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -44,7 +43,7 @@ class Loads:
         graph = self._lookups.begin_load(tracker, blocks, external_tokens)
         if graph is not None:
             if self._by_layer:
-                graph = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
+                graph = graph.layerwise()
             job = LoadJob(tracker.request_id, graph, self._sync)
             for op in job.ops:
                 self._jobs[op.op_id] = job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-EXPIRE_EVERY_S = 1.0
-"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,6 @@ class SchedulerSide:
         self._watch: StoreWatch | None = None
         self._step = 0
         self._forward_step = 0
-        self._expire_at_s = 0.0
         self.counters = Counters()
         self.events = EventLog(with_events, geometry)
 
@@ -250,7 +245,7 @@ class SchedulerSide:
             self._pump(parts)
             self.orders.disk_busy = parts.unit.disk_busy
             self.orders.grant = parts.unit.grant
-            self._expire(parts.unit)
+            parts.unit.expire_if_due(self.counters)
             if parts.steps is not None and output.total_num_scheduled_tokens:
                 sync = any(job.sync for job in self.orders.loads)
                 parts.steps.began(self._forward_step, output, sync)
@@ -322,12 +317,6 @@ class SchedulerSide:
                 # Some model runners copy into and clear new blocks before they call the connector.
                 self.orders.void.append(op_id)
 
-    def _expire(self, unit: HostUnit) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._expire_at_s:
-            self._expire_at_s = now_s + EXPIRE_EVERY_S
-            self.counters.add("flexkv_expired_leases_total", unit.manager.expire())
-
     # --- state ---
 
     @property
@@ -382,10 +371,10 @@ class SchedulerSide:
     def close(self) -> None:
         """Ends disks and host pool; the workers' lanes have ended, or end by themselves."""
         if self.parts is not None:
-            # What has ended in these workers is stored, and so goes to disk.
-            self.parts.outcomes.collect_early()
             for worker in self.parts.workers:
                 worker.close()
+            # What has ended in these workers, also while they closed, is stored, and so goes to disk.
+            self.parts.outcomes.collect_early()
             self.parts.watch.close()
             self.parts.unit.close()
             self.parts = None

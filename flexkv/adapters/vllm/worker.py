@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
-from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.geometry import build_view, is_replicated, layer_numbers
+from flexkv.adapters.vllm.layer_loads import LayerLoads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
@@ -131,18 +131,18 @@ class WorkerSide(RankWorker):
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
-        return self._ops.take_finished()
+        return self._ops.reports.take_finished()
 
     def take_failed_blocks(self) -> set[int]:
         """Engine blocks that a load should have filled and did not."""
-        return self._ops.take_failed_blocks()
+        return self._ops.reports.take_failed_blocks()
 
     def take_metadata(self) -> WorkerMetadata | None:
         """The step's report to the scheduler's side; None when there is nothing to say."""
         report = WorkerMetadata()
         if self._ops.step != self._step_said:
             report.step = self._step_said = self._ops.step
-        report.results = [(self.rank, result) for result in self._ops.take_results()]
+        report.results = [(self.rank, result) for result in self._ops.reports.take_results()]
         if self.attached and (ready := self.usable_slots) != self._ready_said:
             report.ready[self.rank] = self._ready_said = ready
         if (
@@ -165,7 +165,7 @@ class WorkerSide(RankWorker):
         two batches in flight a step is heard of when the next one has run.
         """
         self.poll()
-        return self._ops.take_settled(self._heard_step)
+        return self._ops.reports.take_settled(self._heard_step)
 
     def heard(self, step: int) -> None:
         """A scheduler in this process has heard how this step ended, and which blocks failed in it."""

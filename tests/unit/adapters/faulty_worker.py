@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 from flexkv import c_ext
 from flexkv.adapters.vllm.worker import WorkerSide
 
-FAIL, DELAY, STALL, CORRUPT = range(4)
-"""Actions of a `c_ext.FaultRule`."""
-
 LONG_S = 60.0
 
 

@@ -33,7 +33,7 @@ from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
 from flexkv.observe import Counters
-from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 
 LAYERS, HEADS, CONTENT = 2, 2, 8
 UNTIL_S = 60.0
@@ -369,3 +369,13 @@ class MiniEngine:
         self.side.close()
         for worker in self.workers:
             worker.close()
+
+
+def stored_engine(
+    make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **options: Any
+) -> MiniEngine:
+    """An engine that has stored the whole blocks of these tokens and forgotten them."""
+    engine = make_engine(**options)
+    engine.run(make_request(list(tokens), "one"))
+    engine.forget()
+    return engine

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
+from flexkv import c_ext
 from flexkv.adapters.common.unit_disk import bytes_per_folder
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.transfer.graph import OpKind
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import STALL
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
@@ -47,6 +52,19 @@ def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) ->
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert engine.run(make_request([*PROMPT[:12], 7, 7, 7, 7, 7], "three")) == 12
     assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
+
+
+def test_a_store_that_ends_while_the_engine_ends_is_kept(make_disk_engine: Make) -> None:
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=int(OpKind.D2H)))
+    engine = make_disk_engine(worker_class=slow)
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    assert slow.movers[0].wait_stalled(1, 60.0)
+    release = Timer(0.05, slow.movers[0].release)
+    release.start()
+    engine = make_disk_engine()
+    release.join()
+    assert engine.run(make_request(PROMPT, "two")) == 20
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from flexkv import c_ext
-from flexkv.errors import CapacityError, ClosedError, GeometryError
-from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker, release_when_given_up
+from flexkv.errors import CapacityError, GeometryError
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import FAIL, STALL
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
@@ -31,43 +32,6 @@ def test_a_failed_page_of_an_async_load_is_computed_again_and_stored_again(
     assert engine.stored_pages == 5 + 1
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-
-
-def test_nothing_computed_from_a_failed_sync_load_is_published(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, layer=None, times=1))
-    engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
-    engine.run(make_request(PROMPT[:16], "one"))
-    engine.forget()
-    request = make_request(PROMPT, "two")
-    assert engine.add(request) == 16
-    engine.step()
-    assert len(engine.invalid) == 1
-    assert engine.wrong("two", 23) != []
-    engine.drain()
-    # The step computed block 4 from the block that never came.
-    assert engine.stored_pages == 4
-    assert request.num_computed_tokens == 8
-    engine.step()
-    engine.check("two")
-    engine.finish("two")
-    engine.drain()
-    assert engine.stored_pages == 6
-    engine.forget()
-    assert engine.run(make_request(PROMPT, "three")) == 20
-
-
-def test_a_request_that_shares_the_failed_block_is_not_published_either(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=1, times=1))
-    engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
-    engine.run(make_request(PROMPT[:8], "one"))
-    engine.forget()
-    assert engine.add(make_request(PROMPT[:16], "two")) == 8
-    # "three" found the blocks of "two" in the engine's own prefix cache.
-    sharing = make_request([*PROMPT[:8], *range(9)], "three")
-    engine.adopt(sharing, engine.live["two"].blocks[:2])
-    engine.step()
-    engine.drain()
-    assert engine.stored_pages == 2
 
 
 def test_the_engine_resets_its_cache_while_stores_are_in_flight(make_engine: Make) -> None:
@@ -169,34 +133,6 @@ def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine
     engine.drain()
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-
-
-def test_a_sync_load_past_its_deadline_waits_for_the_lane_and_is_computed(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=0, times=1))
-    engine = make_engine(worker_class=slow, **{"load.mode": "sync", "load.deadline_s": 0.02})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
-    engine.add(make_request(PROMPT, "two"))
-    release = release_when_given_up(engine.workers[0], slow.movers[0])
-    engine.step()
-    release.join()
-    assert engine.invalid
-    engine.step()
-    engine.check("two")
-
-
-def test_a_sync_load_that_is_stuck_for_good_stops_the_worker(make_engine: Make) -> None:
-    stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
-    engine = make_engine(
-        worker_class=stuck,
-        **{"load.mode": "sync", "load.deadline_s": 0.02, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1},
-    )
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
-    engine.add(make_request(PROMPT, "two"))
-    with pytest.raises(ClosedError, match=r"load\.deadline_s \(0\.02 s\).*twice transfer\.stuck_s \(2 s\)"):
-        engine.step()
-    stuck.movers[0].release()
 
 
 def test_a_reset_under_an_async_load_voids_it(make_engine: Make) -> None:

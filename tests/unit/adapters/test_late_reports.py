@@ -10,9 +10,10 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.transfer.graph import OpStatus
-from tests.unit.adapters.faulty_worker import FAIL, STALL, faulty_worker
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import FAIL, STALL
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))

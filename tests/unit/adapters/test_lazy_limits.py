@@ -8,9 +8,10 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv import c_ext
-from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import FAIL
 
 Make = Callable[..., MiniEngine]
 D2H = 1

@@ -11,9 +11,10 @@ from flexkv import c_ext
 from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm.scheduler import Use
 from flexkv.config import load_config
-from tests.unit.adapters.faulty_worker import FAIL, faulty_worker
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import FAIL
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))

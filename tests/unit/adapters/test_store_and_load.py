@@ -9,9 +9,10 @@ import pytest
 from flexkv import c_ext
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import CapacityError
-from tests.unit.adapters.faulty_worker import CORRUPT, faulty_worker
+from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import embeddings, image, lora, make_request
+from tests.unit.transfer.transfer_world import CORRUPT
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))

@@ -198,10 +198,10 @@ def test_leases_that_are_never_followed_up_expire(worlds):
     world = worlds(load__lease_s=0.001)
     world.store(hashes_of(1), [1])
     world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S)
-    world.cache._expire_at_s = 0.0
+    world.cache._unit._expire_at_s = 0.0
     torch.ones(200, 200).mm(torch.ones(200, 200))
     while world.cache.manager.leased_pages("r"):
-        world.cache._expire_at_s = 0.0
+        world.cache._unit._expire_at_s = 0.0
         world.cache.pump()
 
 

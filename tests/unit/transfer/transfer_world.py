@@ -28,6 +28,7 @@ GENEROUS_S = 30.0
 """Deadline of every wait that is expected to end: far beyond what a loaded machine needs."""
 
 FAIL, DELAY, STALL, CORRUPT = range(4)
+"""Actions of a `c_ext.FaultRule`."""
 
 
 def ids(values: Sequence[int]) -> NDArray[np.int32]:

@@ -64,7 +64,6 @@ class LayerLoads:
                 self._layers,
             )
             for job in jobs:
-                for op in job.ops:
-                    self._ops.give_up(op.op_id, NOT_WAITED_FOR)
+                self._ops.disown(job, NOT_WAITED_FOR)
         for job in jobs:
             self._ops.finish_load(job)

@@ -1,0 +1,91 @@
+"""What one rank has to say of its ops: terminal results, ended requests, and blocks that hold no valid KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.transfer.graph import OpResult, TransferOp
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An op's terminal result and what decides when it may be heard.
+
+    Attributes:
+        step: the last forward that was ordered when the op was submitted.
+        failed_load: blocks of a load hold no valid KV.
+    """
+
+    result: OpResult
+    step: int
+    failed_load: bool = False
+
+
+class RankReports:
+    """Each is taken once."""
+
+    def __init__(self) -> None:
+        self._ended: list[Ended] = []
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether there are results that were not taken."""
+        return bool(self._ended)
+
+    def add(self, result: OpResult, step: int, load: LoadJob | None = None) -> None:
+        """An op has ended; `load` is the job that it belongs to, if it is of one."""
+        self._ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
+        if load is not None and len(result.failed):
+            blocks = next(op.blocks for op in load.ops if op.op_id == result.op_id)
+            self.add_failed(blocks[result.failed].tolist())
+
+    def add_failed(self, blocks: Iterable[int]) -> None:
+        """Engine blocks that a load should have filled and did not."""
+        self._failed_blocks.update(blocks)
+
+    def add_finished(self, request_id: str) -> None:
+        """The request's async load has ended."""
+        self._finished.add(request_id)
+
+    def disown(self, op: TransferOp, reason: str) -> None:
+        """All blocks of a load's op that has ended count as failed, however it ended and whoever has heard of that."""
+        self.add_failed(op.blocks.tolist())
+        for at, entry in enumerate(self._ended):
+            if entry.result.op_id == op.op_id:
+                result = OpResult.cancelled(op.op_id, op.pages, reason)
+                self._ended[at] = Ended(result, entry.step, failed_load=True)
+
+    # --- taken ---
+
+    def take_results(self) -> list[OpResult]:
+        """Terminal results not taken yet, in the order in which they came."""
+        ended, self._ended = self._ended, []
+        return [entry.result for entry in ended]
+
+    def take_settled(self, heard_step: int) -> list[OpResult]:
+        """Of those results the ones that nothing unheard makes wrong: of ops ordered up to `heard_step`.
+
+        A load that lost blocks is left for the step's report, which names these blocks first.
+        """
+        settled: list[OpResult] = []
+        held: list[Ended] = []
+        for entry in self._ended:
+            if entry.failed_load or entry.step > heard_step:
+                held.append(entry)
+            else:
+                settled.append(entry.result)
+        self._ended = held
+        return settled
+
+    def take_finished(self) -> set[str]:
+        """Requests whose async load has ended on this rank, each exactly once."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Engine blocks that a load should have filled and did not."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed

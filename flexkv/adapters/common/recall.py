@@ -1,0 +1,37 @@
+"""Ending copies that the engine waits for: those that are late are recalled, and what cannot be recalled stops it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
+from flexkv.transfer.base import DataPlane, Ticket
+
+
+def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bool:
+    """Whether every op of these graphs ended within `wait_s` seconds. Takes no result."""
+    ends_s = time.monotonic() + wait_s
+    return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
+
+
+def recall(lanes: DataPlane, tickets: Collection[Ticket], config: FlexKVConfig, what: str) -> None:
+    """For graphs that have not ended within `load.deadline_s`: drops what no lane has taken, and waits for the rest.
+
+    Args:
+        what: moves, for the error's text: "a load of 3 pages".
+
+    Raises:
+        ClosedError: something neither ended nor could be recalled. Its blocks may still be read or written at any time,
+            so the engine can neither use them nor give them to anybody.
+    """
+    for ticket in tickets:
+        lanes.cancel(ticket)
+    # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
+    recall_s = 2 * config.transfer.stuck_s
+    if not wait_all(lanes, tickets, recall_s):
+        raise ClosedError(
+            f"{what} ended neither within load.deadline_s ({config.load.deadline_s:g} s) nor, recalled, within twice "
+            f"transfer.stuck_s ({recall_s:g} s); its blocks may be read or written at any time"
+        )

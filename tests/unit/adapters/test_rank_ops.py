@@ -1,0 +1,67 @@
+"""One rank's ops: each ends in one result, and blocks that may be wrong are named whoever has heard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.config import load_config
+from flexkv.observe import Counters
+from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph
+from tests.unit.transfer.transfer_world import STALL, World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=1)], queue_ops=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ops(world: World) -> RankOps:
+    made = RankOps(load_config({}, {}), 0, Counters())
+    made.engine = world.engine
+    return made
+
+
+def load_of(world: World, request_id: str, blocks: list[int], sync: bool = True) -> LoadJob:
+    return LoadJob(request_id, TransferGraph((world.op(OpKind.H2D, blocks),)), sync)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_load_that_ended_well_may_be_disowned(world: World, ops: RankOps, taken: bool) -> None:
+    job = load_of(world, "one", [3, 4, 5])
+    ops.submit_load(job)
+    ops.finish_load(job)
+    assert ops.reports.take_failed_blocks() == set(), "the control"
+    if taken:
+        assert [result.status for result in ops.reports.take_results()] == [OpStatus.OK]
+    ops.disown(job, "nobody waited")
+    assert ops.reports.take_failed_blocks() == {3, 4, 5}
+    results = ops.reports.take_results()
+    assert [(result.status, result.failed.tolist()) for result in results] == (
+        [] if taken else [(OpStatus.CANCELLED, [0, 1, 2])]
+    )
+
+
+def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: RankOps) -> None:
+    first, stalled, waiting = (load_of(world, name, [at, at + 1], False) for at, name in enumerate("abc"))
+    ops.submit_load(first)
+    ops.finish_load(first)
+    ops.submit_load(stalled)
+    ops.submit_load(waiting)  # the queue has one place
+    assert world.mover.wait_stalled(1, 60.0)
+    world.mover.release()
+    ops.close()
+    assert not ops.reports.take_failed_blocks() - {1, 2, 3}
+    found = {result.op_id: result.status for result in ops.reports.take_results()}
+    assert found.keys() == {op.op_id for job in (first, stalled, waiting) for op in job.ops}
+    assert found[first.ops[0].op_id] is OpStatus.OK
+    assert found[waiting.ops[0].op_id] is OpStatus.CANCELLED
+    assert ops.reports.take_finished() == {"a", "b", "c"}
+    assert not ops.busy
