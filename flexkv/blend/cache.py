@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,12 @@ from flexkv.blend.keys import GROUP, SegmentKeyScheme
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
 from flexkv.blend.segments import Tokens
 from flexkv.c_ext import KvView, SlotImage
-from flexkv.cache.base import GroupSpec, ManagerLimits
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.errors import CapacityError, ContractError, GeometryError, TransferError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
-from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpResult, TransferGraph
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.layerwise.base import Array, LostRows
 from flexkv.transfer.trailer import digest_areas
@@ -78,6 +78,19 @@ class Hit:
     ticket: Ticket
 
 
+@dataclass(frozen=True, slots=True)
+class LateBlocks:
+    """Staging blocks of a transfer that nobody waits for any more; taken until it has ended.
+
+    Attributes:
+        request_id: of a store, whose pages the manager keeps until then; empty for a load.
+    """
+
+    ticket: Ticket
+    blocks: NDArray[np.int32]
+    request_id: str = ""
+
+
 class StagedRows:
     """One hit's rows of one layer: a `RowSource` of the layerwise pipeline."""
 
@@ -118,16 +131,14 @@ class SegmentLoad:
         """Waits for what still moves and frees the staging blocks, each once however often this is called.
 
         Raises:
-            TransferError: some of it did not end before the deadline. Its blocks stay taken until a later call.
+            TransferError: some of it did not end before the deadline. The cache frees its blocks once it has.
         """
         ends_s = time.monotonic() + self._cache.deadline_s
         hits, self.hits = self.hits, []
-        for hit in hits:
-            if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic())):
-                self.hits.append(hit)
-        if self.hits:
+        late = [hit for hit in hits if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic()))]
+        if late:
             raise TransferError(
-                f"{len(self.hits)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"
+                f"{len(late)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"
             )
 
 
@@ -179,6 +190,7 @@ class SegmentCache:
         self.manager = LocalCacheManager([GroupSpec(block_tokens, slots)], limits)
         self.manager.grow(GROUP, slots)
         self._free = list(range(blocks - 1, -1, -1))
+        self._late: list[LateBlocks] = []
         self._requests = itertools.count()
 
     def _view(self, blocks: int) -> KvView:
@@ -196,6 +208,7 @@ class SegmentCache:
 
         What finds no room in the staging pool is a miss.
         """
+        self._free_late()
         hits: list[Hit] = []
         for number, tokens in enumerate(segments):
             if tokens is not None and len(hits) < MOST_HITS:
@@ -221,7 +234,7 @@ class SegmentCache:
 
     def _submit(self, graph: TransferGraph) -> Ticket | None:
         """Layer by layer, so that the first layers can be used while the last ones move. None: no queue place."""
-        layered = TransferGraph(tuple(replace(op, layerwise=True) for op in graph.ops), graph.edges)
+        layered = graph.layerwise()
         ticket = self.engine.submit(layered)
         if ticket is None:
             self._cancel(layered)
@@ -230,17 +243,36 @@ class SegmentCache:
     def _cancel(self, graph: TransferGraph) -> None:
         """Tells the manager that a graph found no queue place and never moves."""
         for op in graph.ops:
-            everything = np.arange(op.pages, dtype=np.int32)
-            self.manager.complete(0, OpResult(op.op_id, OpStatus.CANCELLED, everything, "no queue place"))
+            self.manager.complete(0, OpResult.cancelled(op.op_id, op.pages, "no queue place"))
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
-        """Frees a hit's staging blocks once nothing moves into them; False: after `wait_s` seconds it still does."""
+        """Frees a hit's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
         if not self.engine.wait(hit.ticket, wait_s):
+            self._late.append(LateBlocks(hit.ticket, hit.blocks))
             return False
-        for result in self.engine.poll():
-            self.manager.complete(0, result)
+        self._take_results()
         self._free.extend(hit.blocks.tolist())
         return True
+
+    def _take_results(self) -> list[Completion]:
+        done: list[Completion] = []
+        while results := self.engine.poll():
+            completions = (self.manager.complete(0, result) for result in results)
+            done += [completion for completion in completions if completion is not None]
+        return done
+
+    def _free_late(self) -> None:
+        """Frees what has ended since its deadline passed."""
+        ended = [late for late in self._late if self.engine.wait(late.ticket, 0.0)]
+        if not ended:
+            return
+        self._take_results()
+        tickets = {late.ticket for late in ended}
+        self._late = [late for late in self._late if late.ticket not in tickets]
+        for late in ended:
+            if late.request_id:
+                self.manager.release(late.request_id)
+            self._free.extend(late.blocks.tolist())
 
     # --- stores ---
 
@@ -259,8 +291,9 @@ class SegmentCache:
 
         Raises:
             CapacityError: the segment is longer than the staging pool.
-            TransferError: the pages still move at the deadline.
+            TransferError: the pages still move at the deadline. Their staging blocks are freed once they do not.
         """
+        self._free_late()
         keys = self.scheme.keys(tokens)
         pages = len(keys.whole) + (keys.tail is not None)
         if pages > len(self._free):
@@ -278,13 +311,10 @@ class SegmentCache:
             cached = self._publish(keys.whole, blocks[:whole], 0, self.block_tokens)
             if keys.tail is not None and cached == whole * self.block_tokens:
                 cached += self._publish(keys.tail.keys, blocks[whole:], whole, int(keys.tail.tokens[0]))
-        except TransferError:
-            raise  # its blocks may still be read: they stay taken
-        except BaseException:
-            self._free.extend(blocks.tolist())
-            raise
-        self._free.extend(blocks.tolist())
-        return cached
+            return cached
+        finally:
+            moving = {block for late in self._late for block in late.blocks.tolist()}
+            self._free.extend(block for block in blocks.tolist() if block not in moving)
 
     def _fill(
         self,
@@ -319,11 +349,10 @@ class SegmentCache:
             if ticket is None:
                 self._cancel(plan.graph)
             elif not self.engine.wait(ticket, self.deadline_s):
+                self._late.append(LateBlocks(ticket, blocks, request_id))
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
-            for result in self.engine.poll():
-                done = self.manager.complete(0, result)
-                if done is not None:
-                    published += len(done.published)
+            ops = {op.op_id for op in plan.graph.ops}
+            published += sum(len(done.published) for done in self._take_results() if done.op_id in ops)
         self.manager.release(request_id)
         return published * tokens
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +40,6 @@ class LayeredModel:
         self.dtype = dtypes.pop()
         self.head_dim = head_dim_of(self.config)
         self._rotate = sys.modules[type(self.layers[0].self_attn).__module__].apply_rotary_pos_emb
-        if self.rope.scaling == "dynamic":
-            # After a prompt beyond max_positions the model keeps its grown frequencies until a shorter one comes.
-            self.inner.rotary_emb(torch.zeros(1), torch.zeros((1, 1), dtype=torch.int64))
 
     @property
     def shape(self) -> KvShape:
@@ -49,8 +48,28 @@ class LayeredModel:
 
     @property
     def frequencies(self) -> Any:
-        """Radians a position, as the model itself has them, float64 [rotary_dim / 2]."""
-        return self.inner.rotary_emb.inv_freq.double().numpy()
+        """Radians a position, as the model itself has them up to max_positions, float64 [rotary_dim / 2]."""
+        rotary = self.inner.rotary_emb
+        own = rotary.original_inv_freq if self.rope.scaling == "dynamic" else rotary.inv_freq
+        return own.double().numpy()
+
+    @contextmanager
+    def own_frequencies(self) -> Iterator[None]:
+        """Inside, the model itself turns by `frequencies`; it is left as it was.
+
+        A "dynamic" rope keeps what a prompt beyond max_positions has grown until one below max_positions comes, so that
+        also one of exactly so many tokens is turned by it.
+        """
+        rotary = self.inner.rotary_emb
+        if self.rope.scaling != "dynamic":
+            yield
+            return
+        found = rotary.inv_freq, rotary.max_seq_len_cached
+        rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
+        try:
+            yield
+        finally:
+            rotary.inv_freq, rotary.max_seq_len_cached = found
 
     def check_length(self, length: int) -> None:
         """
@@ -69,7 +88,8 @@ class LayeredModel:
 
     def rotated(self, rows: Any, positions: Any) -> Any:
         """Keys (or queries) [rows, heads, head_dim] with the model's own rotary embedding of `positions` [rows]."""
-        cosine, sine = self.inner.rotary_emb(rows[None], positions[None])
+        with self.own_frequencies():
+            cosine, sine = self.inner.rotary_emb(rows[None], positions[None])
         batched = rows.transpose(0, 1)[None]
         turned, _ = self._rotate(batched, batched, cosine, sine)
         return turned[0].transpose(0, 1)

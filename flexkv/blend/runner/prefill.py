@@ -216,7 +216,7 @@ def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
                 logger.warning("a segment is not stored: %s", error)
                 cached += have
                 continue
-            with torch.no_grad():
+            with torch.no_grad(), layered.own_frequencies():
                 found = model(torch.from_numpy(part.tokens)[None], use_cache=True, logits_to_keep=1)
             layers = [
                 (layer.keys[0].contiguous(), layer.values[0].contiguous())

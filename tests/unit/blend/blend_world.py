@@ -19,6 +19,8 @@ from flexkv.blend import segment_cache
 from flexkv.blend.cache import SegmentCache
 
 VOCABULARY = 97
+ROUNDING = 1e-5
+"""Relative error that another order of summation explains."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

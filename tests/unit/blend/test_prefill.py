@@ -12,9 +12,10 @@ from flexkv.blend import BlendPlan, Segment, precompute, prefill, split_at_separ
 from flexkv.blend.registry import NotBlendable  # noqa: E402
 from flexkv.blend.runner import attention  # noqa: E402
 from flexkv.blend.runner.prefill import off_reason  # noqa: E402
-from flexkv.errors import CapacityError, ConfigError, GeometryError, TransferError  # noqa: E402
+from flexkv.errors import ConfigError, GeometryError  # noqa: E402
 from tests.unit.blend.blend_world import (  # noqa: E402
     FAMILIES,
+    ROUNDING,
     VOCABULARY,
     full,
     make_cache,
@@ -24,22 +25,7 @@ from tests.unit.blend.blend_world import (  # noqa: E402
     worst_layer,
 )
 
-ROUNDING = 1e-5
 LENGTHS = [20, 33, 17, 9]
-
-
-@pytest.fixture
-def model():
-    return make_model()
-
-
-@pytest.fixture
-def cache(model):
-    found = make_cache(model)
-    yield found
-    found.manager.check_integrity()
-    assert found.manager.inflight_ops() == 0
-    found.close()
 
 
 def moved(model, cache, seed: int = 0):
@@ -266,57 +252,6 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.restarts == 0
 
 
-def test_more_than_the_pool_holds(model) -> None:
-    cache = make_cache(model, slots=6, staging_tokens=40)
-    segments = random_segments([20, 33, 17, 24, 9])
-    precompute(model, segments[:4], cache)
-    assert cache.cached_tokens(segments[0]) == 0
-    logits, kv, report = prefill(model, segments, cache, BlendPlan.of_ratio(1.0))
-    wanted_logits, wanted = full(model, segments)
-    assert 0 < report.reused <= 40
-    assert relative(logits, wanted_logits) < ROUNDING
-    assert worst_layer(kv, wanted) < ROUNDING
-    with pytest.raises(CapacityError, match="staging pool"):
-        precompute(model, random_segments([100]), cache)
-    cache.manager.check_integrity()
-    cache.close()
-
-
-def test_staging_blocks_are_freed_once_however_often_a_load_is_closed(
-    model, cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segments = random_segments([20, 33, 17])
-    precompute(model, segments, cache)
-    free = sorted(cache._free)
-    load = cache.begin_load(segments)
-    late = load.hits[1].ticket
-    wait = cache.engine.wait
-    # Fault: the second segment does not end in time.
-    monkeypatch.setattr(cache.engine, "wait", lambda ticket, s: ticket != late and wait(ticket, s))
-    for _ in range(2):
-        with pytest.raises(TransferError, match="1 segments of"):
-            load.close()
-        assert len(cache._free) == len(set(cache._free)) == len(free) - 5
-    monkeypatch.undo()
-    load.close()
-    load.close()
-    assert sorted(cache._free) == free
-
-
-def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
-    model, cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (segment,) = random_segments([20])
-    free = sorted(cache._free)
-    # Fault: the engine's queue is full.
-    monkeypatch.setattr(cache.engine, "submit", lambda graph: None)
-    assert precompute(model, [segment], cache) == 0
-    assert cache.manager.inflight_ops() == 0
-    assert sorted(cache._free) == free
-    monkeypatch.undo()
-    assert precompute(model, [segment], cache) == 20
-
-
 def test_generation_goes_on_from_the_blended_cache(model, cache) -> None:
     prompt = moved(model, cache)
     logits, kv, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(1.0))
@@ -404,36 +339,6 @@ def test_every_scaling_end_to_end(rope: dict) -> None:
     if rope["rope_type"] == "dynamic":
         with pytest.raises(NotBlendable, match="dynamic"):
             prefill(model, [*prompt, np.zeros(500, np.int64)], cache)
-    cache.close()
-
-
-@pytest.mark.parametrize("length", [20, 512])
-def test_a_long_prompt_leaves_no_grown_frequencies_in_cached_keys(
-    length: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_model(rope_parameters={"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 2.0})
-    cache = make_cache(model, slots=160, staging_tokens=1024)
-    segment, too_long = random_segments([length, 600])
-    _, wanted = full(model, [segment])
-    # The control: the long prompt's keys are others.
-    _, long_kv = full(model, [segment, too_long])
-    assert relative(long_kv.layers[0].keys[:, :, :length], wanted.layers[0].keys) > 0.01
-    assert precompute(model, [too_long], cache) == 0
-    assert "600 tokens with a dynamic rope" in caplog.text
-    full(model, [too_long])
-    assert precompute(model, [segment], cache) == length
-    full(model, [too_long])
-    found = prefill(model, [segment], cache, BlendPlan.of_ratio(0.0))
-    assert found.report.off == ""
-    assert found.report.reused == length
-    assert worst_layer(found.kv, wanted) < ROUNDING
-    if length == 20:
-        full(model, [too_long])
-        question = random_segments([7], 3)[0]
-        moved = prefill(model, [question, segment], cache, BlendPlan.of_ratio(0.0))
-        _, wanted = full(model, [question, segment])
-        assert moved.report.reused == length
-        assert relative(moved.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
     cache.close()
 
 
