@@ -433,6 +433,9 @@ class DiskLane(Lane):
     ) -> None: ...
     def take_out(self, disk: int, reason: str) -> None: ...
     @property
+    def zero_fill(self) -> bool:
+        """Idle disks write zeros to slots that have space and were never written."""
+    @property
     def files_closed(self) -> bool:
         """Its engine was closed and nothing moves: the slabs were let go."""
     def states(self) -> list[tuple[bool, str, str]]:

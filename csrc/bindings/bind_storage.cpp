@@ -206,6 +206,7 @@ void bind_storage(py::module_& m) {
            py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false)
       .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("zero_fill", &DiskLane::zero_fill)
       .def_property_readonly("files_closed", &DiskLane::files_closed)
       .def("states", &states)
       .def("counts", &counts, py::arg("disk"));

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "transfer/deadline.h"
-
 namespace flexkv {
 
 namespace {
@@ -117,9 +115,9 @@ bool Disk::look(int32_t looks) {
   return quiet_looks_ >= looks;
 }
 
-bool Disk::will_end(double deadline_s) {
+bool Disk::will_end(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  return zero_filled_.wait_until(lock, deadline_in(deadline_s), [this] { return !zero_filling_; });
+  return zero_filled_.wait_until(lock, until, [this] { return !zero_filling_; });
 }
 
 void Disk::stop() {

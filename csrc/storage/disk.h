@@ -18,6 +18,7 @@
 #include "storage/page_codec.h"
 #include "storage/slab_file.h"
 #include "storage/zero_fill.h"
+#include "transfer/deadline.h"
 #include "transfer/host_pool.h"
 #include "transfer/lane.h"
 
@@ -78,8 +79,8 @@ class Disk {
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
   // After stop(): whether run() returns, or will as soon as what is under way ends. False when it hangs in a
-  // write of its own, which no piece waits for, and has for `deadline_s`.
-  bool will_end(double deadline_s);
+  // write of its own, which no piece waits for, and still does at `until`.
+  bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
   // Lets the files go. Only after run() has returned, or was never called.

@@ -222,13 +222,17 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
 }
 
 void DiskLane::join() {
+  const size_t disks = std::min(threads_.size(), shared_->disks.size());
+  // The dispatcher first: it stops the others.
+  for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
+  // One deadline for all: those that hang do so at the same time.
+  const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));
   bool all_ended = true;
-  for (size_t i = threads_.size(); i > 0; --i) {  // the dispatcher first: it stops the others
-    if (i > shared_->disks.size() ||
-        shared_->disks[i - 1]->will_end(std::max(shared_->options.stuck_s, kLeastStuckS))) {
-      threads_[i - 1].join();
+  for (size_t d = 0; d < disks; ++d) {
+    if (shared_->disks[d]->will_end(until)) {
+      threads_[d].join();
     } else {
-      threads_[i - 1].detach();  // it keeps its slabs, and with them the folder's lock
+      threads_[d].detach();  // it keeps its slabs, and with them the folder's lock
       all_ended = false;
     }
   }
@@ -238,6 +242,8 @@ void DiskLane::join() {
   shared_->source.reset();
   shared_->files_closed = all_ended;
 }
+
+bool DiskLane::zero_fill() const { return shared_->options.zero_fill; }
 
 bool DiskLane::files_closed() const {
   const std::lock_guard lock(shared_->mutex);

@@ -42,6 +42,8 @@ class DiskLane : public Lane {
   std::vector<DiskState> states() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;
+  // Whether idle disks write zeros ahead.
+  bool zero_fill() const;
   // Whether join() has let the files go.
   bool files_closed() const;
 

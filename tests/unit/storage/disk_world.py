@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from flexkv.transfer.graph import OpId, OpKind, OpResult, Priority, TransferGrap
 from flexkv.transfer.host_pool import HostPool
 
 GENEROUS_S = 60.0
+NO_HOLES = "this file system does not tell which parts of a file were never written"
 FAIL, SHORT, CORRUPT, STALL = range(4)
 IDENTITY = DiskIdentity("a/model", bytes(range(32)))
 BLOCK_TOKENS = 16
@@ -47,6 +49,22 @@ def key_of(number: int) -> NDArray[np.uint8]:
 
 def keys_of(numbers: Sequence[int]) -> NDArray[np.uint8]:
     return np.stack([key_of(number) for number in numbers])
+
+
+def holes(slab: Path) -> int:
+    """Bytes of the slab that were never written."""
+    fd = os.open(slab, os.O_RDONLY)
+    try:
+        size, at, found = os.fstat(fd).st_size, 0, 0
+        while at < size and (begin := os.lseek(fd, at, os.SEEK_HOLE)) < size:
+            try:
+                at = os.lseek(fd, begin, os.SEEK_DATA)
+            except OSError:
+                at = size
+            found += at - begin
+        return found
+    finally:
+        os.close(fd)
 
 
 class DiskWorld:

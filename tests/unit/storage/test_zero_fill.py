@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,26 +10,10 @@ import pytest
 
 from flexkv.storage.header import read_header
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld
+from tests.unit.storage.disk_world import GENEROUS_S, NO_HOLES, DiskWorld, holes
 
 MakeDisks = Callable[..., DiskWorld]
 SLOTS = 32
-
-
-def holes(slab: Path) -> int:
-    """Bytes of the slab that were never written."""
-    fd = os.open(slab, os.O_RDONLY)
-    try:
-        size, at, found = os.fstat(fd).st_size, 0, 0
-        while at < size and (begin := os.lseek(fd, at, os.SEEK_HOLE)) < size:
-            try:
-                at = os.lseek(fd, begin, os.SEEK_DATA)
-            except OSError:
-                at = size
-            found += at - begin
-        return found
-    finally:
-        os.close(fd)
 
 
 def zeroed(world: DiskWorld) -> int:
@@ -50,7 +33,7 @@ def test_free_slots_are_cleared_and_pages_stay(make_disks: MakeDisks) -> None:
     world = make_disks(slots=SLOTS)
     slab = world.folder / "group0.slab"
     if not holes(slab):
-        pytest.skip("this file system does not tell which parts of a file were never written")
+        pytest.skip(NO_HOLES)
     numbers, places = list(range(6)), [0, 3, 4, 17, 30, 31]
     _, generations = world.write(numbers, places)
     wait_cleared(world, slab)
@@ -74,7 +57,7 @@ def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
     world = make_disks(slots=SLOTS)
     slab = world.folder / "group0.slab"
     if not holes(slab):
-        pytest.skip("this file system does not tell which parts of a file were never written")
+        pytest.skip(NO_HOLES)
     _, generations = world.write(range(8), range(0, 16, 2))
     world.wait_durable(range(0, 16, 2), generations)
     assert world.close()
@@ -85,9 +68,8 @@ def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
     assert world.read([50], [1], more).status is OpStatus.OK
 
 
-def test_a_slab_that_did_not_get_its_space_is_not_given_it(make_disks: MakeDisks) -> None:
-    world = make_disks(slots=SLOTS, preallocate=False)
-    world.write(range(4), range(4))
-    time.sleep(0.3)
-    assert zeroed(world) == 0
-    assert holes(world.folder / "group0.slab") > 0
+@pytest.mark.parametrize("preallocate", [True, False])
+def test_a_slab_that_did_not_get_its_space_is_not_given_it(make_disks: MakeDisks, preallocate: bool) -> None:
+    lane = make_disks(slots=SLOTS, preallocate=preallocate).unit._lane
+    assert lane is not None
+    assert lane.zero_fill is preallocate

@@ -1,0 +1,61 @@
+"""Disks that hang while they are closed: all of them cost one deadline, not each its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from build_support.preflight import compiler
+from tests.unit.storage.disk_world import NO_HOLES
+
+ROOT = Path(__file__).resolve().parents[2]
+DISKS = 12
+STUCK_S = 1.0
+CHILD_S = 120
+
+CHILD = f"""
+import os, pathlib, sys, time
+from tests.unit.storage.disk_world import GENEROUS_S, NO_HOLES, DiskWorld, holes
+folders = [pathlib.Path(sys.argv[1]) / f"disk{{i}}" for i in range({DISKS})]
+world = DiskWorld(folders, slots=32, stuck_s={STUCK_S})
+if not holes(world.folder / "group0.slab"):
+    print(NO_HOLES, flush=True)
+    os._exit(0)
+world.write(range({DISKS}), range({DISKS}))  # a place of each disk: an idle one then clears what comes next
+lane = world.unit._lane
+world.until(lambda: all(lost for lost, _, _ in lane.states()), "not every disk hangs")
+began = time.monotonic()
+world.engine.close(GENEROUS_S)
+print(time.monotonic() - began, lane.files_closed, flush=True)
+os._exit(0)  # its threads hang for good
+"""
+
+
+@pytest.fixture
+def hang(tmp_path: Path) -> Path:
+    library = tmp_path / "hang.so"
+    command = [*(compiler() or "g++").split(), "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run([*command, str(ROOT / "tests/faults/hang.cpp")], check=True)
+    return library
+
+
+def test_disks_that_hang_end_together(hang: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "LD_PRELOAD": str(hang), "HANG_THREAD": "flexkv-disk"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if done.stdout.strip() == NO_HOLES:
+        pytest.skip(NO_HOLES)
+    closing_s, files_closed = done.stdout.split()
+    assert files_closed == "False", "a file that a thread may still write to stays open"
+    assert float(closing_s) < DISKS * STUCK_S / 2, "each disk had a deadline of its own"
