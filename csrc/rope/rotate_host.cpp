@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "rope/pairs_avx2.h"
-#include "rope/rotate.h"
+#include "rope/rotate_dispatch.h"
 
 namespace flexkv {
 namespace {
@@ -74,38 +74,27 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
   if (streaming) _mm_sfence();
 }
 
-template <typename Element, Pairing kPairing>
-void run(const RotationRows& rows) {
+// What turn_rows() needs of the processor.
+bool is_fast() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (fast) {
-    const int64_t bytes = rows.rows * rows.heads * rows.head_dim * static_cast<int64_t>(sizeof(Element));
-    turn_rows<Element, kPairing>(rows, bytes >= kStreamMinBytes);
-  } else {
-    for (int64_t row = 0; row < rows.rows; ++row) rotate_row_lane<Element, kPairing>(rows, row, 0, 1);
-  }
-}
-
-template <typename Element>
-void run(const RotationRows& rows, Pairing pairing) {
-  if (pairing == Pairing::kNeox) {
-    run<Element, Pairing::kNeox>(rows);
-  } else {
-    run<Element, Pairing::kGptj>(rows);
-  }
+  return fast;
 }
 
 }  // namespace
 
 void rotate_on_host(const RotationRows& rows, ElementType type, Pairing pairing) {
-  switch (type) {
-    case ElementType::kFloat32:
-      return run<float>(rows, pairing);
-    case ElementType::kBfloat16:
-      return run<Bfloat16>(rows, pairing);
-    case ElementType::kFloat16:
-      return run<Float16>(rows, pairing);
-  }
+  dispatch_rotation(type, pairing, [&]<typename Kind>(Kind) {
+    using Element = typename Kind::Element;
+    if (is_fast()) {
+      const int64_t bytes = rows.rows * rows.heads * rows.head_dim * static_cast<int64_t>(sizeof(Element));
+      turn_rows<Element, Kind::kPairing>(rows, bytes >= kStreamMinBytes);
+    } else {
+      for (int64_t row = 0; row < rows.rows; ++row) {
+        rotate_row_lane<Element, Kind::kPairing>(rows, row, 0, 1);
+      }
+    }
+  });
 }
 
 }  // namespace flexkv

@@ -12,7 +12,6 @@ from flexkv.transfer.layerwise.base import (
     Event,
     LayerDevice,
     LayerTransform,
-    LostRows,
     PipelineError,
     RowNumbers,
     RowSource,
@@ -138,13 +137,7 @@ class LoadPipeline(Pipeline):
         self._load.wait(self._scattered[layer])
 
     def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:
-        for number, (chunk, source) in enumerate(zip(self._chunks.chunks, sources, strict=True)):
-            if number in self._failed:
-                continue
-            try:
-                source.copy_to(buffer[:, self._chunks.rows_of(chunk)])
-            except LostRows as lost:
-                self._failed[number] = f"layer {layer}: {lost}"
+        self._copy_chunks(layer, buffer, [source.copy_to for source in sources])
         self._gaps[layer] = self._gap_rows()
 
     def _gap_rows(self) -> Array:

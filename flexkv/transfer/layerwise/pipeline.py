@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from flexkv.errors import ContractError
-from flexkv.transfer.layerwise.base import Event, LayerDevice, PipelineError, RowNumbers
+from flexkv.transfer.layerwise.base import Array, Event, LayerDevice, LostRows, PipelineError, RowNumbers
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
 
@@ -89,6 +90,16 @@ class Pipeline(ABC):
     def _require_one_a_chunk(self, layer: int, count: int, what: str) -> None:
         if count != len(self._chunks.chunks):
             raise ContractError(f"layer {layer}: {count} {what} for {len(self._chunks.chunks)} chunks")
+
+    def _copy_chunks(self, layer: int, buffer: Array, copies: Sequence[Callable[[Array], None]]) -> None:
+        """Gives each chunk's copy its rows of the buffer. One that loses them fails its chunk, from then on."""
+        for number, (chunk, copy) in enumerate(zip(self._chunks.chunks, copies, strict=True)):
+            if number in self._failed:
+                continue
+            try:
+                copy(buffer[:, self._chunks.rows_of(chunk)])
+            except LostRows as lost:
+                self._failed[number] = f"layer {layer}: {lost}"
 
     def _end_early(self) -> None:
         if not self.quiet(self._deadline_s):

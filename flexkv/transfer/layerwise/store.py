@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from flexkv.transfer.layerwise.base import Array, Event, LayerDevice, LostRows, RowNumbers, RowTarget
+from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, RowTarget
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.pipeline import BUFFERS, Pipeline, PipelineReport
@@ -54,7 +54,7 @@ class StorePipeline(Pipeline):
 
     def _begin(self, layer: int, targets: Sequence[RowTarget]) -> None:
         self._require_one_a_chunk(layer, len(targets), "row targets")
-        buffer, targets = self._buffers[layer % BUFFERS], tuple(targets)
+        buffer, copies = self._buffers[layer % BUFFERS], [target.copy_from for target in targets]
         if layer >= BUFFERS:
             self._after_store(layer - BUFFERS)
         computed = self._device.caller_event()
@@ -63,7 +63,7 @@ class StorePipeline(Pipeline):
         self._gather.run(lambda: self._paged.read(layer, self._blocks, self._tokens, buffer), "gather", layer)
         self._gathered[layer] = self._gather.record()
         self._after_gather(layer)
-        self._store.run(lambda: self._empty(layer, buffer, targets), "store", layer)
+        self._store.run(lambda: self._copy_chunks(layer, buffer, copies), "store", layer)
         self._stored[layer] = self._store.record()
 
     def _after_store(self, layer: int) -> None:
@@ -71,12 +71,3 @@ class StorePipeline(Pipeline):
 
     def _after_gather(self, layer: int) -> None:
         self._store.wait(self._gathered[layer])
-
-    def _empty(self, layer: int, buffer: Array, targets: Sequence[RowTarget]) -> None:
-        for number, (chunk, target) in enumerate(zip(self._chunks.chunks, targets, strict=True)):
-            if number in self._failed:
-                continue
-            try:
-                target.copy_from(buffer[:, self._chunks.rows_of(chunk)])
-            except LostRows as lost:
-                self._failed[number] = f"layer {layer}: {lost}"

@@ -1,0 +1,33 @@
+// From the element type and pairing of a call to the code compiled for them.
+#pragma once
+#include "rope/rotate.h"
+
+namespace flexkv {
+
+template <typename Type, Pairing kOf>
+struct RotationKind {
+  using Element = Type;
+  static constexpr Pairing kPairing = kOf;
+};
+
+// Calls `run(RotationKind<Element, kPairing>{})`.
+template <typename Run>
+void dispatch_rotation(ElementType type, Pairing pairing, const Run& run) {
+  const auto with = [&]<typename Element>() {
+    if (pairing == Pairing::kNeox) {
+      run(RotationKind<Element, Pairing::kNeox>{});
+    } else {
+      run(RotationKind<Element, Pairing::kGptj>{});
+    }
+  };
+  switch (type) {
+    case ElementType::kFloat32:
+      return with.template operator()<float>();
+    case ElementType::kBfloat16:
+      return with.template operator()<Bfloat16>();
+    case ElementType::kFloat16:
+      return with.template operator()<Float16>();
+  }
+}
+
+}  // namespace flexkv
