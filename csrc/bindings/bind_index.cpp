@@ -52,10 +52,21 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
+// An array over the vector's own memory, which must not hold much more than it needs: the array may live
+// long.
+template <class T>
+py::array_t<T> array_over(std::vector<T>&& values) {
+  if (values.capacity() > 2 * values.size()) return array_of(values);
+  auto owner = std::make_unique<std::vector<T>>(std::move(values));
+  const py::capsule base(owner.get(), [](void* held) { delete static_cast<std::vector<T>*>(held); });
+  const std::vector<T>& held = *owner.release();
+  return py::array_t<T>(static_cast<py::ssize_t>(held.size()), held.data(), base);
+}
+
 py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new) {
-  const Inserted done = index.insert(group, keys_of(keys), max_new);
-  return py::make_tuple(array_of(done.positions), array_of(done.entries), array_of(done.slots),
-                        array_of(done.evicted), done.known, done.dropped);
+  Inserted done = index.insert(group, keys_of(keys), max_new);
+  return py::make_tuple(array_over(std::move(done.positions)), array_over(std::move(done.entries)),
+                        array_over(std::move(done.slots)), array_of(done.evicted), done.known, done.dropped);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ class InflightOp:
 
     Attributes:
         entries: its pages' index entries, each pinned once by the op.
-        block_numbers: number of each page's block in the request, int64.
+        first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
         epoch: the manager's epoch when it was planned.
         begun_s: the clock when it was planned; kept for loads in front of a disk tier.
         ahead: pages of its role that were in flight then.
@@ -39,7 +39,8 @@ class InflightOp:
     group: int
     blocks: BlockIds
     entries: EntryIds
-    block_numbers: NDArray[np.int64]
+    first_block: int
+    positions: NDArray[np.integer]
     epoch: int
     waits_for: tuple[OpId, ...] = ()
     begun_s: float = 0.0
@@ -51,9 +52,12 @@ class InflightOp:
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.failed = np.zeros(len(self.entries), np.bool_)
-        self.suspect = np.zeros(len(self.entries), np.bool_)
-        self.barred = np.zeros(len(self.entries), np.bool_)
+        self.failed, self.suspect, self.barred = np.zeros((3, len(self.entries)), np.bool_)
+
+    @property
+    def block_numbers(self) -> NDArray[np.int64]:
+        """Number of each page's block in the request, int64. Made when asked for, which a plan never does."""
+        return self.positions.astype(np.int64) + self.first_block
 
     def report(self, rank: int, result: OpResult) -> None:
         """Takes one rank's result.

@@ -228,7 +228,8 @@ class LocalCacheManager(CacheManager):
                     op.group,
                     op.blocks,
                     group.entries[kept[op.group]],
-                    group.first_block + kept[op.group],
+                    group.first_block,
+                    kept[op.group],
                     self._epoch,
                     begun_s=begun_s,
                     ahead=self._inflight.pages[OpRole.LOAD],
@@ -265,7 +266,6 @@ class LocalCacheManager(CacheManager):
             self._tokens[group][slots] = self._specs[group].block_tokens if tokens is None else tokens
         all_new = len(stored) == len(sources)
         graph = self._planner.store(group, sources if all_new else sources[positions], slots)
-        numbers = np.add(positions, first_block, dtype=np.int64)
         self._inflight.add(
             InflightOp(
                 graph.ops[0].op_id,
@@ -274,12 +274,13 @@ class LocalCacheManager(CacheManager):
                 group,
                 graph.ops[0].blocks,
                 entries,
-                numbers,
+                first_block,
+                positions,
                 self._epoch,
                 tuple(op.op_id for op in self._inflight.of_request(request_id, OpRole.LOAD)),
             )
         )
-        self._trails.of(request_id)[group].put_at(numbers, entries)
+        self._trails.of(request_id)[group].put_at(first_block, positions, entries)
         return StorePlan(graph, stored, known, dropped)
 
     # --- completions --------------------------------------------------------------------------------------------------

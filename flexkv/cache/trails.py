@@ -22,34 +22,35 @@ class Trail:
     __slots__ = ("_marked_blocks", "_parts", "blocks")
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int | NDArray[np.int64], EntryIds]] = []
+        self._parts: list[tuple[int, NDArray[np.integer] | None, EntryIds]] = []
         self.blocks = 0
         self._marked_blocks = 0
 
     def put(self, first_block: int, entries: EntryIds) -> None:
         """`entries` are those of the blocks from `first_block` on; the array must not be changed later."""
         if len(entries):
-            self._parts.append((first_block, entries))
+            self._parts.append((first_block, None, entries))
             self.blocks = max(self.blocks, first_block + len(entries))
 
-    def put_at(self, block_numbers: NDArray[np.int64], entries: EntryIds) -> None:
-        """Entry i is that of block `block_numbers[i]`; ascending, at least one."""
-        self._parts.append((block_numbers, entries))
-        self.blocks = max(self.blocks, int(block_numbers[-1]) + 1)
+    def put_at(self, first_block: int, positions: NDArray[np.integer], entries: EntryIds) -> None:
+        """Entry i is that of block `first_block + positions[i]`; ascending, at least one."""
+        last = int(positions[-1])
+        self._parts.append((first_block, None if last < len(positions) else positions, entries))
+        self.blocks = max(self.blocks, first_block + last + 1)
 
     def entries(self) -> EntryIds:
         """Entry of each block, uint32 [blocks]; no entry at all where none was put."""
         if len(self._parts) == 1:
-            place, entries = self._parts[0]
-            if isinstance(place, int) and place == 0:
+            first_block, positions, entries = self._parts[0]
+            if first_block == 0 and positions is None:
                 return entries
         joined = np.full(self.blocks, np.iinfo(np.uint32).max, np.uint32)
-        for place, entries in self._parts:
-            if isinstance(place, int):
-                joined[place : place + len(entries)] = entries
+        for first_block, positions, entries in self._parts:
+            if positions is None:
+                joined[first_block : first_block + len(entries)] = entries
             else:
-                joined[place] = entries
-        self._parts = [(0, joined)]
+                joined[first_block:][positions] = entries
+        self._parts = [(0, None, joined)]
         return joined
 
     def due(self) -> bool:

@@ -13,6 +13,8 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.errors import ContractError
+
 OpId = NewType("OpId", int)
 """Number of an op, unique for the life of the manager that planned it. Never reused."""
 
@@ -90,7 +92,7 @@ class TransferOp:
 
     Attributes:
         group: KV group (attention type); selects the view and the slot pool.
-        blocks: engine blocks, or empty for an op without a device side.
+        blocks: engine blocks, or empty for an op without a device side. Read-only, like `slots`, once it was pickled.
         slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.
@@ -115,12 +117,22 @@ class TransferOp:
         return len(self.places) if self.kind in WITHOUT_SLOTS else len(self.slots)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Plain numbers: by default each enum travels as a call to look up its name, which costs more than the pages.
+        # Plain numbers and bytes: an enum travels as a call to look up its name, an array as one that makes it from its
+        # type and shape. Both cost more than the pages.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
         if len(self.places) or len(self.tags):
             disk = (self.places, self.tags, *([self.digests] if len(self.digests) else []))
-        return _op_of_numbers, (self.op_id, *numbers, self.blocks, self.slots, self.layerwise, *disk)
+        pages = (_bytes_of("blocks", self.blocks), _bytes_of("slots", self.slots))
+        return _op_of_numbers, (self.op_id, *numbers, *pages, self.layerwise, *disk)
+
+
+def _bytes_of(name: str, numbers: NDArray[np.int32]) -> bytes:
+    if numbers.dtype != np.int32 or numbers.ndim != 1:
+        raise ContractError(
+            f"{name} of an op are {numbers.dtype} of shape {numbers.shape}; needed are int32 [n]"
+        )
+    return numbers.tobytes()
 
 
 def _op_of_numbers(
@@ -128,15 +140,24 @@ def _op_of_numbers(
     kind: int,
     group: int,
     priority: int,
-    blocks: BlockIds,
-    slots: SlotIds,
+    blocks: bytes,
+    slots: bytes,
     layerwise: bool,
     places: SlotIds = NO_PLACES,
     tags: PageTags = NO_TAGS,
     digests: RunDigests = NO_DIGESTS,
 ) -> TransferOp:
     return TransferOp(
-        op_id, OpKind(kind), group, Priority(priority), blocks, slots, layerwise, places, tags, digests
+        op_id,
+        OpKind(kind),
+        group,
+        Priority(priority),
+        np.frombuffer(blocks, np.int32),
+        np.frombuffer(slots, np.int32),
+        layerwise,
+        places,
+        tags,
+        digests,
     )
 
 

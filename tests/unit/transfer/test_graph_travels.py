@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
+from flexkv.errors import ContractError
 from flexkv.transfer.graph import (
     TAG_BYTES,
     Edge,
@@ -41,3 +42,11 @@ def test_every_field_arrives(protocol: int, layerwise: bool) -> None:
         for name in ("blocks", "slots", "places", "tags"):
             assert getattr(there, name).dtype == getattr(here, name).dtype
             np.testing.assert_array_equal(getattr(there, name), getattr(here, name))
+
+
+@pytest.mark.parametrize("wrong", [np.array([7, 3], np.int64), np.array([[7, 3]], np.int32)])
+def test_numbers_of_another_type_do_not_travel(wrong: np.ndarray) -> None:
+    """They travel as bytes, which would be read as other blocks."""
+    op = TransferOp(OpId(1), OpKind.H2D, 0, Priority.LOAD, wrong, np.array([0, 1], np.int32))
+    with pytest.raises(ContractError, match=r"blocks of an op are int.* needed are int32 \[n\]"):
+        pickle.dumps(op)
