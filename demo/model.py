@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,16 @@ WEIGHT_STD = 0.08
 
 FIRST_WORD_TOKEN = 4
 """Tokens below are <pad>, <s>, </s>, <unk>."""
+
+
+Weights = dict[str, NDArray[np.float32]]
+"""Tensors by name."""
+
+
+class Draw(Protocol):
+    """Draws a matrix at random."""
+
+    def __call__(self, rows: int, columns: int, std: float = WEIGHT_STD) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +86,8 @@ def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
     try:
         shape = PRESETS[preset]
-        (staging / "config.json").write_text(json.dumps(_config(shape), indent=1))
+        config = model_config("LlamaForCausalLM", "llama", shape, head_dim=shape.head_size)
+        (staging / "config.json").write_text(json.dumps(config, indent=1))
         _write_weights(staging / "model.safetensors", shape, seed)
         write_tokenizer(staging, shape)
         try:
@@ -95,16 +108,18 @@ def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) 
     return [FIRST_WORD_TOKEN + int(word) for word in drawn[:count]]
 
 
-def _config(shape: ModelShape) -> dict[str, object]:
+def model_config(
+    architecture: str, model_type: str, shape: ModelShape, **particular: object
+) -> dict[str, object]:
+    """A Hugging Face configuration with what the family `model_type` wants besides."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
         "max_position_embeddings": shape.context_tokens,
         "vocab_size": shape.vocabulary,
         "rms_norm_eps": 1e-5,
@@ -115,7 +130,33 @@ def _config(shape: ModelShape) -> dict[str, object]:
         "eos_token_id": 2,
         "pad_token_id": 0,
         "torch_dtype": "float32",
+        **particular,
     }
+
+
+def model_weights(shape: ModelShape, drawn: Draw, attention: Callable[[str], Weights]) -> Weights:
+    """Embeddings, attention, dense MLPs and norms of every layer, drawn in this order.
+
+    Args:
+        attention: of a layer, whose names begin with "model.layers.N.self_attn.".
+    """
+    ones = np.ones(shape.hidden, dtype=np.float32)
+    tensors = {
+        "model.embed_tokens.weight": drawn(shape.vocabulary, shape.hidden, 1.0),
+        "lm_head.weight": drawn(shape.vocabulary, shape.hidden),
+        "model.norm.weight": ones,
+    }
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        tensors |= attention(prefix + "self_attn.")
+        tensors |= {
+            prefix + "mlp.gate_proj.weight": drawn(shape.intermediate, shape.hidden),
+            prefix + "mlp.up_proj.weight": drawn(shape.intermediate, shape.hidden),
+            prefix + "mlp.down_proj.weight": drawn(shape.hidden, shape.intermediate),
+            prefix + "input_layernorm.weight": ones,
+            prefix + "post_attention_layernorm.weight": ones,
+        }
+    return tensors
 
 
 def _write_weights(path: Path, shape: ModelShape, seed: int) -> None:
@@ -127,27 +168,17 @@ def _write_weights(path: Path, shape: ModelShape, seed: int) -> None:
         weights = generator.standard_normal((rows, columns), dtype=np.float32)
         return np.asarray(weights * np.float32(std), dtype=np.float32)
 
-    ones = np.ones(shape.hidden, dtype=np.float32)
     query, key_value = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    tensors = {
-        "model.embed_tokens.weight": drawn(shape.vocabulary, shape.hidden, 1.0),
-        "lm_head.weight": drawn(shape.vocabulary, shape.hidden),
-        "model.norm.weight": ones,
-    }
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        tensors |= {
-            prefix + "self_attn.q_proj.weight": drawn(query, shape.hidden),
-            prefix + "self_attn.k_proj.weight": drawn(key_value, shape.hidden),
-            prefix + "self_attn.v_proj.weight": drawn(key_value, shape.hidden),
-            prefix + "self_attn.o_proj.weight": drawn(shape.hidden, query),
-            prefix + "mlp.gate_proj.weight": drawn(shape.intermediate, shape.hidden),
-            prefix + "mlp.up_proj.weight": drawn(shape.intermediate, shape.hidden),
-            prefix + "mlp.down_proj.weight": drawn(shape.hidden, shape.intermediate),
-            prefix + "input_layernorm.weight": ones,
-            prefix + "post_attention_layernorm.weight": ones,
+
+    def attention(prefix: str) -> Weights:
+        return {
+            prefix + "q_proj.weight": drawn(query, shape.hidden),
+            prefix + "k_proj.weight": drawn(key_value, shape.hidden),
+            prefix + "v_proj.weight": drawn(key_value, shape.hidden),
+            prefix + "o_proj.weight": drawn(shape.hidden, query),
         }
-    save_file(tensors, str(path), metadata={"format": "pt"})
+
+    save_file(model_weights(shape, drawn, attention), str(path), metadata={"format": "pt"})
 
 
 def write_tokenizer(folder: Path, shape: ModelShape) -> None:

@@ -6,6 +6,7 @@
 
 #include "gds/gds_lane.h"
 #include "gds_world.h"
+#include "page_world.h"
 #include "transfer/engine.h"
 #include "transfer/host_mover.h"
 
@@ -14,7 +15,7 @@ using namespace flexkv;
 namespace {
 
 constexpr int32_t kLayers = 4, kBlocks = 16, kPlaces = 16;
-constexpr int64_t kRun = 2304, kStripe = kLayers * kRun, kHeader = 4096;
+constexpr int64_t kRun = 2304, kStripe = kLayers * kRun, kHeader = kSlabHeaderBytes;
 
 struct LaneWorld {
   explicit LaneWorld(std::vector<FileFaultRule> rules, double op_stuck_s = 30)
@@ -22,20 +23,15 @@ struct LaneWorld {
     std::mt19937 random(3);
     for (auto& byte : pool) byte = static_cast<unsigned char>(random());
     std::vector<Segment> segments;
-    std::vector<PageRun> runs;
     for (int32_t layer = 0; layer < kLayers; ++layer) {
       const auto base = reinterpret_cast<uintptr_t>(pool.data() + layer * kBlocks * kRun);
       segments.push_back({base, kRun, kRun, layer * kRun, layer});
-      runs.push_back({layer * kRun, kRun, layer});
     }
-    codec = std::make_shared<PageCodec>(std::vector<int64_t>{kStripe},
-                                        std::vector<std::vector<PageRun>>{runs}, false);
+    codec = page_codec(kLayers, kRun);
     host = HostPool::create({codec->image_bytes(), 1, kMaxExtentBytes}, {});
-    const SlabShape shape{kHeader, codec->image_bytes(), kPlaces, 7};
+    const SlabShape shape = make_slab(folder.file("slab"), *codec, kPlaces, 7);
     const auto files =
         std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("slab")}});
-    std::filesystem::resize_file(folder.file("slab"),
-                                 static_cast<uintmax_t>(kHeader + kPlaces * codec->image_bytes()));
     io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
     GdsOptions options;
     options.max_staging_blocks = 3;
@@ -60,20 +56,11 @@ struct LaneWorld {
     for (int32_t i = 0; i < count; ++i) {
       spec.blocks.push_back(i);
       spec.places.push_back(i);
-      PageTag tag;
-      tag.key[0] = static_cast<uint8_t>(i);
-      const auto* bytes = reinterpret_cast<const uint8_t*>(&tag);
-      spec.tags.insert(spec.tags.end(), bytes, bytes + sizeof(tag));
+      add_tag(spec, i);
     }
     return spec;
   }
-  int64_t submit(OpKind kind, int32_t count) {
-    GraphSpec graph;
-    graph.ops.push_back(op(kind, count));
-    const auto ticket = engine->submit(std::move(graph));
-    REQUIRE(ticket);
-    return *ticket;
-  }
+  int64_t submit(OpKind kind, int32_t count) { return submit_op(*engine, op(kind, count)); }
   OpResult run(OpKind kind, int32_t count) {
     REQUIRE(engine->wait(submit(kind, count), kGdsGenerousS));
     auto results = engine->poll(2);
@@ -89,9 +76,7 @@ struct LaneWorld {
       std::vector<std::byte> trailer(static_cast<size_t>(codec->trailer_area_bytes()));
       std::memcpy(trailer.data() + kTrailerHeadBytes,
                   written.digests.data() + static_cast<size_t>(place) * runs, runs * sizeof(uint64_t));
-      PageTag tag;
-      tag.key[0] = static_cast<uint8_t>(place);
-      codec->seal_trailer(trailer.data(), {7, static_cast<uint64_t>(place)}, tag, 0);
+      codec->seal_trailer(trailer.data(), {7, static_cast<uint64_t>(place)}, tag_of(place), 0);
       file.seekp(image_at(place) + codec->image().trailer_offset());
       file.write(reinterpret_cast<const char*>(trailer.data()), static_cast<std::streamsize>(trailer.size()));
     }
@@ -99,7 +84,7 @@ struct LaneWorld {
 
   TemporaryFolder folder;
   std::vector<unsigned char> pool;
-  std::shared_ptr<PageCodec> codec;
+  std::shared_ptr<const PageCodec> codec;
   std::shared_ptr<HostPool> host;
   std::shared_ptr<FaultyFileIo> io;
   std::shared_ptr<GdsLane> lane;

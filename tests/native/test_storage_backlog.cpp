@@ -1,8 +1,6 @@
 // More pages than the disk lane queues at once, before a disk that is slow at handing over: the dispatcher
 // goes to sleep over a full queue again and again, and must be woken each time.
 #include <doctest/doctest.h>
-#include <fcntl.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "io/io_queue.h"
+#include "page_world.h"
 #include "storage/disk_lane.h"
 #include "transfer/engine.h"
 #include "transfer/host_mover.h"
@@ -47,17 +46,13 @@ class DawdlingQueue final : public IoQueue {
 }  // namespace
 
 TEST_CASE("a disk's dispatcher is woken whenever a full queue has room again") {
-  const auto codec = std::make_shared<PageCodec>(
-      std::vector<int64_t>{kPageBytes}, std::vector<std::vector<PageRun>>{{{0, kPageBytes, 0}}}, false);
+  const auto codec = page_codec(1, kPageBytes);
   const auto pool = HostPool::create({codec->image_bytes(), kPages, kMaxExtentBytes}, {});
   REQUIRE(pool->wait_ready(kPages, kWaitS));
   const std::string path = "slab-backlog";
-  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0644);
-  REQUIRE(fd >= 0);
-  REQUIRE(ftruncate(fd, 4096 + kPages * codec->image_bytes()) == 0);
-  close(fd);
+  const SlabShape shape = make_slab(path, *codec, kPages, 1);
   std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs;
-  slabs.push_back({std::make_shared<SlabFile>(path, SlabShape{4096, codec->image_bytes(), kPages, 1}, -1)});
+  slabs.push_back({std::make_shared<SlabFile>(path, shape, -1)});
   std::vector<DiskGroup> groups;
   groups.push_back({codec, {}, pool});
   const WrapQueue wrap = [](std::unique_ptr<IoQueue> queue, int32_t) {
@@ -78,16 +73,9 @@ TEST_CASE("a disk's dispatcher is woken whenever a full queue has room again") {
       for (int32_t i = first; i < first + kPagesOfOp; ++i) {
         op.slots.push_back(i);
         op.places.push_back(i);
-        PageTag tag;
-        tag.generation = static_cast<uint64_t>(i) + 1;
-        const auto* bytes = reinterpret_cast<const uint8_t*>(&tag);
-        op.tags.insert(op.tags.end(), bytes, bytes + sizeof(tag));
+        add_tag(op, i);
       }
-      GraphSpec graph;
-      graph.ops.push_back(std::move(op));
-      const auto ticket = engine.submit(std::move(graph));
-      REQUIRE(ticket);
-      tickets.push_back(*ticket);
+      tickets.push_back(submit_op(engine, std::move(op)));
     }
     for (const int64_t ticket : tickets) REQUIRE(engine.wait(ticket, kWaitS));
     for (const OpResult& result : engine.poll(tickets.size())) CHECK(result.status == Status::kOk);

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "io/faulty_queue.h"
 #include "io/io_queue.h"
+#include "page_world.h"
 #include "storage/disk_lane.h"
 #include "transfer/engine.h"
 #include "transfer/host_mover.h"
@@ -35,20 +36,13 @@ std::vector<IoBackend> backends() {
 struct DiskWorld {
   explicit DiskWorld(IoBackend io, std::vector<IoFaultRule> rules = {}, double stuck_s = 30.0)
       : faults(std::make_shared<IoFaults>(std::move(rules))) {
-    std::vector<PageRun> runs;
-    for (int32_t layer = 0; layer < kLayers; ++layer) runs.push_back({layer * kRunBytes, kRunBytes, layer});
-    codec = std::make_shared<PageCodec>(std::vector<int64_t>{kLayers * kRunBytes},
-                                        std::vector<std::vector<PageRun>>{runs}, false);
+    codec = page_codec(kLayers, kRunBytes);
     pool = HostPool::create({codec->image_bytes(), kSlots, kMaxExtentBytes}, {});
     REQUIRE(pool->wait_ready(kSlots, kWaitS));
     std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs;
     for (int32_t disk = 0; disk < kDisks; ++disk) {
       const std::string path = "slab" + std::to_string(disk);
-      const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0644);
-      REQUIRE(fd >= 0);
-      REQUIRE(ftruncate(fd, 4096 + kPlaces / kDisks * codec->image_bytes()) == 0);
-      close(fd);
-      const SlabShape shape{4096, codec->image_bytes(), kPlaces / kDisks, static_cast<uint64_t>(disk) + 1};
+      const SlabShape shape = make_slab(path, *codec, kPlaces / kDisks, static_cast<uint64_t>(disk) + 1);
       slabs.push_back({std::make_shared<SlabFile>(path, shape, -1)});
     }
     std::vector<DiskGroup> groups;
@@ -83,17 +77,9 @@ struct DiskWorld {
     for (int32_t i = first; i < first + count; ++i) {
       op.slots.push_back(base + i);
       op.places.push_back(i);
-      PageTag tag;
-      tag.key[0] = static_cast<uint8_t>(i);
-      tag.generation = static_cast<uint64_t>(i) + 1;
-      const auto* bytes = reinterpret_cast<const uint8_t*>(&tag);
-      op.tags.insert(op.tags.end(), bytes, bytes + sizeof(tag));
+      add_tag(op, i);
     }
-    GraphSpec graph;
-    graph.ops.push_back(std::move(op));
-    const auto ticket = engine->submit(std::move(graph));
-    REQUIRE(ticket);
-    return *ticket;
+    return submit_op(*engine, std::move(op));
   }
   std::vector<OpResult> results(size_t count) {
     std::vector<OpResult> found;
@@ -107,7 +93,7 @@ struct DiskWorld {
   }
 
   std::shared_ptr<IoFaults> faults;
-  std::shared_ptr<PageCodec> codec;
+  std::shared_ptr<const PageCodec> codec;
   std::shared_ptr<HostPool> pool;
   std::shared_ptr<DiskLane> lane;
   std::unique_ptr<TransferEngine> engine;

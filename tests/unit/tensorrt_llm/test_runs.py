@@ -12,12 +12,11 @@ from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import LONG_S, Request
 from tests.unit.tensorrt_llm.world import SHAPE, World
+from tests.unit.transfer.transfer_world import CORRUPT
 
 PROMPT = [(7 * n) % 1000 for n in range(30)]
 WHOLE = 28
 """Of the prompt's 30 tokens, those in whole blocks of 4."""
-
-CORRUPT = 3
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])

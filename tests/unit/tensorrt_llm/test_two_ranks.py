@@ -11,10 +11,10 @@ from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import Shape
 from tests.unit.tensorrt_llm.pair import run_pair
-from tests.unit.tensorrt_llm.test_runs import CORRUPT, PROMPT, WHOLE
+from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
 from tests.unit.tensorrt_llm.world import World
+from tests.unit.transfer.transfer_world import CORRUPT, STALL
 
-STALL = 2
 LONG_S = 60.0
 
 

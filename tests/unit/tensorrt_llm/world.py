@@ -120,3 +120,8 @@ class World:
         self.worker.shutdown()
         if self.scheduler is not None:
             self.scheduler.shutdown()
+
+
+def steps(world: World, count: int = 20) -> None:
+    for _ in range(count):
+        world.executor.step()

@@ -1,0 +1,20 @@
+"""Movers whose copies go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexkv import c_ext
+from flexkv.transfer.graph import OpKind
+
+
+class Faults:
+    """Makes one mover with one rule, and keeps it."""
+
+    def __init__(self, action: int, kind: OpKind, times: int = -1) -> None:
+        self._rule = c_ext.FaultRule(action, kind=int(kind), times=times)
+        self.mover: Any = None
+
+    def __call__(self) -> Any:
+        self.mover = c_ext.FaultyMover(c_ext.HostMover(), [self._rule])
+        return self.mover

@@ -1,0 +1,167 @@
+"""Requests that are cancelled or reset, and ranks whose scheduler is gone: every block comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from flexkv.adapters.tensorrt_llm.link import Listener, connect
+from flexkv.errors import ClosedError
+from flexkv.transfer.graph import OpKind
+from tests.unit.tensorrt_llm.executor import LONG_S, Request
+from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
+from tests.unit.tensorrt_llm.world import World, steps
+from tests.unit.transfer.transfer_world import STALL
+
+
+def test_a_request_that_is_cancelled_while_it_loads(make_world: Callable[..., World]) -> None:
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world(movers=faults)
+    world.warm_up()
+    world.serve(PROMPT)
+    request = world.request(PROMPT)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    world.executor.cancel(request)
+    steps(world)
+    assert request.state == "saving", "bytes may still arrive: the blocks stay"
+    faults.mover.release()
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def test_a_request_that_is_cancelled_while_it_computes(make_world: Callable[..., World]) -> None:
+    """Only what was computed is stored."""
+    world = make_world(chunk=6)
+    world.warm_up()
+    request = world.request(PROMPT)
+    steps(world, 2)
+    assert request.position == 12
+    world.executor.cancel(request)
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == 12
+    world.check()
+
+
+def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
+    make_world: Callable[..., World],
+) -> None:
+    """Its blocks are read by no forward, so what goes on does not stop for them."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world({"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
+    world.warm_up()
+    world.serve(PROMPT)
+    first = world.request(PROMPT)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    second = world.request(PROMPT)
+    steps(world)
+    assert second.state == "loading"
+    world.executor.cancel(second)
+    other = world.request([5, 6, 7, 8, 9])
+    world.executor.run(until=lambda: other.state in ("saving", "done"))
+    faults.mover.release()
+    world.executor.run()
+    assert world.hit(first) == WHOLE
+    world.check()
+
+
+def test_a_reset_request_starts_again(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    request = world.request(PROMPT)
+    world.executor.step()
+    world.scheduler.request_reset(request)
+    assert not world.scheduler.request_finished(request, list(request.blocks)), (
+        "nothing is known of its new blocks"
+    )
+    world.executor.requests.clear()
+
+
+def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
+    make_world: Callable[..., World],
+) -> None:
+    """The engine paused it, asks again, and the client is gone before the next forward."""
+    world = make_world()
+    world.warm_up()
+    request = world.request(PROMPT, new_tokens=50)
+    world.executor.run(until=lambda: request.state == "generation")
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    world.scheduler.update_state_after_alloc(request, list(request.blocks))
+    assert not world.scheduler.request_finished(request, list(request.blocks))
+    world.executor.requests.clear()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(
+    make_world: Callable[..., World], ended: bool
+) -> None:
+    """Its blocks are another's by the time of the step."""
+    world = make_world({"FLEXKV_LOAD_MODE": "sync"})
+    world.warm_up()
+    world.serve(PROMPT)
+    manager = world.scheduler.side.unit.manager
+    request = Request(900, list(PROMPT))
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
+    world.scheduler.update_state_after_alloc(request, list(range(8)))
+    assert manager.inflight_ops() == 1
+    if ended:
+        assert not world.scheduler.request_finished(request, list(range(8)))
+    else:
+        world.scheduler.request_reset(request)
+    nothing = SimpleNamespace(new_requests=[], cached_requests=[])
+    assert world.scheduler.build_connector_meta(nothing).loads == ()
+    assert manager.inflight_ops() == 0
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Callable[..., World]) -> None:
+    world = make_world()
+    world.warm_up()
+    world.scheduler.shutdown()
+    saved: list[int] = []
+    for _ in range(100):
+        saved += world.worker.get_finished([7] if _ == 0 else [], [])[0]
+    assert saved == [7]
+
+
+def test_a_rank_without_its_scheduler_gives_back_loads_that_it_never_started(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world()
+    world.warm_up()
+    world.serve(PROMPT)
+    request = Request(900, list(PROMPT))
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
+    world.worker.side._wire.close("for the test")
+    blocks = [world.executor.free.pop() for _ in range(8)]
+    world.scheduler.update_state_after_alloc(request, blocks)
+    for loading in ([900], [], []):
+        assert world.worker.get_finished([], loading) == ([], []), "its blocks hold nothing"
+    assert world.worker.get_finished([900], []) == ([900], [900]), "it was cancelled"
+
+
+def test_nobody_listens() -> None:
+    listener = Listener()
+    address = listener.address
+    wire = connect(address)
+    wire.send(SimpleNamespace(word="hello"))
+    assert [message.word for message in listener.poll()] == ["hello"]
+    listener.broadcast(b"x" * 1_000_000)
+    found: list[bytes] = []
+    for _ in range(1000):
+        found += wire.receive()
+        listener.poll()
+        if found:
+            break
+    assert found == [b"x" * 1_000_000]
+    listener.close()
+    assert wire.receive() == []
+    assert wire.closed
+    with pytest.raises(ClosedError, match="no scheduler listens"):
+        connect(address)
