@@ -3,6 +3,9 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstddef>
+#include <cstring>
+
 #include "rope/rotation.h"
 
 #define FLEXKV_AVX2 __attribute__((target("avx2,fma,f16c"), always_inline)) inline
@@ -10,10 +13,45 @@
 namespace flexkv::avx2 {
 
 inline constexpr int kPairs = 8;
+// Unit: bytes. What the places of streamed heads are aligned to: the widest store.
+inline constexpr size_t kStreamAlign = 32;
 
 struct Pairs {
   __m256 x, y;
 };
+
+// How turned pairs are written: through the caches, or around them to aligned places.
+enum class Write { kCached, kStreamed };
+
+template <Write kWrite>
+FLEXKV_AVX2 void put(void* to, __m256i value) {
+  if constexpr (kWrite == Write::kStreamed) {
+    _mm256_stream_si256(static_cast<__m256i*>(to), value);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(to), value);
+  }
+}
+template <Write kWrite>
+FLEXKV_AVX2 void put(void* to, __m128i value) {
+  if constexpr (kWrite == Write::kStreamed) {
+    _mm_stream_si128(static_cast<__m128i*>(to), value);
+  } else {
+    _mm_storeu_si128(static_cast<__m128i*>(to), value);
+  }
+}
+template <Write kWrite>
+FLEXKV_AVX2 void put(void* to, __m256 value) {
+  put<kWrite>(to, _mm256_castps_si256(value));
+}
+
+// Around the caches; `dst` is aligned.
+FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t bytes) {
+  size_t at = 0;
+  for (; at + kStreamAlign <= bytes; at += kStreamAlign) {
+    put<Write::kStreamed>(dst + at, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + at)));
+  }
+  std::memcpy(dst + at, src + at, bytes - at);
+}
 
 // turn_pair() of eight pairs: fmsub is the fused operation with the product negated.
 FLEXKV_AVX2 Pairs turn(const Pairs& pairs, __m256 cosines, __m256 sines) {
@@ -24,91 +62,130 @@ FLEXKV_AVX2 Pairs turn(const Pairs& pairs, __m256 cosines, __m256 sines) {
 FLEXKV_AVX2 __m256i load_bits(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
-FLEXKV_AVX2 __m256i widen(const void* from) {
-  return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-}
-// The low 16 bits of each of the eight, which hold nothing else.
-FLEXKV_AVX2 __m128i narrow(__m256i values) {
-  const __m256i packed = _mm256_packus_epi32(values, values);
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-}
+FLEXKV_AVX2 __m128i load_half(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+// Quarters 0, 2, 1, 3.
+FLEXKV_AVX2 __m256i swap_middle(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xD8); }
 
-FLEXKV_AVX2 __m256i bfloat16_bits(__m256 value) {
+struct PairBits {
+  __m256i x, y;
+};
+
+// Rounded to nearest even; the bfloat16 is each one's upper half, the lower one holds anything.
+FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
-  const __m256i high = _mm256_srli_epi32(bits, 16);
-  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
-  const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+}
+// Rounding up may make a number of a NaN: those stay NaNs.
+FLEXKV_AVX2 __m256i keep_nans(__m256i rounded, __m256 value) {
+  const __m256i quiet = _mm256_or_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x00400000));
   const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), quiet, is_nan);
+  return _mm256_blendv_epi8(rounded, quiet, is_nan);
 }
-FLEXKV_AVX2 __m128i float16_bits(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
+  PairBits bits{round_to_upper(pairs.x), round_to_upper(pairs.y)};
+  // One test for all: keys that are no numbers are rare.
+  if (_mm256_movemask_ps(_mm256_cmp_ps(pairs.x, pairs.y, _CMP_UNORD_Q)) != 0) [[unlikely]] {
+    bits = {keep_nans(bits.x, pairs.x), keep_nans(bits.y, pairs.y)};
+  }
+  return bits;
+}
+FLEXKV_AVX2 __m128i to_float16(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// --- eight elements that follow each other ---
+// --- NeoX: eight elements that follow each other, and eight more half a head on ---
 
-FLEXKV_AVX2 __m256 load(const float* from) { return _mm256_loadu_ps(from); }
-FLEXKV_AVX2 __m256 load(const Bfloat16* from) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(widen(from), 16));
+FLEXKV_AVX2 Pairs load_halves(const float* from, int32_t half) {
+  return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + half)};
 }
-FLEXKV_AVX2 __m256 load(const Float16* from) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+FLEXKV_AVX2 __m256 widen(const Bfloat16* from) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(from)), 16));
 }
-FLEXKV_AVX2 void store(float* to, __m256 value) { _mm256_storeu_ps(to, value); }
-FLEXKV_AVX2 void store(Bfloat16* to, __m256 value) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow(bfloat16_bits(value)));
+FLEXKV_AVX2 Pairs load_halves(const Bfloat16* from, int32_t half) {
+  return {widen(from), widen(from + half)};
 }
-FLEXKV_AVX2 void store(Float16* to, __m256 value) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), float16_bits(value));
+FLEXKV_AVX2 Pairs load_halves(const Float16* from, int32_t half) {
+  return {_mm256_cvtph_ps(load_half(from)), _mm256_cvtph_ps(load_half(from + half))};
+}
+template <Write kWrite>
+FLEXKV_AVX2 void store_halves(float* to, int32_t half, const Pairs& pairs) {
+  put<kWrite>(to, pairs.x);
+  put<kWrite>(to + half, pairs.y);
+}
+template <Write kWrite>
+FLEXKV_AVX2 void store_halves(Bfloat16* to, int32_t half, const Pairs& pairs) {
+  const PairBits bits = to_bfloat16(pairs);
+  const __m256i both =
+      swap_middle(_mm256_packus_epi32(_mm256_srli_epi32(bits.x, 16), _mm256_srli_epi32(bits.y, 16)));
+  put<kWrite>(to, _mm256_castsi256_si128(both));
+  put<kWrite>(to + half, _mm256_extracti128_si256(both, 1));
+}
+template <Write kWrite>
+FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
+  put<kWrite>(to, to_float16(pairs.x));
+  put<kWrite>(to + half, to_float16(pairs.y));
 }
 
-// --- eight pairs of neighbours ---
+// --- GPT-J: eight pairs of neighbours ---
 
-FLEXKV_AVX2 __m256 quarters_in_order(__m256 mixed) {
-  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xD8));
+// Of float32 the pairs stay in the order in which two shuffles leave them (0, 1, 4, 5, 2, 3, 6, 7): the table
+// is brought into that order, and unpacking undoes it.
+template <typename Element>
+FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
+  const __m256 angles = _mm256_loadu_ps(from);
+  if constexpr (sizeof(Element) == sizeof(float)) {
+    return _mm256_castsi256_ps(swap_middle(_mm256_castps_si256(angles)));
+  } else {
+    return angles;
+  }
 }
 FLEXKV_AVX2 Pairs load_neighbours(const float* from) {
   const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + kPairs);
-  return {quarters_in_order(_mm256_shuffle_ps(a, b, 0x88)), quarters_in_order(_mm256_shuffle_ps(a, b, 0xDD))};
+  return {_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD)};
 }
 FLEXKV_AVX2 Pairs load_neighbours(const Bfloat16* from) {
   const __m256i both = load_bits(from);
-  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
-          _mm256_castsi256_ps(_mm256_and_si256(both, high))};
+          _mm256_castsi256_ps(_mm256_and_si256(both, upper))};
 }
 FLEXKV_AVX2 Pairs load_neighbours(const Float16* from) {
-  const __m256i both = load_bits(from);
-  return {_mm256_cvtph_ps(narrow(_mm256_and_si256(both, _mm256_set1_epi32(0xFFFF)))),
-          _mm256_cvtph_ps(narrow(_mm256_srli_epi32(both, 16)))};
+  const __m256i firsts_then_seconds =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const __m256i apart = swap_middle(_mm256_shuffle_epi8(load_bits(from), firsts_then_seconds));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(apart)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1))};
 }
+template <Write kWrite>
 FLEXKV_AVX2 void store_neighbours(float* to, const Pairs& pairs) {
-  const __m256 low = _mm256_unpacklo_ps(pairs.x, pairs.y), high = _mm256_unpackhi_ps(pairs.x, pairs.y);
-  _mm256_storeu_ps(to, _mm256_permute2f128_ps(low, high, 0x20));
-  _mm256_storeu_ps(to + kPairs, _mm256_permute2f128_ps(low, high, 0x31));
+  put<kWrite>(to, _mm256_unpacklo_ps(pairs.x, pairs.y));
+  put<kWrite>(to + kPairs, _mm256_unpackhi_ps(pairs.x, pairs.y));
 }
-FLEXKV_AVX2 void store_bits(void* to, __m256i x, __m256i y) {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_or_si256(x, _mm256_slli_epi32(y, 16)));
-}
+template <Write kWrite>
 FLEXKV_AVX2 void store_neighbours(Bfloat16* to, const Pairs& pairs) {
-  store_bits(to, bfloat16_bits(pairs.x), bfloat16_bits(pairs.y));
+  const PairBits bits = to_bfloat16(pairs);
+  constexpr int kUppers = 0xAA;
+  put<kWrite>(to, _mm256_blend_epi16(_mm256_srli_epi32(bits.x, 16), bits.y, kUppers));
 }
+template <Write kWrite>
 FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
-  store_bits(to, _mm256_cvtepu16_epi32(float16_bits(pairs.x)), _mm256_cvtepu16_epi32(float16_bits(pairs.y)));
+  const __m128i x = to_float16(pairs.x), y = to_float16(pairs.y);
+  put<kWrite>(to, _mm_unpacklo_epi16(x, y));
+  put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
 // The first pairs of a head, as many as come in eights; returns how many. In place or elsewhere.
-template <typename Element, Pairing kPairing>
+template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
                                 int32_t half) {
   int32_t i = 0;
   for (; i + kPairs <= half; i += kPairs) {
-    const __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i);
     if constexpr (kPairing == Pairing::kNeox) {
-      const Pairs turned = turn({load(src + i), load(src + half + i)}, cosine, sine);
-      store(dst + i, turned.x);
-      store(dst + half + i, turned.y);
+      const __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i);
+      store_halves<kWrite>(dst + i, half, turn(load_halves(src + i, half), cosine, sine));
     } else {
-      store_neighbours(dst + 2 * i, turn(load_neighbours(src + 2 * i), cosine, sine));
+      const __m256 cosine = angles_of_neighbours<Element>(cosines + i);
+      const __m256 sine = angles_of_neighbours<Element>(sines + i);
+      store_neighbours<kWrite>(dst + 2 * i, turn(load_neighbours(src + 2 * i), cosine, sine));
     }
   }
   return i;

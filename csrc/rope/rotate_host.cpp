@@ -7,21 +7,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A head that goes elsewhere is turned here, in the first-level cache, and then written with
-// streaming stores.
-constexpr size_t kScratchBytes = 8192;
 // Unit: bytes. A batch below this is likely to be read again while it is in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
-
-// Both ends aligned to 16 bytes.
-inline void stream_out(unsigned char* dst, const unsigned char* src, size_t bytes) {
-  size_t at = 0;
-  for (; at + 16 <= bytes; at += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + at),
-                     _mm_load_si128(reinterpret_cast<const __m128i*>(src + at)));
-  }
-  std::memcpy(dst + at, src + at, bytes - at);
-}
+// Unit: bytes. How far ahead of the rotation to prefetch, in whole rows: the hardware's prefetcher starts
+// blind at each row that lies elsewhere, and at each 4 KiB page.
+constexpr int64_t kPrefetchBytes = 8192;
+constexpr int64_t kLineBytes = 64;
 
 // The pairs of a head from number `first` on, one by one.
 template <typename Element, Pairing kPairing>
@@ -37,38 +28,58 @@ inline void turn_rest(Element* dst, const Element* src, const float* cosines, co
   }
 }
 
+template <typename Element, Pairing kPairing, avx2::Write kWrite>
+FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const float* cosines,
+                           const RotationRows& rows) {
+  const int32_t half = rows.rotary_dim / 2;
+  auto* to = reinterpret_cast<Element*>(dst);
+  const auto* from = reinterpret_cast<const Element*>(src);
+  const int32_t done = avx2::turn_eights<Element, kPairing, kWrite>(to, from, cosines, cosines + half, half);
+  turn_rest<Element, kPairing>(to, from, cosines, cosines + half, done, half);
+  const size_t turned_bytes = sizeof(Element) * static_cast<size_t>(rows.rotary_dim);
+  const size_t rest_bytes = sizeof(Element) * static_cast<size_t>(rows.head_dim - rows.rotary_dim);
+  if (rest_bytes == 0 || dst == src) return;
+  if constexpr (kWrite == avx2::Write::kStreamed) {
+    avx2::stream(dst + turned_bytes, src + turned_bytes, rest_bytes);
+  } else {
+    std::memcpy(dst + turned_bytes, src + turned_bytes, rest_bytes);
+  }
+}
+
+// Rows are streamed where all pairs come in eights: stores through the caches into lines that are streamed
+// too would cost more than both.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
-  alignas(64) unsigned char scratch[kScratchBytes];
+  using avx2::Write;
   const size_t head_bytes = sizeof(Element) * static_cast<size_t>(rows.head_dim);
-  const size_t turned_bytes = sizeof(Element) * static_cast<size_t>(rows.rotary_dim);
-  const int32_t half = rows.rotary_dim / 2;
-  streaming = streaming && head_bytes <= kScratchBytes;
+  const int64_t rows_ahead = (kPrefetchBytes - 1) / (rows.heads * static_cast<int64_t>(head_bytes)) + 1;
+  streaming = streaming && rows.rotary_dim / 2 % avx2::kPairs == 0;
   for (int64_t row = 0; row < rows.rows; ++row) {
     const int32_t turn = rows.turn_of_row[row];
     const float* cosines = rows.turns + static_cast<int64_t>(std::max(turn, 0)) * rows.rotary_dim;
     const unsigned char* src = rows.src + rows.src_offsets[row];
+    const unsigned char* coming = rows.src + rows.src_offsets[std::min(row + rows_ahead, rows.rows - 1)];
     unsigned char* dst = rows.dst + rows.dst_offsets[row];
     for (int32_t head = 0; head < rows.heads;
-         ++head, src += rows.src_head_stride, dst += rows.dst_head_stride) {
+         ++head, src += rows.src_head_stride, coming += rows.src_head_stride, dst += rows.dst_head_stride) {
+      for (size_t at = 0; at < head_bytes; at += kLineBytes) {
+        _mm_prefetch(reinterpret_cast<const char*>(coming + at), _MM_HINT_T0);
+      }
+      const bool streamed =
+          streaming && dst != src && reinterpret_cast<uintptr_t>(dst) % avx2::kStreamAlign == 0;
       if (turn == kZeroRow) {
         std::memset(dst, 0, head_bytes);
-        continue;
+      } else if (turn == kCopyRow) {
+        if (streamed) {
+          avx2::stream(dst, src, head_bytes);
+        } else if (dst != src) {
+          std::memcpy(dst, src, head_bytes);
+        }
+      } else if (streamed) {
+        turn_head<Element, kPairing, Write::kStreamed>(dst, src, cosines, rows);
+      } else {
+        turn_head<Element, kPairing, Write::kCached>(dst, src, cosines, rows);
       }
-      if (turn == kCopyRow) {
-        if (dst != src) std::memcpy(dst, src, head_bytes);
-        continue;
-      }
-      const bool stream = streaming && dst != src && reinterpret_cast<uintptr_t>(dst) % 16 == 0;
-      unsigned char* place = stream ? scratch : dst;
-      auto* to = reinterpret_cast<Element*>(place);
-      const auto* from = reinterpret_cast<const Element*>(src);
-      const int32_t done = avx2::turn_eights<Element, kPairing>(to, from, cosines, cosines + half, half);
-      turn_rest<Element, kPairing>(to, from, cosines, cosines + half, done, half);
-      if (turned_bytes < head_bytes && place != src) {
-        std::memcpy(place + turned_bytes, src + turned_bytes, head_bytes - turned_bytes);
-      }
-      if (stream) stream_out(dst, scratch, head_bytes);
     }
   }
   if (streaming) _mm_sfence();

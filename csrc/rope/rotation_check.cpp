@@ -17,6 +17,7 @@ struct Region {
   int64_t bytes, row_bytes, element;
 };
 
+// Messages are made where one is thrown: this runs for every row of every layer.
 void check_row(const Region& region, int64_t row) {
   const int64_t offset = region.offsets[row];
   if (offset < 0 || offset > region.bytes - region.row_bytes) {
@@ -24,9 +25,10 @@ void check_row(const Region& region, int64_t row) {
                           " bytes at byte " + std::to_string(offset) + " of " + region.name + ", which has " +
                           std::to_string(region.bytes));
   }
-  require(offset % region.element == 0, "row " + std::to_string(row) + " starts at byte " +
-                                            std::to_string(offset) + " of " + region.name +
-                                            ": elements have " + std::to_string(region.element) + " bytes");
+  if (offset % region.element != 0) {
+    throw GeometryError("row " + std::to_string(row) + " starts at byte " + std::to_string(offset) + " of " +
+                        region.name + ": elements have " + std::to_string(region.element) + " bytes");
+  }
 }
 
 }  // namespace
@@ -66,10 +68,12 @@ void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src
     }
     if (turn != kZeroRow) check_row(src, row);
     check_row(dst, row);
-    require(apart || (rows.src + rows.src_offsets[row] == rows.dst + rows.dst_offsets[row] &&
-                      (rows.heads == 1 || rows.src_head_stride == rows.dst_head_stride)),
-            "row " + std::to_string(row) +
-                ": source and destination share memory, so each row must stay in its place");
+    const bool stays = rows.src + rows.src_offsets[row] == rows.dst + rows.dst_offsets[row] &&
+                       (rows.heads == 1 || rows.src_head_stride == rows.dst_head_stride);
+    if (!apart && !stays) {
+      throw GeometryError("row " + std::to_string(row) +
+                          ": source and destination share memory, so each row must stay in its place");
+    }
   }
 }
 

@@ -117,17 +117,41 @@ def test_two_rotations_equal_one() -> None:
     assert relative_error(rotate(rotation, keys, a, b), once) > 0.1
 
 
-@pytest.mark.parametrize("rows", [7, 20_000])
+@pytest.mark.parametrize("rows", [7, 9_000])
+@pytest.mark.parametrize("pairing", ["neox", "gptj"])
 @pytest.mark.parametrize("dtype", list(LIMITS))
-def test_in_place_and_streamed(rows: int, dtype: str) -> None:
-    """Large batches are written around the caches; the bits are the same."""
-    rotation = KeyRotation(spec_of(head_dim=64), 4, dtype)
+@pytest.mark.parametrize(("rotary_dim", "lead"), [(64, 0), (32, 0), (20, 0), (64, 1), (64, 4)])
+def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: int, lead: int) -> None:
+    """Large batches are written around the caches, where the target is aligned for it; the bits are the same."""
+    rotation = KeyRotation(spec_of(pairing, 64, rotary_dim), 4, dtype)
     keys = encode(np.random.default_rng(0).standard_normal((rows, 4, 64)), dtype)
     old, new = positions(rows, 500, 1), positions(rows, 500, 2)
-    elsewhere = rotate(rotation, keys, old, new)
-    places = dense(rotation, rows)
-    rotation.apply(keys, places, keys, places, rotation.table(old, new))
-    np.testing.assert_array_equal(keys, elsewhere)
+    new[::5] = old[::5]
+    table, places = rotation.table(old, new, zero=np.arange(rows) % 7 == 3), dense(rotation, rows)
+    target = np.full(keys.size + 8, 7, keys.dtype)
+    moved = RowPlaces(places.offsets + lead * rotation.element_bytes, places.head_stride)
+    rotation.apply(keys, places, target, moved, table)
+    assert (target[:lead] == 7).all()
+    assert (target[lead + keys.size :] == 7).all()
+    rotation.apply(keys, places, keys, places, table)
+    np.testing.assert_array_equal(keys.reshape(-1), target[lead : lead + keys.size])
+
+
+@pytest.mark.parametrize("pairing", ["neox", "gptj"])
+@pytest.mark.parametrize("dtype", list(LIMITS))
+def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str) -> None:
+    """Any bits at all: infinities, subnormal numbers and NaNs come out alike, and no NaN becomes a number."""
+    rotation = KeyRotation(spec_of(pairing, 64), 4, dtype)
+    words = np.random.default_rng(0).integers(0, 256, (400, 4, 64, rotation.element_bytes), np.uint8)
+    keys = words.view(np.uint32 if dtype == "float32" else np.uint16)[..., 0]
+    keys = keys.view({"float32": np.float32, "float16": np.float16}.get(dtype, np.uint16))
+    # Rounding up would carry these bfloat16 and float32 NaNs to minus zero.
+    keys.view(np.uint8)[::3, 0] = 0xFF
+    old, new = positions(400, 500, 1), positions(400, 500, 2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = [decode(rotate(rotation, keys, old, new, by_lane), dtype) for by_lane in (False, True)]
+    assert np.isnan(found[0][::3, 0][new[::3] != old[::3]]).all()
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_float16_of_every_value() -> None:
