@@ -21,7 +21,7 @@ from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpResult, TransferGraph
 from flexkv.transfer.host_pool import HostPool
-from flexkv.transfer.layerwise.base import Array, LostRows
+from flexkv.transfer.layerwise.base import PREFETCH_LAYERS, Array, LostRows
 from flexkv.transfer.trailer import digest_areas
 
 PLANES = 2
@@ -153,6 +153,7 @@ class SegmentCache:
         slots: pages of `block_tokens` tokens that the host pool holds; the least recently used go first.
         staging_tokens: tokens (in whole blocks) that may be on their way at once: the longest prompt.
         deadline_s: of each wait.
+        prefetch_layers: see `LoadPipeline`.
 
     Raises:
         CapacityError: the pool does not fit the memory that is there.
@@ -167,8 +168,10 @@ class SegmentCache:
         staging_tokens: int,
         block_tokens: int = 16,
         deadline_s: float = 60.0,
+        prefetch_layers: int = PREFETCH_LAYERS,
     ) -> None:
         self.shape, self.block_tokens, self.deadline_s = shape, block_tokens, deadline_s
+        self.prefetch_layers = prefetch_layers
         self.scheme = SegmentKeyScheme(namespace, block_tokens)
         blocks = -(-staging_tokens // block_tokens)
         self.staging = np.zeros(

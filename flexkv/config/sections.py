@@ -62,6 +62,9 @@ def _folders(value: object) -> object:
     return folders
 
 
+MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
+"""One layer is filled while another is emptied; more than the most hide no wait that these do not."""
+
 MAX_COUNT = 2**31 - 1
 """Pages, blocks and slots are numbered in 32 bits."""
 MAX_BYTES = 1 << 60
@@ -190,6 +193,13 @@ class LoadConfig(Section):
         65_536,
         description="Pages promised or loading at most; a longer hit is cut to what fits, because a promise must be "
         "kept.",
+    )
+    prefetch_layers: Count = Field(
+        2,
+        ge=MIN_PREFETCH_LAYERS,
+        le=MAX_PREFETCH_LAYERS,
+        description="Layers that blending holds at once, the one it works with and those that are loaded and turned "
+        "ahead of it; each takes memory of one layer of the whole prompt. More help where layers come unevenly.",
     )
 
 

@@ -18,6 +18,7 @@ from flexkv.blend.runner.model import LayeredModel
 from flexkv.blend.runner.reused import ReusedRows
 from flexkv.blend.runner.selftest import check_rotation
 from flexkv.blend.segments import Segment, Tokens, as_tokens
+from flexkv.config import load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.transfer.layerwise.host_device import HostDevice
 
@@ -37,15 +38,19 @@ def segment_cache(
     staging_tokens: int,
     block_tokens: int = 16,
     deadline_s: float = 60.0,
+    prefetch_layers: int | None = None,
 ) -> SegmentCache:
     """A cache for the segments of `model`.
 
     Args:
         namespace: what names the weights (a digest or a revision), and what else keeps two callers apart. The model's
             configuration is added.
+        prefetch_layers: layers of a prompt that are held at once, from 2 to 16; None: `load.prefetch_layers` of the
+            configuration.
 
     Raises:
         NotBlendable: the model's family is not registered.
+        ConfigError: a setting of the configuration is not allowed.
     """
     layered = LayeredModel(model)
     fields = {"flexkv.model": model.config.to_json_string(use_diff=False), **namespace}
@@ -56,6 +61,7 @@ def segment_cache(
         staging_tokens=staging_tokens,
         block_tokens=block_tokens,
         deadline_s=deadline_s,
+        prefetch_layers=load_config().load.prefetch_layers if prefetch_layers is None else prefetch_layers,
     )
 
 

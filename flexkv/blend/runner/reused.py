@@ -29,16 +29,21 @@ class LostPages(FlexKVError):
 
 
 class Turning:
-    """The pipeline's transform: keys from the positions they are cached at to those they are wanted at."""
+    """The pipeline's transform: keys from the positions they are cached at to those they are wanted at.
 
-    def __init__(self, rotation: KeyRotation) -> None:
+    Args:
+        positions: of the rows of every layer.
+    """
+
+    def __init__(self, rotation: KeyRotation, positions: RowPositions) -> None:
         self._rotation = rotation
+        self._table = rotation.table(positions.old, positions.new)
+        head_bytes = rotation.row_bytes // rotation.heads
+        rows = np.arange(len(positions.new), dtype=np.int64)
+        self._places = RowPlaces(rows * rotation.row_bytes, head_bytes)
 
     def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
-        rotation = self._rotation
-        head_bytes = rotation.row_bytes // rotation.heads
-        places = RowPlaces(np.arange(len(keys), dtype=np.int64) * rotation.row_bytes, head_bytes)
-        rotation.apply(keys, places, keys, places, rotation.table(positions.old, positions.new))
+        self._rotation.apply(keys, self._places, keys, self._places, self._table)
 
 
 class ReusedRows:
@@ -120,8 +125,10 @@ class ReusedLayers:
             self._begin, self._end = set_of.first - self._first, set_of.first - self._first + set_of.rows
             paged = PagedLayers([[self._paged(plane) for plane in planes] for planes in self.kept])
             slots = np.arange(set_of.rows, dtype=np.int64)
-            turning = Turning(rotation)
-            self._pipeline = LoadPipeline(device, paged, slots, set_of, turning, cache.deadline_s)
+            turning = Turning(rotation, set_of.positions())
+            self._pipeline = LoadPipeline(
+                device, paged, slots, set_of, turning, cache.deadline_s, cache.prefetch_layers
+            )
             self._steps = self._pipeline.run()
             next(self._steps)
 
@@ -144,7 +151,10 @@ class ReusedLayers:
         for plane, kept in zip(planes, self.kept[layer], strict=True):
             plane[:, : self._first] = kept[:, : self._first]
         if self._pipeline is not None and self._steps is not None:
-            self._steps.send(self._load.rows(layer))
+            begun = layer < self._pipeline.begun_layers
+            self._steps.send(() if begun else self._load.rows(layer))
+            # The next layers come and are turned while this one is computed with.
+            self._pipeline.prefetch(self._load.rows)
             self._buffer = self._pipeline.get_kv(layer)
             self._check_lost(self._pipeline.failed)
             at = slice(self._first + self._begin, self._first + self._end)

@@ -23,7 +23,7 @@ RowNumbers: TypeAlias = NDArray[np.int64]
 """Positions of tokens, row numbers or slots, int64, shape [rows]."""
 
 PREFETCH_LAYERS = 2
-"""How many layers a source is asked for ahead of the one that is taken: one in each of the two buffers."""
+"""Layers that a pipeline holds at once, each in a buffer of its own."""
 
 
 class LostRows(TransferError):

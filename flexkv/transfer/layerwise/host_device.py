@@ -1,7 +1,8 @@
-"""The host device: NumPy arrays, and a thread for each kind of stream."""
+"""The host device: NumPy arrays, and threads for its streams."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.config.sections import SMALL_MACHINE_CPUS
 from flexkv.errors import ClosedError
 from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
 
@@ -34,10 +36,11 @@ class HostEvent(Event):
 
 
 class HostStream(Stream):
-    """One pipeline's work in a thread that it shares with the streams of that name of other pipelines.
+    """One pipeline's work in a thread that it shares with other streams.
 
-    Work waits only for what was given before it, to whichever thread, so threads never wait in a ring. Nothing is
-    given without a step of a pipeline, so the queue holds at most eight entries a layer and pipeline.
+    Work waits only for what was given before it, to whichever thread, so threads never wait in a ring, nor one for
+    itself. Nothing is given without a step of a pipeline or its prefetch, so the queue holds at most eight entries a
+    layer and pipeline.
     """
 
     def __init__(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -70,9 +73,18 @@ class HostStream(Stream):
 
 
 class HostDevice(LayerDevice):
-    """Streams are threads, `flexkv-layer-<name>`, started with the first stream and ended by `close`."""
+    """Streams are threads, `flexkv-layer-<name>`, started with the first stream and ended by `close`.
 
-    def __init__(self) -> None:
+    Args:
+        one_thread: all streams share one, in the order in which they were given work. Copies then take one CPU's time
+            and leave the others to what computes beside them; with a thread for each name they end sooner where CPUs
+            are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
+    """
+
+    def __init__(self, one_thread: bool | None = None) -> None:
+        if one_thread is None:
+            one_thread = len(os.sched_getaffinity(0)) <= SMALL_MACHINE_CPUS
+        self._one_thread = one_thread
         self._lock = threading.Lock()
         self._queues: dict[str, SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -82,6 +94,7 @@ class HostDevice(LayerDevice):
         with self._lock:
             if self._closed:
                 raise ClosedError("the layerwise host device was closed")
+            name = "all" if self._one_thread else name
             if name not in self._queues:
                 queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
                 thread = threading.Thread(

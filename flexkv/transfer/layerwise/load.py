@@ -1,13 +1,14 @@
-"""The load pipeline: load layer i, transform layer i-1, scatter layer i-2, all at once and in two buffers."""
+"""The load pipeline: load layer i, transform layer i-1, scatter layer i-2, all at once and in two buffers or more."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
 from flexkv.errors import ContractError
 from flexkv.transfer.layerwise.base import (
+    PREFETCH_LAYERS,
     Array,
     Event,
     LayerDevice,
@@ -18,7 +19,7 @@ from flexkv.transfer.layerwise.base import (
 )
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
-from flexkv.transfer.layerwise.pipeline import BUFFERS, Pipeline, PipelineReport
+from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
 class LoadPipeline(Pipeline):
@@ -30,8 +31,10 @@ class LoadPipeline(Pipeline):
     way to paged memory, where it may not be changed any more. The schedule is CacheBlend's (`batched_to_gpu` of
     LMCache); here the stages wait for each other by events and never for the whole device:
 
-        loaded(i) -> transform(i) -> scatter(i) -> load(i+2), which takes the same buffer
+        loaded(i) -> transform(i) -> scatter(i) -> load(i + buffers), which takes the same buffer
         whatever the caller gave its own stream before a step -> scatter of that step
+
+    `prefetch` begins the layers after the one in hand before their steps, as many as there are free buffers.
 
     All rows from the first chunk to the last are written, those in gaps as zeros unless somebody edits them. Rows of a
     chunk that fails are gaps from that layer on; the others go on. Any other failure ends everything: the later
@@ -40,6 +43,7 @@ class LoadPipeline(Pipeline):
     Args:
         transform: None leaves keys as they are.
         deadline_s: how long `get_kv`, the end, and `close` wait.
+        prefetch_layers: layers that are held at once, the one in hand included, from 2 to 16; a buffer for each.
 
     Raises: see `Pipeline`.
     """
@@ -52,8 +56,9 @@ class LoadPipeline(Pipeline):
         chunks: ChunkSet,
         transform: LayerTransform | None = None,
         deadline_s: float = 30.0,
+        prefetch_layers: int = PREFETCH_LAYERS,
     ) -> None:
-        super().__init__(device, paged, slots, chunks, deadline_s)
+        super().__init__(device, paged, slots, chunks, deadline_s, prefetch_layers)
         self._transform = transform
         self._load, self._compute, self._store = (device.stream(n) for n in ("load", "compute", "store"))
         self._loaded: dict[int, Event] = {}
@@ -77,7 +82,7 @@ class LoadPipeline(Pipeline):
                 if 0 < step <= layers:
                     self._process(step - 1)
                 if step < layers:
-                    self._begin_load(step, (yield None))
+                    self._take_step(step, (yield None))
                 elif step == layers:
                     yield None
             # The last scatter waited for everything before it, so it has heard of every failure.
@@ -88,6 +93,23 @@ class LoadPipeline(Pipeline):
             self._current = None
             if not reported:
                 self._end_early()
+
+    @property
+    def begun_layers(self) -> int:
+        """Layers whose load has begun, in their steps or ahead of them."""
+        return len(self._loaded)
+
+    def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:
+        """Between two steps: begins to load and transform the next layers, as far as free buffers go.
+
+        The layer in hand stays as it is. What was begun here gets an empty `send` in its step.
+
+        Args:
+            take: gives the row sources of a layer, one a chunk.
+        """
+        while (layer := self.begun_layers) < self.num_layers and self._buffer_is_leaving(layer):
+            self._begin_load(layer, take(layer))
+            self._begin_transform(layer)
 
     def get_kv(self, layer: int) -> Array:
         """The layer that was transformed last, to be read and edited until the next step.
@@ -106,7 +128,7 @@ class LoadPipeline(Pipeline):
             raise PipelineError(f"layer {layer} was not there after {self._deadline_s:g} s")
         if event.error:
             raise PipelineError(f"layer {layer}: {event.error}")
-        return self._buffers[layer % BUFFERS]
+        return self._buffer_of(layer)
 
     def wait_scattered(self, layer: int) -> bool:
         """What the caller does next finds layer `layer` in paged memory; False at the deadline.
@@ -123,11 +145,23 @@ class LoadPipeline(Pipeline):
 
     # --- the stages ---
 
+    def _take_step(self, layer: int, sources: Sequence[RowSource]) -> None:
+        if layer >= self.begun_layers:
+            self._begin_load(layer, sources)
+        elif sources:
+            raise ContractError(
+                f"layer {layer}: it was begun ahead of its step, which then takes no row sources"
+            )
+
+    def _buffer_is_leaving(self, layer: int) -> bool:
+        """Whether the layer's buffer is free, or its former layer was given to the scatter."""
+        return layer < self.prefetch_layers or layer - self.prefetch_layers in self._scattered
+
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
         self._require_one_a_chunk(layer, len(sources), "row sources")
-        buffer = self._buffers[layer % BUFFERS]
-        if layer >= BUFFERS:
-            self._after_scatter(layer - BUFFERS)
+        buffer = self._buffer_of(layer)
+        if layer >= self.prefetch_layers:
+            self._after_scatter(layer - self.prefetch_layers)
         sources = tuple(sources)
         self._load.run(lambda: self._fill(layer, buffer, sources), "load", layer)
         self._loaded[layer] = self._load.record()
@@ -148,11 +182,15 @@ class LoadPipeline(Pipeline):
         return self._device.index(np.concatenate(rows))
 
     def _process(self, layer: int) -> None:
-        buffer = self._buffers[layer % BUFFERS]
+        if layer not in self._transformed:
+            self._begin_transform(layer)
+        self._current = layer
+
+    def _begin_transform(self, layer: int) -> None:
+        buffer = self._buffer_of(layer)
         self._after_load(layer)
         self._compute.run(lambda: self._change(layer, buffer), "transform", layer)
         self._transformed[layer] = self._compute.record()
-        self._current = layer
 
     def _after_load(self, layer: int) -> None:
         self._compute.wait(self._loaded[layer])
@@ -166,7 +204,7 @@ class LoadPipeline(Pipeline):
             buffer[:, gaps] = 0
 
     def _scatter(self, layer: int) -> None:
-        buffer = self._buffers[layer % BUFFERS]
+        buffer = self._buffer_of(layer)
         self._current = None
         self._after_transform(layer)
         edits = self._device.caller_event()

@@ -9,13 +9,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flexkv.config.sections import MAX_PREFETCH_LAYERS, MIN_PREFETCH_LAYERS
 from flexkv.errors import ContractError
-from flexkv.transfer.layerwise.base import Array, Event, LayerDevice, LostRows, PipelineError, RowNumbers
+from flexkv.transfer.layerwise.base import (
+    PREFETCH_LAYERS,
+    Array,
+    Event,
+    LayerDevice,
+    LostRows,
+    PipelineError,
+    RowNumbers,
+)
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
-
-BUFFERS = 2
-"""One is filled while the other is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +44,27 @@ class Pipeline(ABC):
 
     Args:
         slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
+        buffers: layer n is in buffer n mod `buffers`. With two, one is filled while the other is emptied.
         deadline_s: how long each wait of the caller lasts at most.
 
     Raises:
-        ContractError: other counts of slots and rows, or a slot twice.
+        ContractError: other counts of slots and rows, or a slot twice; a number of buffers that is not allowed.
         BlockRangeError: a slot outside the pool.
     """
 
     def __init__(
-        self, device: LayerDevice, paged: PagedLayers, slots: RowNumbers, chunks: ChunkSet, deadline_s: float
+        self,
+        device: LayerDevice,
+        paged: PagedLayers,
+        slots: RowNumbers,
+        chunks: ChunkSet,
+        deadline_s: float,
+        buffers: int = PREFETCH_LAYERS,
     ) -> None:
+        if not MIN_PREFETCH_LAYERS <= buffers <= MAX_PREFETCH_LAYERS:
+            raise ContractError(
+                f"prefetch_layers is {buffers}: {MIN_PREFETCH_LAYERS} to {MAX_PREFETCH_LAYERS} layers are held at once"
+            )
         slots = np.asarray(slots, dtype=np.int64)
         if slots.shape != (chunks.rows,):
             raise ContractError(f"slots of shape {slots.shape} for {chunks.rows} rows")
@@ -60,7 +77,7 @@ class Pipeline(ABC):
         self._deadline_s = deadline_s
         self._blocks, self._tokens = device.index(blocks), device.index(tokens)
         shape = (paged.planes, chunks.rows, paged.heads, paged.head_width)
-        self._buffers = [device.buffer(shape, paged.dtype) for _ in range(BUFFERS)]
+        self._buffers = [device.buffer(shape, paged.dtype) for _ in range(buffers)]
         self._failed: dict[int, str] = {}
         self._started = False
 
@@ -71,6 +88,14 @@ class Pipeline(ABC):
     @property
     def num_layers(self) -> int:
         return self._paged.num_layers
+
+    @property
+    def prefetch_layers(self) -> int:
+        """Layers that the pipeline holds at once."""
+        return len(self._buffers)
+
+    def _buffer_of(self, layer: int) -> Array:
+        return self._buffers[layer % len(self._buffers)]
 
     def quiet(self, deadline_s: float) -> bool:
         """Whether nothing that was begun moves any more, waiting for that up to `deadline_s` seconds."""

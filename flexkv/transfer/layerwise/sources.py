@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexkv.errors import ContractError
 from flexkv.transfer.base import DataPlane, Ticket
 from flexkv.transfer.host_pool import HostPool
-from flexkv.transfer.layerwise.base import PREFETCH_LAYERS, RowSource
+from flexkv.transfer.layerwise.base import RowSource
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.pipeline import PipelineReport
 from flexkv.transfer.layerwise.rows import NoRows, PageRows
@@ -120,13 +120,16 @@ class DiskPages(LayerSource):
 
 
 def load_layers(
-    pipeline: LoadPipeline, source: LayerSource, prefetch_layers: int = PREFETCH_LAYERS
+    pipeline: LoadPipeline, source: LayerSource, prefetch_layers: int | None = None
 ) -> PipelineReport:
     """Runs a pipeline to its end with what a source gives.
 
     Args:
-        prefetch_layers: how many layers the source is asked for ahead of the one that is taken.
+        prefetch_layers: how many layers the source is asked for ahead of the one that is taken. None: as many as the
+            pipeline holds.
     """
+    if prefetch_layers is None:
+        prefetch_layers = pipeline.prefetch_layers
     if prefetch_layers < 0:
         raise ContractError(f"prefetch_layers is {prefetch_layers}; it must be at least 0")
     layers, steps = pipeline.num_layers, pipeline.run()

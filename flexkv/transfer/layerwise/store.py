@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, RowTarget
 from flexkv.transfer.layerwise.chunks import ChunkSet
 from flexkv.transfer.layerwise.paged import PagedLayers
-from flexkv.transfer.layerwise.pipeline import BUFFERS, Pipeline, PipelineReport
+from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
 class StorePipeline(Pipeline):
@@ -54,9 +54,9 @@ class StorePipeline(Pipeline):
 
     def _begin(self, layer: int, targets: Sequence[RowTarget]) -> None:
         self._require_one_a_chunk(layer, len(targets), "row targets")
-        buffer, copies = self._buffers[layer % BUFFERS], [target.copy_from for target in targets]
-        if layer >= BUFFERS:
-            self._after_store(layer - BUFFERS)
+        buffer, copies = self._buffer_of(layer), [target.copy_from for target in targets]
+        if layer >= self.prefetch_layers:
+            self._after_store(layer - self.prefetch_layers)
         computed = self._device.caller_event()
         if computed is not None:
             self._gather.wait(computed)

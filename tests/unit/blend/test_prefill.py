@@ -364,3 +364,21 @@ def test_a_prompt_cut_at_separators(model, cache) -> None:
     found = prefill(model, segments, cache, BlendPlan.of_ratio(0.0))
     assert found.report.reused == 25
     assert found.kv.get_seq_length() == len(tokens)
+
+
+def test_how_many_layers_are_held_at_once_is_a_setting(model, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXKV_LOAD_PREFETCH_LAYERS", "3")
+    answers = []
+    for asked, held in ((None, 3), (2, 2), (16, 16)):
+        cache = make_cache(model, prefetch_layers=asked)
+        assert cache.prefetch_layers == held
+        logits, _, report = prefill(model, moved(model, cache), cache, BlendPlan.of_ratio(0.3))
+        assert report.reused == sum(LENGTHS[:3])
+        answers.append(logits)
+        cache.close()
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    for bad in ("1", "17", "two"):
+        monkeypatch.setenv("FLEXKV_LOAD_PREFETCH_LAYERS", bad)
+        with pytest.raises(ConfigError, match="FLEXKV_LOAD_PREFETCH_LAYERS"):
+            make_cache(model)

@@ -96,8 +96,10 @@ class LayerWorld:
     def same(self, expected: list[NDArray[np.int32]]) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(self.memory, expected, strict=True))
 
-    def pipeline(self, device: LayerDevice, kind: type[LoadPipeline] = LoadPipeline) -> LoadPipeline:
-        return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S)
+    def pipeline(
+        self, device: LayerDevice, kind: type[LoadPipeline] = LoadPipeline, prefetch_layers: int = 2
+    ) -> LoadPipeline:
+        return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S, prefetch_layers)
 
     def load(self, pipeline: LoadPipeline) -> PipelineReport:
         """One next, a send a layer, a final next."""

@@ -20,9 +20,9 @@ from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
 from .layer_world import GENEROUS_S, LayerWorld, ReorderingDevice, turn
 
 
-@pytest.fixture
-def host() -> Iterator[HostDevice]:
-    device = HostDevice()
+@pytest.fixture(params=[True, False], ids=["one thread", "a thread for each stream"])
+def host(request: pytest.FixtureRequest) -> Iterator[HostDevice]:
+    device = HostDevice(one_thread=request.param)
     yield device
     assert device.close(GENEROUS_S), "a stream's thread did not end"
 
