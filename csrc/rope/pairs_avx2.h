@@ -173,11 +173,12 @@ FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
   put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
-// The first pairs of a head, as many as come in eights; returns how many. In place or elsewhere.
+// The pairs of a head from `first` on, as many as come in eights; returns the number of the next one. In
+// place or elsewhere.
 template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
-                                int32_t half) {
-  int32_t i = 0;
+                                int32_t first, int32_t half) {
+  int32_t i = first;
   for (; i + kPairs <= half; i += kPairs) {
     if constexpr (kPairing == Pairing::kNeox) {
       const __m256 cosine = _mm256_loadu_ps(cosines + i), sine = _mm256_loadu_ps(sines + i);

@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
+#include "rope/pairs.h"
 #include "rope/pairs_avx2.h"
+#include "rope/pairs_avx512.h"
 #include "rope/rotate_dispatch.h"
 
 namespace flexkv {
@@ -14,28 +17,20 @@ constexpr int64_t kStreamMinBytes = 4 << 20;
 constexpr int64_t kPrefetchBytes = 8192;
 constexpr int64_t kLineBytes = 64;
 
-// The pairs of a head from number `first` on, one by one.
-template <typename Element, Pairing kPairing>
-inline void turn_rest(Element* dst, const Element* src, const float* cosines, const float* sines,
-                      int32_t first, int32_t half) {
-  constexpr bool kHalves = kPairing == Pairing::kNeox;
-  for (int32_t i = first; i < half; ++i) {
-    const int32_t x = kHalves ? i : 2 * i;
-    const int32_t y = kHalves ? half + i : 2 * i + 1;
-    const Pair turned = turn_pair({to_float(src[x]), to_float(src[y])}, cosines[i], sines[i]);
-    from_float(turned.x, dst[x]);
-    from_float(turned.y, dst[y]);
-  }
-}
-
 template <typename Element, Pairing kPairing, avx2::Write kWrite>
 FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const float* cosines,
-                           const RotationRows& rows) {
+                           const RotationRows& rows, [[maybe_unused]] bool rounds_to_bfloat16) {
   const int32_t half = rows.rotary_dim / 2;
   auto* to = reinterpret_cast<Element*>(dst);
   const auto* from = reinterpret_cast<const Element*>(src);
-  const int32_t done = avx2::turn_eights<Element, kPairing, kWrite>(to, from, cosines, cosines + half, half);
-  turn_rest<Element, kPairing>(to, from, cosines, cosines + half, done, half);
+  const float* sines = cosines + half;
+  int32_t done = 0;
+  if constexpr (std::is_same_v<Element, Bfloat16>) {
+    constexpr bool kStreamed = kWrite == avx2::Write::kStreamed;
+    if (rounds_to_bfloat16) done = avx512::turn_sixteens<kPairing>(to, from, cosines, sines, half, kStreamed);
+  }
+  done = avx2::turn_eights<Element, kPairing, kWrite>(to, from, cosines, sines, done, half);
+  turn_pairs<Element, kPairing>(to, from, cosines, sines, done, half, half);
   const size_t turned_bytes = sizeof(Element) * static_cast<size_t>(rows.rotary_dim);
   const size_t rest_bytes = sizeof(Element) * static_cast<size_t>(rows.head_dim - rows.rotary_dim);
   if (rest_bytes == 0 || dst == src) return;
@@ -54,6 +49,7 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
   const size_t head_bytes = sizeof(Element) * static_cast<size_t>(rows.head_dim);
   const int64_t rows_ahead = (kPrefetchBytes - 1) / (rows.heads * static_cast<int64_t>(head_bytes)) + 1;
   streaming = streaming && rows.rotary_dim / 2 % avx2::kPairs == 0;
+  const bool rounds_to_bfloat16 = avx512::is_supported();
   for (int64_t row = 0; row < rows.rows; ++row) {
     const int32_t turn = rows.turn_of_row[row];
     const float* cosines = rows.turns + static_cast<int64_t>(std::max(turn, 0)) * rows.rotary_dim;
@@ -76,9 +72,9 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
           std::memcpy(dst, src, head_bytes);
         }
       } else if (streamed) {
-        turn_head<Element, kPairing, Write::kStreamed>(dst, src, cosines, rows);
+        turn_head<Element, kPairing, Write::kStreamed>(dst, src, cosines, rows, rounds_to_bfloat16);
       } else {
-        turn_head<Element, kPairing, Write::kCached>(dst, src, cosines, rows);
+        turn_head<Element, kPairing, Write::kCached>(dst, src, cosines, rows, rounds_to_bfloat16);
       }
     }
   }

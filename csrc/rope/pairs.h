@@ -1,0 +1,22 @@
+// Pairs of a head, one by one: what is left of a vectorised turn, and what that does not give the right bits
+// for.
+#pragma once
+#include "rope/rotation.h"
+
+namespace flexkv {
+
+// Pairs [first, end) of a head of `half` pairs. In place or elsewhere.
+template <typename Element, Pairing kPairing>
+inline void turn_pairs(Element* dst, const Element* src, const float* cosines, const float* sines,
+                       int32_t first, int32_t end, int32_t half) {
+  constexpr bool kHalves = kPairing == Pairing::kNeox;
+  for (int32_t i = first; i < end; ++i) {
+    const int32_t x = kHalves ? i : 2 * i;
+    const int32_t y = kHalves ? half + i : 2 * i + 1;
+    const Pair turned = turn_pair({to_float(src[x]), to_float(src[y])}, cosines[i], sines[i]);
+    from_float(turned.x, dst[x]);
+    from_float(turned.y, dst[y]);
+  }
+}
+
+}  // namespace flexkv
