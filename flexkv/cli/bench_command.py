@@ -13,8 +13,10 @@ from rich.table import Table
 
 from flexkv import c_ext
 from flexkv.cli.comparison import ComparisonRow
+from flexkv.cli.disk_rows import disk_rows
 from flexkv.cli.torch_baseline import index_select_rows, small_copy_rows
 from flexkv.cli.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
+from flexkv.cli.transform_rows import transform_rows
 from flexkv.config.sizes import format_size
 
 KIB = 1 << 10
@@ -35,12 +37,18 @@ def command() -> None:
 @click.option(
     "--repeats", default=5, show_default=True, type=click.IntRange(1, 100), help="The median is printed."
 )
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    help="On a disk to measure too: pages from there to the pool, by every way.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows there.")
 @click.option("--png", "png_file", type=click.Path(path_type=Path), help="Also draw them (needs matplotlib).")
 def transfer(
     device: int | None,
     megabytes: int,
     repeats: int,
+    folder: Path | None,
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
@@ -62,6 +70,10 @@ def transfer(
         compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
         with bench.storing() as store:
             compared += small_copy_rows(device, store)
+        compared += transform_rows(device, total_bytes, repeats)
+    with console.status("reading from disk"):
+        if folder is not None:
+            compared += disk_rows(device, folder, total_bytes, repeats)
     console.print(_comparison_table(compared))
     load = os.getloadavg()[0]
     console.print(f"load average {load:.1f} on {os.cpu_count()} CPUs", highlight=False)

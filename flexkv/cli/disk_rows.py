@@ -1,0 +1,213 @@
+"""Pages from disk to the engine's pool, by every way there is: what `flexkv bench transfer --folder` adds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.cli.comparison import ComparisonRow
+from flexkv.config import GdsConfig
+from flexkv.errors import ContractError
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.header import codec_of
+from flexkv.storage.tags import make_tags
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.gds_lane import make_gds_lane
+from flexkv.transfer.graph import (
+    Edge,
+    EdgeKind,
+    OpId,
+    OpKind,
+    OpStatus,
+    Priority,
+    TransferGraph,
+    TransferOp,
+)
+from flexkv.transfer.host_pool import HostPool
+
+LAYERS = 80
+RUN_SIZES = (4096, 16384, 65536)
+"""Bytes of one layer's K or V of a block."""
+KV = 2
+BLOCK_TOKENS = 16
+WAIT_S = 120.0
+NULL_STREAM = 0
+NO_IDS = np.empty(0, np.int32)
+
+Ids = NDArray[np.int32]
+
+
+def disk_rows(device: int | None, folder: Path, total_bytes: int, repeats: int) -> list[ComparisonRow]:
+    """Reads of the same pages in turns, each into a pool of its own layout.
+
+    Args:
+        device: the CUDA device that has the pools; None for plain memory.
+        folder: on the disk to be measured; what is made there is removed.
+        total_bytes: moved a read; every geometry moves at least two pages.
+
+    Raises:
+        ConfigError: the folder or the device cannot be used. CapacityError: the memory or the space is not there.
+    """
+    rows = []
+    for run_bytes in RUN_SIZES:
+        # The layers of a pool of one block lie in a row: it would be block-first.
+        pages = max(2, total_bytes // (LAYERS * KV * run_bytes))
+        with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
+            ways = _DiskWays(Path(made), device, run_bytes, pages)
+            try:
+                rows += ways.measure(repeats)
+            finally:
+                ways.close()
+    return rows
+
+
+class _DiskWays:
+    """A tier of `pages` pages that are written once, and an engine for each way to read them."""
+
+    def __init__(self, folder: Path, device: int | None, run_bytes: int, pages: int) -> None:
+        self._device, self._run, self._pages = device, run_bytes, pages
+        self._stripe = LAYERS * KV * run_bytes
+        runs = np.array([(i * run_bytes, run_bytes, i // KV) for i in range(LAYERS * KV)], np.int64)
+        group = DiskGroup("benchmark", (self._stripe,), (runs,), BLOCK_TOKENS)
+        image = codec_of(group).image_bytes
+        options = DiskOptions(pages * image, preallocate=False)
+        self._unit = DiskUnit.open([folder], DiskIdentity("benchmark", bytes(32)), [group], options)
+        self._pool = HostPool(image, pages)
+        self._engines: list[TransferEngine] = []
+        self._memory: list[object] = []
+        self._op_ids = itertools.count(1)
+        self._slots = np.arange(pages, dtype=np.int32)
+        self._order = np.random.default_rng(0).permutation(pages).astype(np.int32)
+        generations = self._unit.next_generations(pages)
+        keys = np.random.default_rng(1).integers(0, 256, (pages, 16), dtype=np.uint8)
+        self._tags = make_tags(keys, self._unit.epoch, generations, BLOCK_TOKENS)
+        if device is not None:
+            self._pool.pin(device)
+        if not self._pool.wait_ready(pages, WAIT_S):
+            raise ContractError(f"the host pool did not come up: {self._pool.stopped_reason}")
+        for slot in range(pages):
+            self._pool.slot(slot)[:] = slot % 251
+        self._disk_lane = self._unit.lane([self._pool])
+        self._through_host = self._engine(self._disk_lane, block_first=False)
+        self._run_graph(
+            self._through_host,
+            TransferGraph((self._op(OpKind.DISK_WRITE, NO_IDS, self._slots, self._slots),)),
+        )
+
+    def measure(self, repeats: int) -> list[ComparisonRow]:
+        ways: list[tuple[str, Callable[[], float], Callable[[], int], str]] = []
+        for what, staged, block_first in (
+            ("disk to pool, staged", True, False),
+            ("disk to pool, a call a run", False, False),
+            ("disk to pool, block-first: direct", True, True),
+        ):
+            config = GdsConfig()
+            lane = make_gds_lane(self._unit.slab_map(), 0, self._device, config, use_staged_transfer=staged)
+            engine = self._engine(lane, block_first)
+            read = TransferGraph((self._op(OpKind.GDS_READ, self._slots, NO_IDS, self._order),))
+            ways.append(
+                (what, self._timed(engine, read), functools.partial(_io_calls, lane), lane.describe())
+            )
+        ways.append(
+            (
+                "disk to host page to pool",
+                self._timed(self._through_host, self._through_host_graph()),
+                lambda: self._disk_lane.counts(0)["read_pages"],
+                "the disk tier's lane, a call a page",
+            )
+        )
+        seconds: dict[str, list[float]] = {what: [] for what, *_ in ways}
+        calls: dict[str, int] = {}
+        for number in range(repeats + 1):
+            for what, once, count, _ in ways:
+                before, taken = count(), once()
+                calls[what] = count() - before
+                if number:  # the first one touches memory and starts threads
+                    seconds[what].append(taken)
+        moved = self._pages * self._stripe
+        return [
+            ComparisonRow(
+                what,
+                "disk to pool",
+                self._run,
+                moved / statistics.median(seconds[what]) / 1e9,
+                calls[what],
+                note=note,
+            )
+            for what, _, _, note in ways
+        ]
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close(WAIT_S)
+        self._unit.close(WAIT_S)
+        self._pool.close()
+
+    def _engine(self, lane: c_ext.Lane, block_first: bool) -> TransferEngine:
+        """An engine with a pool of its own: [run][block], or [block][run]."""
+        total = self._pages * self._stripe
+        if self._device is None:
+            memory = np.zeros(total + 4096, np.uint8)
+            base = memory.ctypes.data + -memory.ctypes.data % 4096
+            self._memory.append(memory)
+        else:
+            on_device = c_ext.DeviceMemory(self._device, total)
+            base = on_device.address
+            self._memory.append(on_device)
+        run, stride = self._run, self._stripe if block_first else self._run
+        step = run if block_first else self._pages * run
+        segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(LAYERS * KV)]
+        engine = TransferEngine(lanes=[lane], device=self._device)
+        self._engines.append(engine)
+        engine.attach_view(
+            0, c_ext.KvView(np.array(segments, np.int64), self._pages, self._stripe), self._pool
+        )
+        return engine
+
+    def _op(self, kind: OpKind, blocks: Ids, slots: Ids, places: Ids) -> TransferOp:
+        priority = Priority.STORE if kind is OpKind.DISK_WRITE else Priority.LOAD
+        return TransferOp(
+            OpId(next(self._op_ids)),
+            kind,
+            0,
+            priority,
+            blocks,
+            slots,
+            places=places,
+            tags=self._tags[places],
+        )
+
+    def _through_host_graph(self) -> TransferGraph:
+        read = self._op(OpKind.DISK_READ, NO_IDS, self._slots, self._order)
+        load = TransferOp(OpId(next(self._op_ids)), OpKind.H2D, 0, Priority.LOAD, self._slots, self._slots)
+        return TransferGraph((read, load), (Edge(0, 1, EdgeKind.STREAM),))
+
+    def _timed(self, engine: TransferEngine, graph: TransferGraph) -> Callable[[], float]:
+        def once() -> float:
+            start = time.perf_counter()
+            self._run_graph(engine, graph)
+            return time.perf_counter() - start
+
+        return once
+
+    def _run_graph(self, engine: TransferEngine, graph: TransferGraph) -> None:
+        ticket = engine.submit(graph, stream=None if self._device is None else NULL_STREAM)
+        if ticket is None or not engine.wait(ticket, WAIT_S):
+            raise ContractError(f"{self._pages} pages did not move in {WAIT_S:.0f} s")
+        for result in engine.poll():
+            if result.status is not OpStatus.OK:
+                raise ContractError(f"pages of {self._stripe} bytes: {result.reason}")
+
+
+def _io_calls(lane: c_ext.GdsLane) -> int:
+    return lane.totals["io_calls"]
