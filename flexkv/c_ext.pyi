@@ -156,6 +156,8 @@ class HostPool:
     def report(self) -> list[tuple[int, int, str, int, float, bool, int]]:
         """index, bytes, pages_kind, huge_bytes, bring_up_s, registered, numa_node of each extent."""
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
+    def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
+        """A read from disk has ended these slots' pages: loads that wait for it may go on, or fail."""
     def close(self) -> None: ...
 
 def available_memory(proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> tuple[int, str]:
@@ -278,12 +280,13 @@ class TransferEngine:
                 NDArray[np.int32],
                 NDArray[np.uint8],
                 NDArray[np.uint64],
+                NDArray[np.int64],
             ]
         ],
         edges: Sequence[tuple[int, int, int]],
         stream: int | None = None,
     ) -> int | None:
-        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests.
+        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads.
         edges: before, after, kind."""
     def poll(
         self, max_results: int
@@ -590,6 +593,8 @@ class BlockIndex:
 
     def find(self, group: int, keys: NDArray[np.uint8], ready_only: bool = True) -> NDArray[np.uint32]: ...
     def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
+    def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """`pin` for entries that are ready, or pending and leased by who fills them."""
     def unpin(self, entries: NDArray[np.uint32]) -> None: ...
     def touch(self, entries: NDArray[np.uint32]) -> None: ...
     def insert(

@@ -122,6 +122,14 @@ void bind_index(py::module_& m) {
           },
           py::arg("entries").noconvert())
       .def(
+          "pin_coming",
+          [](BlockIndex& index, const Entries& entries) {
+            py::array_t<int32_t> slots(entries.shape(0));
+            index.pin_coming(entries_of(entries), slots.mutable_data());
+            return slots;
+          },
+          py::arg("entries").noconvert())
+      .def(
           "unpin", [](BlockIndex& index, const Entries& entries) { index.unpin(entries_of(entries)); },
           py::arg("entries").noconvert())
       .def(

@@ -85,6 +85,18 @@ py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
                               self);
 }
 
+void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>& slots, int64_t read,
+            bool verified) {
+  if (slots.ndim() != 1) throw ContractError("settle: slots must have one dimension");
+  if (read < 1 || read >= kMostReads) {
+    throw ContractError("settle: read " + std::to_string(read) + ": must be in [1, " +
+                        std::to_string(kMostReads) + ")");
+  }
+  const std::vector<int32_t> chosen(slots.data(), slots.data() + slots.size());
+  for (const int32_t slot : chosen) pool.slot(slot);  // throws where there is none
+  for (const int32_t slot : chosen) pool.slot_states().settle(slot, read, verified);
+}
+
 }  // namespace
 
 void bind_pool(py::module_& m) {
@@ -112,6 +124,7 @@ void bind_pool(py::module_& m) {
       .def("address", &address)
       .def("report", &report)
       .def("slot", &slot_array, py::arg("slot"))
+      .def("settle", &settle, py::arg("slots").noconvert(), py::arg("read"), py::arg("verified"))
       .def("close", &HostPool::close, py::call_guard<py::gil_scoped_release>());
   m.def(
       "available_memory",

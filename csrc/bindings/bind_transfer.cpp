@@ -46,8 +46,8 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests
-constexpr size_t kOpFields = 10;
+// op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads
+constexpr size_t kOpFields = 11;
 
 std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
   using TagArray = py::array_t<uint8_t, py::array::c_style>;
@@ -70,6 +70,17 @@ std::vector<uint64_t> to_digests(const py::handle& object, int64_t op_id) {
                         " must be a uint64 C-contiguous array of shape [pages, runs]");
   }
   return {digests.data(), digests.data() + digests.size()};
+}
+
+std::vector<int64_t> to_reads(const py::handle& object, int64_t op_id) {
+  using ReadArray = py::array_t<int64_t, py::array::c_style>;
+  const bool is_array = py::isinstance<ReadArray>(object);
+  const auto reads = is_array ? py::reinterpret_borrow<ReadArray>(object) : ReadArray();
+  if (!is_array || reads.ndim() != 1) {
+    throw ContractError("reads of op " + std::to_string(op_id) +
+                        " must be an int64 C-contiguous array of shape [pages]");
+  }
+  return {reads.data(), reads.data() + reads.size()};
 }
 
 // [pages, runs]; no pages where the op made no digests.
@@ -97,6 +108,7 @@ GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
     spec.places = to_ids(fields[7], "places", spec.op_id);
     spec.tags = to_tags(fields[8], spec.op_id);
     spec.digests = to_digests(fields[9], spec.op_id);
+    spec.reads = to_reads(fields[10], spec.op_id);
   }
   for (const py::handle edge : edges) {
     const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);

@@ -51,6 +51,10 @@ class BlockIndex {
   // One more lease on each entry, which must be ready; writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
+  // The same for entries that are ready, or pending and leased by who fills them: what is on its way is kept
+  // for whoever waits for it, though nobody else may hit it.
+  void pin_coming(std::span<const EntryId> entries, int32_t* slots);
+
   // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given;
   // those that were removed meanwhile are freed.
   void unpin(std::span<const EntryId> entries);

@@ -30,6 +30,22 @@ void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
   }
 }
 
+void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const EntryId id = entries[i];
+    const bool known = id >= table_.first() && id < table_.end();
+    const bool coming = known && table_[id].state() == EntryState::kPending && table_[id].pins() > 0;
+    const bool there = known && table_[id].state() == EntryState::kReady;
+    if ((!coming && !there) || table_[id].pins() == Entry::kMaxPins) {
+      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      throw ContractError("pin_coming: entry " + std::to_string(id) +
+                          " is neither a block nor on its way to be one, or has too many leases");
+    }
+    ++table_[id].meta;
+    slots[i] = static_cast<int32_t>(table_[id].slot);
+  }
+}
+
 void BlockIndex::check_pinned(EntryId id) const {
   if (id >= table_.first() && id < table_.end() && table_[id].pins() > 0) return;
   throw ContractError("entry " + std::to_string(id) + " is not leased");

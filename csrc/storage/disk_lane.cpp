@@ -221,6 +221,12 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   }
 }
 
+// Loads may wait for the page, of this process and of others.
+void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
+  const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
+  pool.slot_states().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
+}
+
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
   // The dispatcher first: it stops the others.

@@ -33,6 +33,7 @@ class DiskLane : public Lane {
   int32_t concurrency() const override;
   PageSizes check(const OpSpec& op) const override;
   bool watches_itself() const override { return true; }
+  void read_ended(const OpSpec& op, int32_t page, bool verified) override;
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   void join() override;
   void abandon() override;

@@ -103,11 +103,13 @@ TransferEngine::~TransferEngine() {
     new std::shared_ptr<Scheduler>(scheduler_);
     new std::vector<std::shared_ptr<Lane>>(lanes_);
     new std::thread(std::move(watchdog_));
+    new std::thread(std::move(slot_watch_));
     return;
   }
   if (close(kDestructorWaitS)) return;
   for (const auto& lane : lanes_) lane->abandon();
-  if (watchdog_.joinable()) watchdog_.join();  // it never waits for a lane
+  if (watchdog_.joinable()) watchdog_.join();  // these never wait for a lane
+  if (slot_watch_.joinable()) slot_watch_.join();
 }
 
 void TransferEngine::attach_view(int32_t group, std::shared_ptr<const KvView> view,
@@ -228,6 +230,16 @@ PageSizes TransferEngine::check_op(const OpSpec& op, size_t position, const Atta
   if (op.kind != OpKind::kDiskSeal && !op.digests.empty()) {
     throw ContractError(place(op, position) + ": digests are given to DISK_SEAL only");
   }
+  if (!op.reads.empty() && (op.kind != OpKind::kH2D || op.reads.size() != op.pages())) {
+    throw ContractError(place(op, position) + ": " + std::to_string(op.reads.size()) +
+                        " reads to wait for; allowed are none, or with H2D one for each of the " +
+                        std::to_string(op.pages()) + " pages");
+  }
+  for (const int64_t read : op.reads) {
+    if (read >= 0 && read < kMostReads) continue;
+    throw ContractError(place(op, position) + ": read " + std::to_string(read) +
+                        " to wait for: must be in [0, " + std::to_string(kMostReads) + ")");
+  }
   const auto [target_ids, target] = targets(op);
   const PageSizes sizes =
       has_places(op.kind) || !has_device_side(op.kind) ? lane_of(op.kind)->check(op) : PageSizes{};
@@ -282,6 +294,12 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
     if (op_stuck_s_ > 0 && !watchdog_.joinable()) {
       watchdog_ = std::thread([scheduler = scheduler_] { scheduler->watch(); });
       pthread_setname_np(watchdog_.native_handle(), "flexkv-watch");
+    }
+    const bool awaits =
+        std::any_of(graph.ops.begin(), graph.ops.end(), [](const OpSpec& op) { return !op.reads.empty(); });
+    if (awaits && !slot_watch_.joinable()) {
+      slot_watch_ = std::thread([scheduler = scheduler_] { scheduler->watch_slots(); });
+      pthread_setname_np(slot_watch_.native_handle(), "flexkv-slots");
     }
   } catch (const std::system_error& error) {
     throw CapacityError(std::string("submit: no thread for a lane: ") + error.what());
@@ -350,6 +368,7 @@ bool TransferEngine::close(double deadline_s) {
   ended_ = true;
   for (const auto& lane : lanes_) lane->join();
   if (watchdog_.joinable()) watchdog_.join();
+  if (slot_watch_.joinable()) slot_watch_.join();
   const std::lock_guard views_lock(views_mutex_);
   views_.clear();
   return true;

@@ -86,9 +86,10 @@ class TransferEngine {
   KindSet kinds_ = 0;
   const double op_stuck_s_;
   const pid_t home_;      // the process whose threads these are
-  std::mutex lifecycle_;  // guards started_, watchdog_, ended_: starting and joining threads
+  std::mutex lifecycle_;  // guards started_, both watching threads, ended_: starting and joining threads
   std::vector<bool> started_;
   std::thread watchdog_;
+  std::thread slot_watch_;  // once a load waits for reads of another engine
   bool ended_ = false;
   mutable std::mutex views_mutex_;
   std::map<int32_t, std::shared_ptr<const AttachedView>> views_;

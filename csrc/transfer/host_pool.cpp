@@ -28,6 +28,11 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
+// Unit: bytes. Of the memfd before its first slot: header, states of the slots.
+int64_t head_bytes(const PoolGeometry& geometry) {
+  return kIoAlignBytes + SlotStates::bytes_for(geometry.slots);
+}
+
 PoolToken random_token() {
   PoolToken token;
   if (getrandom(token.data(), token.size(), 0) != static_cast<ssize_t>(token.size())) {
@@ -53,7 +58,7 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const P
                       std::to_string(kMostNodes) + "), or -1 for any");
   }
   const ExtentTable table(geometry);
-  const int64_t header_bytes = options.shared ? geometry.alignment() : 0;
+  const int64_t header_bytes = options.shared ? round_up(head_bytes(geometry), geometry.alignment()) : 0;
   const int64_t bytes = table.total_bytes + header_bytes;
   const bool reserved = options.shared && options.huge_pages && free_hugetlb_bytes() >= bytes;
   if (!reserved) {  // reserved huge pages are not in MemAvailable
@@ -63,7 +68,7 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const P
   }
   PoolMapping mapping = options.shared ? PoolMapping::memfd(bytes, options.huge_pages)
                                        : PoolMapping::anonymous(bytes, options.huge_pages);
-  if (options.shared) mapping.populate(0, kIoAlignBytes);
+  if (options.shared) mapping.populate(0, round_up(head_bytes(geometry), kIoAlignBytes));
   std::shared_ptr<HostPool> pool(new HostPool(geometry, std::move(mapping), false, options));
   {
     const std::lock_guard lock(registry_mutex);
@@ -102,7 +107,7 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
     throw ClosedError(what + " was closed, or is not the pool any more: its token differs");
   }
   const PoolGeometry found{header->slot_bytes, header->slots, header->extent_bytes};
-  if (found != address.geometry ||
+  if (found != address.geometry || header->slots_offset < head_bytes(found) ||
       header->slots_offset + ExtentTable(found).total_bytes > address.file_bytes) {
     throw GeometryError(
         what + ": it has " + std::to_string(found.slots) + " slots of " + std::to_string(found.slot_bytes) +
@@ -128,18 +133,22 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
       registered_(new std::atomic<bool>[static_cast<size_t>(table_.count)]()) {
   if (!shared()) {
     own_header_ = std::make_unique<PoolHeader>();
+    own_states_ = std::make_unique<SlotStates::Word[]>(static_cast<size_t>(geometry.slots));
     header_ = own_header_.get();
+    states_ = own_states_.get();
   } else if (!attached_) {
     header_ = new (mapping_.base()) PoolHeader();
+    states_ = new (mapping_.base() + kIoAlignBytes) SlotStates::Word[static_cast<size_t>(geometry.slots)]();
   } else {
     header_ = reinterpret_cast<PoolHeader*>(mapping_.base());
+    states_ = reinterpret_cast<SlotStates::Word*>(mapping_.base() + kIoAlignBytes);
   }
   if (!attached_) {
     header_->token = random_token();
     header_->slot_bytes = geometry.slot_bytes;
     header_->slots = geometry.slots;
     header_->extent_bytes = geometry.extent_bytes;
-    header_->slots_offset = shared() ? geometry.alignment() : 0;
+    header_->slots_offset = shared() ? round_up(head_bytes(geometry), geometry.alignment()) : 0;
     header_->magic = kPoolMagic;
   }
   slots_base_ = mapping_.base() + header_->slots_offset;

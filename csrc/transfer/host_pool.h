@@ -20,6 +20,7 @@
 #include "transfer/pool_mapping.h"
 #include "transfer/process_watch.h"
 #include "transfer/registrar.h"
+#include "transfer/slot_states.h"
 
 namespace flexkv {
 
@@ -108,6 +109,9 @@ class HostPool {
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
+  // Of the reads that fill slots; shared by all processes that map the pool.
+  SlotStates slot_states() const { return SlotStates(states_); }
+
   std::vector<ExtentReport> report() const;
   // Throws ContractError for a private pool, which no other process can map.
   PoolAddress address() const;
@@ -140,8 +144,10 @@ class HostPool {
   const int32_t numa_node_;
   const std::function<MemoryLimit()> memory_;
   ProcessWatch creator_;
-  std::unique_ptr<PoolHeader> own_header_;  // of a private pool
+  std::unique_ptr<PoolHeader> own_header_;          // of a private pool
+  std::unique_ptr<SlotStates::Word[]> own_states_;  // the same
   PoolHeader* header_ = nullptr;
+  SlotStates::Word* states_ = nullptr;
   std::byte* slots_base_ = nullptr;
   std::unique_ptr<std::atomic<bool>[]> registered_;  // an extent
   std::atomic<int64_t> pinned_slots_{0};

@@ -90,6 +90,8 @@ class Lane {
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
   // There may be a piece to try_take(). Called under the scheduler's lock: only signal.
   virtual void wake() {}
+  // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
+  virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
   // Whether graphs for it must name the engine's stream. Then:
   virtual bool needs_stream() const { return false; }
   // - a point after all that `stream` has been given so far. Throws CapacityError.

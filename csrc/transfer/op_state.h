@@ -86,7 +86,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   // Predecessors of each kind that have not ended, and what waits for this op; kept by the scheduler.
   int32_t waiting_barriers = 0;
-  std::vector<int32_t> waiting_streams;  // a page, empty when there are no stream edges
+  std::vector<int32_t> waiting_streams;  // a page: of stream edges and of reads elsewhere; empty without both
   std::vector<std::pair<OpState*, EdgeKind>> successors;
   Priority effective_priority = Priority::kLoad;
   std::shared_ptr<StreamEvent> fence;  // of its graph

@@ -1,5 +1,6 @@
 // The first page of a shared pool's memfd: how another process knows that it mapped the right pool, and how
-// far the creator has got. A private pool has one too, on the heap, so that both kinds wait the same way.
+// far the creator has got. The states of the slots follow it (slot_states.h). A private pool has both too, on
+// the heap, so that both kinds wait the same way.
 #pragma once
 #include <array>
 #include <atomic>
@@ -23,7 +24,7 @@ struct PoolHeader {
   std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, at the end or short of it
 };
 
-inline constexpr uint64_t kPoolMagic = 0x31304C4F4F504B46;  // "FKPOOL01", little-endian
+inline constexpr uint64_t kPoolMagic = 0x32304C4F4F504B46;  // "FKPOOL02", little-endian
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,
               "shared between processes");

@@ -78,6 +78,16 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
       for (int32_t& count : after.waiting_streams) ++count;
     }
   }
+  for (const auto& op : graph.ops) {
+    Coming coming{op, {}};
+    for (size_t page = 0; page < op->spec().reads.size(); ++page) {
+      if (op->spec().reads[page] != kNoRead) coming.pages.push_back(static_cast<int32_t>(page));
+    }
+    if (coming.pages.empty()) continue;
+    op->waiting_streams.resize(static_cast<size_t>(op->pages()));
+    for (const int32_t page : coming.pages) ++op->waiting_streams[static_cast<size_t>(page)];
+    coming_.push_back(std::move(coming));
+  }
   // What a load waits for runs as early as the load: edges point forward, so from the back all is known.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
@@ -97,6 +107,10 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     carry_on();
   }
   if (ops.empty()) remember(ticket);
+  if (!coming_.empty()) {
+    look_for_arrivals();  // some may be there
+    arrivals_.notify_one();
+  }
   return ticket;
 }
 
@@ -135,6 +149,7 @@ void Scheduler::update_runnable(OpState& op) {
 
 void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason) {
   op.fail(page, end, reason);
+  tell_read_ended(op, page, false);
   update_runnable(op);
   progress_.notify_all();  // a layer may be over with it
   for (const auto& [after, kind] : op.successors) {
@@ -146,6 +161,12 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
                                       std::to_string(op.spec().op_id) + ", which it waits for: " + reason;
     consequences_.push_back({Consequence::Kind::kEndPage, after, page, why});
   }
+}
+
+// Loads of other engines may wait for the page.
+void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
+  if (op.spec().kind != OpKind::kDiskRead) return;
+  lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
 // What ended ops and pages mean for others, until nothing follows any more. Every change ends with this.
@@ -186,6 +207,7 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
 
 // A page ended OK: its successors' pages may start.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
+  tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kStream) continue;
     --after->waiting_streams[static_cast<size_t>(page)];
@@ -344,6 +366,7 @@ void Scheduler::begin_close() {
     entry->lane->wake();
   }
   watchdog_.notify_all();
+  arrivals_.notify_all();
 }
 
 bool Scheduler::wait_quiet(double deadline_s) {

@@ -295,6 +295,51 @@ void Scheduler::revive() {
   }
 }
 
+// Whether pages of it still wait.
+bool Scheduler::look_for_arrivals(Coming& coming) {
+  OpState& op = *coming.op;
+  if (op.ended) return false;
+  const SlotStates states = op.view()->pool().slot_states();
+  std::vector<int32_t> waiting;
+  for (const int32_t page : coming.pages) {
+    if (op.state(page) != PageState::kWaiting) continue;  // cancelled
+    const auto at = static_cast<size_t>(page);
+    const int64_t read = op.spec().reads[at];
+    const SlotArrival arrival = states.look(op.spec().slots[at], read);
+    if (arrival == SlotArrival::kComing) {
+      waiting.push_back(page);
+    } else if (arrival == SlotArrival::kThere) {
+      --op.waiting_streams[at];
+      make_ready(op, page);
+    } else {
+      end_page(
+          op, page, PageState::kSkipped,
+          "page " + std::to_string(page) + " did not come up from disk (read " + std::to_string(read) + ")");
+    }
+  }
+  coming.pages = std::move(waiting);
+  update_runnable(op);
+  settle(op);
+  carry_on();
+  return !op.ended && !coming.pages.empty();
+}
+
+void Scheduler::look_for_arrivals() {
+  coming_.remove_if([this](Coming& coming) { return !look_for_arrivals(coming); });
+}
+
+void Scheduler::watch_slots() {
+  std::unique_lock lock(mutex_);
+  while (!closing_) {
+    if (coming_.empty()) {
+      arrivals_.wait(lock);
+      continue;
+    }
+    look_for_arrivals();
+    arrivals_.wait_for(lock, to_duration(kSlotLookS), [this] { return closing_; });
+  }
+}
+
 void Scheduler::watch() {
   const auto step = to_duration(op_stuck_s_ / kLooksUntilStuck);
   std::unique_lock lock(mutex_);

@@ -195,7 +195,9 @@ class CacheManager(ABC):
         """Looks up the longest restorable prefix after `start_block` whole blocks and leases it for `request_id`.
 
         Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What more
-        there is on disk is being brought up when this returns, and the answer says so (`reads`).
+        there is on disk is being brought up when this returns, and the answer says so (`reads`). With
+        `DiskLimits.stream` whole blocks on their way up are promised too: their load waits for each page, and fails
+        those that do not come or do not verify.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.

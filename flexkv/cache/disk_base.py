@@ -36,6 +36,8 @@ class DiskLimits:
         ops: reads, and writes, in flight at most; no more than the queue places of the lane.
         wait_s: a lookup waits for the disk this long at most, then goes on without.
         compute_if_faster: a lookup leaves to the engine what it computes sooner than the disk brings it up.
+        stream: whole blocks are promised as soon as their read is planned; their load waits for each page. Only for an
+            engine that computes what a load did not bring.
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
     """
 
@@ -46,6 +48,7 @@ class DiskLimits:
     ops: int = 256
     wait_s: float = 30.0
     compute_if_faster: bool = True
+    stream: bool = False
     ttl_s: int | None = None
 
     def check(self) -> None:
@@ -86,6 +89,7 @@ class DiskCounts:
         late: lookups that went on without the disk, because it took too long.
         left: lookups of which a part was left to the engine, because it computes that sooner.
         left_pages: pages of those.
+        streamed: pages loaded that had been promised while they were on their way up.
     """
 
     written: int = 0
@@ -102,3 +106,4 @@ class DiskCounts:
     late: int = 0
     left: int = 0
     left_pages: int = 0
+    streamed: int = 0

@@ -12,7 +12,7 @@ from flexkv.cache.disk_flow import DiskFlow
 from flexkv.errors import FlexKVError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskTier
-from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, SlotIds, TransferGraph
 
 logger = get_logger(__name__)
 
@@ -35,6 +35,8 @@ class DiskDriver:
     Args:
         plane: runs DISK_READ and DISK_WRITE; it is closed with the driver.
         tier: is closed with the driver.
+        fail_read: tells loads that wait for a read (host slots and number) that it will never be made; the lane tells
+            them of all that it was given.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class DiskDriver:
         plane: Plane,
         tier: DiskTier,
         clock: Callable[[], float] = time.monotonic,
+        fail_read: Callable[[SlotIds, int], None] = lambda slots, read: None,
     ) -> None:
         self._flow = flow
         self._plane = plane
         self._tier = tier
         self._clock = clock
+        self._fail_read = fail_read
         self._watch_at_s = 0.0
         self._say_left_at_s = 0.0
         self._closed = False
@@ -86,6 +90,8 @@ class DiskDriver:
             self._go_down(reason)
         for op in graph.ops:
             pages = np.arange(op.pages, dtype=np.int32)
+            if op.kind is OpKind.DISK_READ:
+                self._fail_read(op.slots, op.op_id)
             self._flow.complete(OpResult(OpId(op.op_id), OpStatus.CANCELLED, pages, reason))
 
     def _watch(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
 from flexkv.cache.disk_base import DiskCounts, DiskLimits
@@ -16,7 +17,7 @@ from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
-from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,39 @@ class Wanted:
 
 
 NOTHING = Wanted([], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Blocks that follow a match and may be promised though some are on their way up.
+
+    Attributes:
+        entries: per group, those of the host index, as many in each: ready, or pending and pinned by their read.
+        reads: per group, of each block the read that brings it, or 0 for one that is there.
+    """
+
+    entries: list[EntryIds]
+    reads: list[ReadIds]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.entries[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What a lookup found on disk.
+
+    Attributes:
+        reads: reads that the request now waits for.
+        coming: what may be promised at once; None for nothing.
+    """
+
+    reads: int = 0
+    coming: Coming | None = None
+
+
+NOTHING_FOUND = Looked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +145,22 @@ class DiskFlow:
         tail: Sequence[TailCandidates | None] | None,
         tail_tokens: int,
         room_pages: int,
-    ) -> int:
+    ) -> Looked:
         """Brings up what would make a match of `blocks` blocks after `start_block`, and `tail_tokens`, longer.
+
+        With `DiskLimits.stream` whole blocks may be promised at once (`Looked.coming`, to be pinned before anything
+        else is asked); for all else the request waits.
 
         Args:
             room_pages: more than so many pages cannot be promised to the request, so more is not read.
-
-        Returns:
-            Reads that the request now waits for; 0: the match is all there is to have.
         """
         wait = self.reads.waits.get(request_id)
         if self.down or (wait is not None and wait.given_up):
-            return 0
+            return NOTHING_FOUND
         now_s = self._clock()
         if wait is not None and now_s - wait.since_s > self._limits.wait_s:
             self.reads.give_up(request_id)
-            return 0
+            return NOTHING_FOUND
         wanted = self._wanted(keys, start_block, blocks, room_pages)
         if not wanted.parts and tail is not None:
             wanted = self._wanted_tail(tail, start_block + blocks, tail_tokens)
@@ -134,11 +168,29 @@ class DiskFlow:
         ops: set[OpId] = set()
         for group, group_keys in worth.parts:
             ops |= self.reads.bring_up(group, group_keys)
+        if self._limits.stream and worth.whole_blocks and not tail_tokens:
+            coming = self._coming(worth)
+            if coming.blocks:
+                return Looked(coming=coming)
         if ops:
             self.reads.wait(request_id, ops, now_s)
         if worth is not wanted:
             self.reads.leave_rest(request_id, now_s)
-        return len(ops)
+        return Looked(len(ops))
+
+    def _coming(self, wanted: Wanted) -> Coming:
+        """The leading blocks of `wanted` that are in host memory or on their way up."""
+        entries, reads = [], []
+        for group, keys in wanted.parts:
+            found = self._host.index.find(group, keys, ready_only=False)
+            found = found[: _leading(found != NO_ENTRY)]
+            filling = self.reads.filling(group, self._host.index.slots_of(found))
+            # A block that a store is filling is nobody's to promise: what it holds may never be published.
+            reach = _leading(self._host.index.ready(found).view(np.bool_) | (filling != 0))
+            entries.append(found[:reach])
+            reads.append(filling[:reach])
+        blocks = min(map(len, entries))
+        return Coming([e[:blocks] for e in entries], [r[:blocks] for r in reads])
 
     def _worth(self, wanted: Wanted, now_s: float) -> Wanted:
         """The part of `wanted` that is brought up sooner than computed: all of it, as long as nothing is known."""
@@ -302,3 +354,8 @@ class DiskFlow:
         """
         pinned = [*(op.disk for op in self.reads.ops), *(op.disk for op in self.writes.ops)]
         self.index.entries.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    """How many flags are set before the first that is not."""
+    return len(flags) if flags.all() else int(np.argmin(flags))

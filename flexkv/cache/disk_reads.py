@@ -13,7 +13,7 @@ from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.leases import EntryIds
-from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 
 
 @dataclass(slots=True)
@@ -97,6 +97,11 @@ class DiskReads:
         entries = self._host.index.find(group, keys, ready_only=False)
         readers = self._reader[group][self._host.index.slots_of(entries[entries != NO_ENTRY])]
         return {OpId(op_id) for op_id in np.unique(readers[readers != 0]).tolist()}
+
+    def filling(self, group: int, slots: SlotIds) -> ReadIds:
+        """Of each host slot the read that fills it and has not ended, or 0."""
+        reads: ReadIds = self._reader[group][slots]
+        return reads
 
     def wait(self, request_id: str, ops: set[OpId], now_s: float) -> None:
         """The request waits for these reads."""

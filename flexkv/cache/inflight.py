@@ -27,6 +27,7 @@ class InflightOp:
         epoch: the manager's epoch when it was planned.
         begun_s: the clock when it was planned; kept for loads in front of a disk tier.
         ahead: pages of its role that were in flight then.
+        coming: of a load, pages that were on their way up from disk when it was planned; None when there were none.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
@@ -45,6 +46,7 @@ class InflightOp:
     waits_for: tuple[OpId, ...] = ()
     begun_s: float = 0.0
     ahead: int = 0
+    coming: NDArray[np.bool_] | None = None
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)

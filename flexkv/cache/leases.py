@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.transfer.graph import SlotIds
+from flexkv.transfer.graph import ReadIds, SlotIds
 
 EntryIds = NDArray[np.uint32]
 """Entries of the native block index, each pinned once for every lease that names it."""
@@ -25,12 +25,14 @@ class GroupLease:
         slots: int32 [pages].
         first_block: number in the request of the first block.
         blocks: whole blocks; `len(entries)` is one more when there is a tail.
+        reads: int64 [pages], of each page the read from disk that brings it, or 0; None when all are there.
     """
 
     entries: EntryIds
     slots: SlotIds
     first_block: int
     blocks: int
+    reads: ReadIds | None = None
 
     @property
     def has_tail(self) -> bool:

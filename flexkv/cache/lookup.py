@@ -10,6 +10,7 @@ import numpy as np
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_BLOCK, GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
 from flexkv.cache.checks import as_block_ids
+from flexkv.cache.disk_flow import Coming
 from flexkv.cache.leases import EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.errors import BlockRangeError, ContractError
@@ -131,6 +132,24 @@ class Lookup:
                 GroupLease(entries, self._index.pin(entries), first, len(entries) - (found.tail_tokens > 0))
             )
         return Lease(tuple(groups), now_s)
+
+    def extend(self, found: Found, lease: Lease, coming: Coming) -> tuple[Found, Lease]:
+        """A lease of whole blocks alone, with the blocks that follow and are on their way up."""
+        groups = []
+        for group, entries, reads in zip(lease.groups, coming.entries, coming.reads, strict=True):
+            there = np.zeros(group.blocks, np.int64)
+            groups.append(
+                GroupLease(
+                    np.concatenate((group.entries, entries)),
+                    np.concatenate((group.slots, self._index.pin_coming(entries))),
+                    group.first_block,
+                    group.blocks + coming.blocks,
+                    np.concatenate((there, reads)),
+                )
+            )
+        blocks = found.blocks + coming.blocks
+        longer = Found(found.start_block, blocks, 0, tuple(group.entries for group in groups), found.cut)
+        return longer, Lease(tuple(groups), lease.since_s)
 
     def result(self, request_id: str, found: Found, lease: Lease, reads: int = 0) -> MatchResult:
         matches = tuple(

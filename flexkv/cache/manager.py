@@ -31,7 +31,7 @@ from flexkv.cache.disk_flow import DiskFlow
 from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import HostSide
 from flexkv.cache.inflight import InflightOp, InflightTable
-from flexkv.cache.leases import NO_ENTRIES, EntryIds, LeaseTable
+from flexkv.cache.leases import NO_ENTRIES, EntryIds, GroupLease, LeaseTable
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES, reserve_pages
@@ -39,7 +39,7 @@ from flexkv.cache.stats import Counters, ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.base import DiskTier
-from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
+from flexkv.transfer.graph import NO_READS, BlockIds, OpResult, ReadIds, TransferGraph
 
 
 class LocalCacheManager(CacheManager):
@@ -138,16 +138,19 @@ class LocalCacheManager(CacheManager):
         room = self._room_for_loads()
         found = self._lookup.find(keys, start_block, tail, room)
         lease = self._lookup.lease(found, self._clock())
-        if lease.pages:
-            self._leases.add(request_id, lease)
         reads = 0
         if self._disk is not None:
             # After the lease, which takes over what was read for this request.
             self._disk.reads.let_go(request_id)
             if not found.cut:
-                reads = self._disk.look(
+                looked = self._disk.look(
                     request_id, keys, start_block, found.blocks, tail, found.tail_tokens, room
                 )
+                reads = looked.reads
+                if looked.coming is not None:
+                    found, lease = self._lookup.extend(found, lease, looked.coming)
+        if lease.pages:
+            self._leases.add(request_id, lease)
         trails = self._trails.of(request_id)
         for group, trail in enumerate(trails):
             if start_block:
@@ -213,7 +216,7 @@ class LocalCacheManager(CacheManager):
             self._disk.reads.drop(request_id)
         kept = [np.flatnonzero(target != NO_BLOCK) for target in targets]
         graph = self._planner.load(
-            (g, target[kept[g]], lease.groups[g].slots[kept[g]])
+            (g, target[kept[g]], lease.groups[g].slots[kept[g]], _reads_of(lease.groups[g], kept[g]))
             for g, target in enumerate(targets)
             if len(kept[g])
         )
@@ -233,8 +236,11 @@ class LocalCacheManager(CacheManager):
                     self._epoch,
                     begun_s=begun_s,
                     ahead=self._inflight.pages[OpRole.LOAD],
+                    coming=op.reads != 0 if len(op.reads) else None,
                 )
             )
+            if self._disk is not None:
+                self._disk.counts.streamed += int(np.count_nonzero(op.reads))
         for group, used in zip(lease.groups, kept, strict=True):
             if len(used) < len(group.entries):
                 self._index.unpin(np.delete(group.entries, used))
@@ -303,10 +309,13 @@ class LocalCacheManager(CacheManager):
         counters = self._counters
         if self._disk is not None:
             keys = self._index.keys_of(op.entries)
+            if op.coming is not None:
+                # What never came up is judged by its read, which may not have been heard of yet.
+                op.suspect &= ~op.coming | self._index.ready(op.entries).view(np.bool_)
             # Also on disk: what is wrong with the page may have been written there too.
             self._disk.index.forget(op.group, keys[op.suspect])
             self._disk.index.used(op.group, keys[~op.suspect])
-            if not op.failed.any():
+            if not op.failed.any() and op.coming is None:
                 now_s = self._clock()
                 self._disk.rates.load.see(op.ahead + len(op.entries), now_s - op.begun_s, now_s)
         if op.suspect.any():
@@ -450,3 +459,11 @@ class LocalCacheManager(CacheManager):
             self._disk.check_integrity()
             pinned += self._disk.pinned_in_host()
         self._index.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
+
+
+def _reads_of(group: GroupLease, kept: NDArray[np.intp]) -> ReadIds:
+    """The reads that bring the pages of a load; empty when all of them are there."""
+    if group.reads is None:
+        return NO_READS
+    reads = group.reads[kept]
+    return reads if reads.any() else NO_READS

@@ -13,6 +13,7 @@ from flexkv.transfer.graph import (
     OpKind,
     PageTags,
     Priority,
+    ReadIds,
     SlotIds,
     TransferGraph,
     TransferOp,
@@ -27,12 +28,17 @@ class Planner:
     def __init__(self) -> None:
         self._numbers = count(1)
 
-    def load(self, pages: Iterable[tuple[int, BlockIds, SlotIds]]) -> TransferGraph:
-        """One H2D op for each `(group, engine blocks, slots)`; they do not wait for each other."""
+    def load(self, pages: Iterable[tuple[int, BlockIds, SlotIds, ReadIds]]) -> TransferGraph:
+        """One H2D op for each `(group, engine blocks, slots, reads)`; they do not wait for each other.
+
+        `reads` as in `TransferOp.reads`: the pages wait for reads of the manager's own disks.
+        """
         return TransferGraph(
             tuple(
-                TransferOp(OpId(next(self._numbers)), OpKind.H2D, group, Priority.LOAD, blocks, slots)
-                for group, blocks, slots in pages
+                TransferOp(
+                    OpId(next(self._numbers)), OpKind.H2D, group, Priority.LOAD, blocks, slots, reads=reads
+                )
+                for group, blocks, slots, reads in pages
             )
         )
 

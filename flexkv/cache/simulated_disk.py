@@ -217,6 +217,9 @@ class SimDiskLane:
     Args:
         get_slot: group and slot -> the symbols there, one a rank.
         set_slot: puts symbols into a slot.
+
+    Attributes:
+        slot_states: of a group and host slot, the read that ended it last and whether its page is good.
     """
 
     def __init__(
@@ -231,6 +234,7 @@ class SimDiskLane:
         self.left: dict[int, list[int]] = {}
         self.ops: dict[int, TransferOp] = {}
         self.failed: dict[int, list[int]] = {}
+        self.slot_states: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def submit(self, op: TransferOp) -> None:
         """Takes an op over; its places must not be in use by another."""
@@ -259,11 +263,20 @@ class SimDiskLane:
             symbols = None if fails else self._tier.read(op.group, place, identity)
             done = symbols is not None
             self._set_slot(op.group, slot, symbols)
+            self.slot_states[op.group, slot] = op_id, done
         if fails or not done:
             self.failed[op_id].append(page)
         return not self.left[op_id]
 
+    def arrived(self, group: int, slot: int, read: int) -> bool | None:
+        """Whether the page that `read` brings to a slot is there and good; None while it is coming."""
+        last, good = self.slot_states.get((group, slot), (0, False))
+        return None if last < read else last == read and good
+
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Takes an op out: the op and its failed pages."""
-        del self.left[op_id]
+        """Takes an op out: the op and its failed pages. What has not moved never will."""
+        op = self.ops[op_id]
+        for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
+            self.slot_states[op.group, int(op.slots[page])] = op_id, False
+        self.left.pop(op_id, None)
         return self.ops.pop(op_id), self.failed.pop(op_id)

@@ -165,10 +165,15 @@ class SimEngine:
             for place, _ in [*task.inputs, *task.outputs]:
                 self.pool.drop(place)
 
-    def move_page(self, rank: Rank, movement: Movement, fails: bool) -> None:
-        """Moves the next page; a failing one leaves garbage behind."""
+    def fail_page(self, movement: Movement, page: int) -> None:
+        """A page that never comes: its block stays as it is."""
+        movement.left.remove(page)
+        movement.failed.append(page)
+
+    def move_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> None:
+        """Moves a page; a failing one leaves garbage behind."""
         movement.started = True
-        page = movement.left.pop(0)
+        movement.left.remove(page)
         group = movement.op.group
         block, slot = int(movement.op.blocks[page]), int(movement.op.slots[page])
         source = rank.slot[group][slot] if movement.is_load else rank.block[group][block]

@@ -48,9 +48,11 @@ class Lookups:
                 for counts in request.tail_keys
             ]
         result = world.manager.match(request.request_id, request.arrays, start, tails)
-        evicted = world.recorder.take_evicted()
+        world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_blocks)
+        self.orders_planned()
+        streamed = world.config.stream and result.blocks > model_blocks
         require(
-            result.blocks == model_blocks,
+            result.blocks == model_blocks or streamed,
             f"match promised {result.blocks} blocks, {model_blocks} are restorable",
         )
         pages: list[tuple[Key, int]] = []
@@ -62,7 +64,7 @@ class Lookups:
                 ((group, request.keys[group][n]), int(s)) for n, s in zip(needed, match.slots, strict=True)
             ]
         model_tail = 0
-        if tails is not None and tails[0].base_block == start + result.blocks:
+        if tails is not None and tails[0].base_block == start + result.blocks and not streamed:
             model_tail = world.model.tail(request.tail_keys, len(pages))
         require(
             result.tail_tokens == model_tail,
@@ -73,9 +75,7 @@ class Lookups:
                 ((group, request.tail_keys[group][result.tail_tokens]), match.tail_slot)
                 for group, match in enumerate(result.groups)
             ]
-        world.model.lease(request.request_id, pages)
-        world.model.evict(evicted)
-        self.orders_planned()
+        world.model.lease(request.request_id, pages, streamed)
         request.promised, request.promised_tail = result.blocks, result.tail_tokens
         request.state = "matched"
         if result.reads and world.random.random() < 0.8:
@@ -145,5 +145,6 @@ class Lookups:
             slots = op.slots.tolist()
             require(slots == [lease[key] for key in keys], "a load reads other slots than were promised")
             require(op.blocks.tolist() == targets[op.group], "a load writes other blocks than were given")
+            world.report.streamed_pages += int(np.count_nonzero(op.reads))
             world.submit(op, request, OpRole.LOAD, keys, numbers, in_stream=sync)
             request.unverified.add(op.op_id)

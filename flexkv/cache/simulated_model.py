@@ -131,13 +131,31 @@ class Model:
         stored = [n for n in common if all((g, counts[n]) in self.visible for g, counts in enumerate(tails))]
         return max(stored, default=0)
 
-    def lease(self, request_id: str, pages: list[tuple[Key, int]]) -> None:
+    def lease(self, request_id: str, pages: list[tuple[Key, int]], streamed: bool = False) -> None:
+        """Applies what `match` promised. `streamed`: pages that a read is bringing up count too."""
         for key, slot in pages:
             require(
-                self.visible.get(key) == slot, f"match of {request_id} names slot {slot}, not the key's own"
+                self.visible.get(key) == slot or (streamed and self._coming_to(key) == slot),
+                f"match of {request_id} names slot {slot}, not the key's own",
             )
+        room = self.limits.inflight_load_pages - self.load_pages()
+        require(len(pages) <= room, "more load pages are promised than allowed")
         if pages:
             self.leases[request_id] = pages
+
+    def _coming_to(self, key: Key) -> int:
+        """The slot that a read from disk brings the page to, or -1."""
+        read = self.disk_ops.get(self.pending.get(key, -1))
+        return read.slots[read.keys.index(key)] if read is not None and read.role is OpRole.LOAD else -1
+
+    def evict_for_lookup(
+        self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, blocks: int
+    ) -> None:
+        """Applies evictions that made room for reads; none may be of what this lookup was promised."""
+        groups = range(len(keys))
+        promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, blocks)}
+        require(not promised & set(evicted), "a lookup evicted what it promises")
+        self.evict(evicted)
 
     def release(self, request_id: str) -> None:
         self.leases.pop(request_id, None)

@@ -48,23 +48,40 @@ class Ranks:
             if isinstance(task, Compute):
                 world.engine.run_compute(rank, task)
             elif task.is_load:
-                while task.left:
-                    self._move_page(rank, task)
-                self._finish(rank, task)
+                while self._move_page(rank, task):
+                    continue
+                if task.left:
+                    # The step stands still until its pages are up.
+                    rank.stream.appendleft(task)
+                else:
+                    self._finish(rank, task)
             else:
                 rank.moving.append(task)
         elif rank.moving:
             movement = world.random.choice(rank.moving)
-            for _ in range(min(len(movement.left), world.random.randint(1, 4))):
+            for _ in range(world.random.randint(1, 4)):
                 self._move_page(rank, movement)
             if not movement.left:
                 rank.moving.remove(movement)
                 self._finish(rank, movement)
 
-    def _move_page(self, rank: Rank, movement: Movement) -> None:
+    def _move_page(self, rank: Rank, movement: Movement) -> bool:
+        """Moves the first page that can be moved; a page whose read failed ends without. False if there is none."""
         world = self.world
-        lost = world.report.steps < world.lost_until
-        world.engine.move_page(rank, movement, lost or world.random.random() < world.config.failure_rate)
+        op = movement.op
+        for page in movement.left:
+            read = int(op.reads[page]) if len(op.reads) else 0
+            there = world.disk_lane.arrived(op.group, int(op.slots[page]), read) if read else True
+            if there is None:
+                continue
+            if there:
+                lost = world.report.steps < world.lost_until
+                fails = lost or world.random.random() < world.config.failure_rate
+                world.engine.move_page(rank, movement, page, fails)
+            else:
+                world.engine.fail_page(movement, page)
+            return True
+        return False
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason = OpStatus.OK, movement.failed, ""

@@ -38,6 +38,7 @@ class SimulationConfig:
         disks: that the places are striped over.
         measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
             on disk to the engine.
+        stream: blocks are promised while they are on their way up from disk.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
     """
 
@@ -56,6 +57,7 @@ class SimulationConfig:
     disk_mode: DiskMode = DiskMode.THROUGH
     disks: int = 2
     measured_steps: bool = False
+    stream: bool = False
 
 
 @dataclass
@@ -65,6 +67,7 @@ class SimulationReport:
     steps: int = 0
     verified_pages: int = 0
     failed_pages: int = 0
+    streamed_pages: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
     disk: DiskCounts = field(default_factory=DiskCounts)
@@ -90,7 +93,9 @@ class World:
             lease_s=30.0,
         )
         self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
-        disk_limits = DiskLimits(config.disk_mode, write_pages=6, read_pages=12, waiting_pages=8, ops=4)
+        disk_limits = DiskLimits(
+            config.disk_mode, write_pages=6, read_pages=12, waiting_pages=8, ops=4, stream=config.stream
+        )
         self.manager = manager_class(
             config.groups,
             limits,

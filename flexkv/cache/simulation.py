@@ -104,6 +104,10 @@ class Simulation:
         while any(rank.stream or rank.moving or rank.outbox for rank in world.engine.ranks):
             self.ranks.move()
             self.ranks.deliver()
+            if world.config.stream:
+                # Loads may wait for them.
+                self.disks.move()
+                self.disks.deliver()
         while world.config.disk_places and self.disks.busy:
             self.disks.move()
             self.disks.deliver()

@@ -279,6 +279,12 @@ class DiskConfig(Section):
         description="Leave blocks that are on disk to the engine where it computes them sooner than the disk brings "
         "them up, as both were measured lately; off for engines whose time is dearer than a request's.",
     )
+    stream: bool = Field(
+        False,
+        description="Promise blocks that are on disk as soon as their read is planned, and copy each to the engine "
+        "when it is up and verified, so that reading and loading overlap; a page that fails is computed. The request "
+        "holds its engine blocks meanwhile. Only with vLLM, `kv_load_failure_policy` recompute and `load.mode` async.",
+    )
     write_pages: Count = Field(
         4096,
         description="Pages being written at once at most; each keeps its slot of host memory from eviction.",

@@ -168,6 +168,12 @@ _TABLE = (
         "Pages on disk that were left to the engine, because it computes them sooner.",
     ),
     Metric(
+        "flexkv_disk_streamed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages loaded that had been promised while the disk brought them up (`disk.stream`).",
+    ),
+    Metric(
         "flexkv_disk_page_seconds",
         MetricKind.GAUGE,
         "seconds",

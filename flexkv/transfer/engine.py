@@ -164,6 +164,7 @@ class TransferEngine(DataPlane):
                 op.places,
                 op.tags,
                 op.digests,
+                op.reads,
             )
             for op in graph.ops
         ]

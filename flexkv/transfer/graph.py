@@ -30,12 +30,16 @@ TAG_BYTES = 40
 PageTags = NDArray[np.uint8]
 """Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. Opaque to the scheduler of the data plane."""
 
+ReadIds = NDArray[np.int64]
+"""Numbers of DISK_READ ops, shape [pages], int64, C-contiguous; 0 for none."""
+
 RunDigests = NDArray[np.uint64]
 """Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
 
 NO_PLACES: SlotIds = np.empty(0, np.int32)
 NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
 NO_DIGESTS: RunDigests = np.empty((0, 0), np.uint64)
+NO_READS: ReadIds = np.empty(0, np.int64)
 
 
 class OpKind(IntEnum):
@@ -99,6 +103,9 @@ class TransferOp:
         places: for the disk and GDS kinds, the disk slots, as many as pages; empty for other kinds.
         tags: for these kinds, what each disk slot must hold or is to hold; empty for other kinds.
         digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
+        reads: for H2D, of each page the DISK_READ that brings it to its slot, or 0 for a page that is there; empty when
+            all are. The read may run on another engine with the same host pool, in another process, and may have ended.
+            The page is moved when the read has verified it, and fails when the read has failed it.
     """
 
     op_id: OpId
@@ -111,6 +118,7 @@ class TransferOp:
     places: SlotIds = field(default_factory=lambda: NO_PLACES)
     tags: PageTags = field(default_factory=lambda: NO_TAGS)
     digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
+    reads: ReadIds = field(default_factory=lambda: NO_READS)
 
     @property
     def pages(self) -> int:
@@ -121,7 +129,9 @@ class TransferOp:
         # type and shape. Both cost more than the pages.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
-        if len(self.places) or len(self.tags):
+        if len(self.reads):
+            disk = (self.places, self.tags, self.digests, self.reads)
+        elif len(self.places) or len(self.tags):
             disk = (self.places, self.tags, *([self.digests] if len(self.digests) else []))
         pages = (_bytes_of("blocks", self.blocks), _bytes_of("slots", self.slots))
         return _op_of_numbers, (self.op_id, *numbers, *pages, self.layerwise, *disk)
@@ -146,6 +156,7 @@ def _op_of_numbers(
     places: SlotIds = NO_PLACES,
     tags: PageTags = NO_TAGS,
     digests: RunDigests = NO_DIGESTS,
+    reads: ReadIds = NO_READS,
 ) -> TransferOp:
     return TransferOp(
         op_id,
@@ -158,6 +169,7 @@ def _op_of_numbers(
         places,
         tags,
         digests,
+        reads,
     )
 
 

@@ -183,6 +183,17 @@ class HostPool:
         """
         return self.native.slot(slot)
 
+    def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
+        """`read` will never fill these slots: loads that wait for it fail those pages.
+
+        For reads that no lane has taken; the lane tells how all others end.
+
+        Raises:
+            BlockRangeError: a slot is not in [0, ready_slots).
+            ContractError: `read` is not positive.
+        """
+        self.native.settle(slots, read, False)
+
     def report(self) -> list[ExtentReport]:
         """One entry an extent, in order."""
         return [ExtentReport(*extent) for extent in self.native.report()]

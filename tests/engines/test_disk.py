@@ -21,6 +21,7 @@ DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
 DURABLE = "vllm:flexkv_disk_durable_pages_total"
 FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
+STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
 """About 58 blocks of the tiny model: three prompts of 600 tokens."""
@@ -121,6 +122,34 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     assert session.call("reset", connector=True)["done"]
     assert session.check_one(first).cached == 0
     session.settle()
+
+
+def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
+    engines: Engines, stream: int, folder: Path
+) -> None:
+    first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
+    session = start(engines, folder, disk__stream=True)
+    for prompt in (first, second):
+        assert session.check_one(prompt).cached == 0
+
+    session = start(engines, folder, disk__stream=True)
+    answers = session.check(first, second)
+    assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
+    session.settle()
+    pages = (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
+    assert session.metric(STREAMED) == pages
+    assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
+    engines.close_others()
+
+    # The same promise from a damaged slab: the engine is told which blocks did not come, and computes them.
+    spoil(folder)
+    session = start(engines, folder, disk__stream=True)
+    session.check_one(first)
+    session.settle()
+    assert session.metric(STREAMED) > 0
+    assert session.metric(FAILED_READS) > 0
+    session.forget()
+    assert session.check_one(first).cached == first.whole_blocks, "computed again, it was stored again"
 
 
 @pytest.mark.timeout(600)

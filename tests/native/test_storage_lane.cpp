@@ -14,6 +14,7 @@
 #include "io/io_queue.h"
 #include "page_world.h"
 #include "storage/disk_lane.h"
+#include "transfer/counting_mover.h"
 #include "transfer/engine.h"
 #include "transfer/host_mover.h"
 
@@ -114,6 +115,87 @@ TEST_CASE("pages of many ops at once come back whole, by pages and by layers") {
       CHECK(result.reason.empty());
     }
     for (int32_t i = 0; i < kPlaces; ++i) CHECK(world.holds(kPlaces + i, static_cast<uint8_t>(i + 1)));
+  }
+}
+
+TEST_CASE("a load on another engine copies each page when the disk has brought it up and it verified") {
+  for (const IoBackend io : backends()) {
+    DiskWorld world(io);
+    for (int32_t i = 0; i < kPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
+    world.submit(OpKind::kDiskWrite, 0, kPlaces, 0);
+    CHECK(world.results(1).front().status == Status::kOk);
+    // Disk 0 hangs; of disk 1's pages the one at place 5 is damaged.
+    IoFaultRule hang;
+    hang.action = IoFaultAction::kStall;
+    hang.disk = 0;
+    world.faults->add(hang);
+    const int fd = open("slab1", O_RDWR);
+    const off_t middle = 4096 + 5 / kDisks * world.codec->image_bytes() + kRunBytes;
+    const char damage = 0x55;
+    REQUIRE(pwrite(fd, &damage, 1, middle) == 1);
+    close(fd);
+
+    std::vector<std::byte> memory(static_cast<size_t>(kPlaces * kLayers * kRunBytes));
+    std::vector<Segment> runs;
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      runs.push_back({reinterpret_cast<uintptr_t>(memory.data() + layer * kPlaces * kRunBytes), kRunBytes,
+                      kRunBytes, layer * kRunBytes, layer});
+    }
+    const auto view = std::make_shared<KvView>(runs, kPlaces, kLayers * kRunBytes);
+    const auto copies = std::make_shared<CountingMover>(std::make_shared<HostMover>());
+    TransferEngine device(copies, EngineOptions{});
+    device.attach_view(0, view, world.pool, 0);
+    const auto arrived = [&](int32_t block) {
+      return std::all_of(runs.begin(), runs.end(), [&](const Segment& run) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(run_address(run, block));
+        return std::all_of(bytes, bytes + kRunBytes, [=](uint8_t byte) { return byte == block + 1; });
+      });
+    };
+    OpSpec load;
+    load.op_id = 1;
+    for (int32_t i = 0; i < kPlaces; ++i) {
+      load.blocks.push_back(i);
+      load.slots.push_back(kPlaces + i);
+      load.reads.push_back(world.next_op);  // that is submitted after the load
+    }
+    GraphSpec graph;
+    graph.ops.push_back(load);
+    const auto ticket = device.submit(std::move(graph));
+    REQUIRE(ticket);
+    const int64_t read = world.submit(OpKind::kDiskRead, 0, kPlaces, kPlaces);
+    const auto deadline = deadline_in(kWaitS);
+    while (world.lane->counts(1).read_pages < kPlaces / kDisks - 1) {
+      REQUIRE(Clock::now() < deadline);
+      usleep(1000);
+    }
+    REQUIRE(world.faults->wait_stalled(1, kWaitS));
+    // The read has not ended, and what the other disk has is loaded.
+    while (copies->count(OpKind::kH2D).moves < kPlaces / kDisks - 1) {
+      REQUIRE(Clock::now() < deadline);
+      usleep(1000);
+    }
+    CHECK(!world.engine->wait(read, 0));
+    CHECK(!device.wait(*ticket, 0));
+    world.faults->release();
+    REQUIRE(device.wait(*ticket, kWaitS));
+    const OpResult result = device.poll(1).front();
+    CHECK(result.status == Status::kFailed);
+    CHECK(result.failed == std::vector<int32_t>{5});
+    for (int32_t i = 0; i < kPlaces; ++i) CHECK(arrived(i) == (i != 5));
+    CHECK(world.results(1).front().failed == std::vector<int32_t>{5});
+    CHECK(device.close(kWaitS));
+  }
+}
+
+TEST_CASE("reads that no disk takes fail the loads that wait for them") {
+  DiskWorld world(IoBackend::kThreads);
+  for (int32_t disk = 0; disk < kDisks; ++disk) world.lane->take_out(disk, "a test");
+  const int64_t read = world.next_op;
+  world.submit(OpKind::kDiskRead, 0, 2, 0);
+  CHECK(world.results(1).front().failed.size() == 2);
+  for (int32_t slot = 0; slot < 2; ++slot) {
+    CHECK(world.pool->slot_states().look(slot, read) == SlotArrival::kFailed);
+    CHECK(world.pool->slot_states().look(slot, read + 1) == SlotArrival::kComing);
   }
 }
 

@@ -99,8 +99,12 @@ class HostUnit:
         shared: bool,
         listener: CacheListener | None,
         owner: UnitOwner,
+        may_stream: bool = False,
     ) -> HostUnit:
         """Opens the disks, sizes and creates pool and manager.
+
+        Args:
+            may_stream: see `disk_limits`.
 
         Raises:
             GeometryError: a rank is missing, or the ranks count different blocks.
@@ -120,7 +124,7 @@ class HostUnit:
             del said[1:]
         tier = open_tier(config, block_tokens, said, owner) if config.disk.folders else None
         try:
-            return cls._create(config, block_tokens, said, shared, listener, tier, ranks)
+            return cls._create(config, block_tokens, said, shared, listener, tier, ranks, may_stream)
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
@@ -136,6 +140,7 @@ class HostUnit:
         listener: CacheListener | None,
         tier: DiskTier | None,
         ranks: int,
+        may_stream: bool,
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
@@ -151,7 +156,7 @@ class HostUnit:
             policy=config.index.policy,
             listener=listener,
             disk=tier,
-            disk_limits=disk_limits(config),
+            disk_limits=disk_limits(config, may_stream),
         )
         logger.info(
             "host tier: %d slots of %d bytes (%.2f GiB) for %d rank(s), %d tokens a block",

@@ -14,11 +14,13 @@ from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
-from flexkv.observe import Counters
+from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
+
+logger = get_logger(__name__)
 
 OPS_SHARE = 2
 """The control plane uses at most one in so many of the lane's queue places for each direction: a lane whose results
@@ -40,9 +42,18 @@ class UnitOwner:
     unit: str
 
 
-def disk_limits(config: FlexKVConfig) -> DiskLimits:
-    """The bounds of the unit's traffic with its disks."""
+def disk_limits(config: FlexKVConfig, may_stream: bool) -> DiskLimits:
+    """The bounds of the unit's traffic with its disks.
+
+    Args:
+        may_stream: the engine computes what a load did not bring, and does not stand still while a load waits.
+    """
     disk = config.disk
+    if disk.stream and disk.folders and not may_stream:
+        logger.warning(
+            "disk.stream is off here: it needs an engine that computes what a load did not bring and goes on "
+            'meanwhile: vLLM with "kv_load_failure_policy":"recompute" and load.mode=async'
+        )
     return DiskLimits(
         mode=DiskMode(disk.mode),
         write_pages=disk.write_pages,
@@ -51,6 +62,7 @@ def disk_limits(config: FlexKVConfig) -> DiskLimits:
         ops=max(1, config.transfer.queue_ops // OPS_SHARE),
         wait_s=disk.wait_s,
         compute_if_faster=disk.compute_if_faster,
+        stream=disk.stream and may_stream,
         ttl_s=disk.ttl_s,
     )
 
@@ -116,7 +128,7 @@ class UnitDisk:
         plane = TransferEngine(
             queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[tier.lane([pool])]
         )
-        self._driver = DiskDriver(self._flow, plane, tier)
+        self._driver = DiskDriver(self._flow, plane, tier, fail_read=pool.fail_read)
         self._close_s = transfer.close_s
         self._said = DiskCounts()
         self._durable_said = 0
@@ -152,6 +164,7 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
+        counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries

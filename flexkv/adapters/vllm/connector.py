@@ -116,6 +116,7 @@ class FlexKVConnector(KVConnectorBase_V1):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+                recomputes=self._kv_transfer_config.kv_load_failure_policy == "recompute",
             ),
             model=str(vllm_config.model_config.model),
             unit_name=f"dp{parallel.data_parallel_index}",

@@ -46,11 +46,13 @@ class Use:
         loads: answer lookups (vLLM's kv_role is kv_both or kv_consumer).
         stores: store blocks (kv_both or kv_producer).
         drop_last_block: see `Lookups`.
+        recomputes: what a load did not bring is computed (kv_load_failure_policy is recompute).
     """
 
     loads: bool = True
     stores: bool = True
     drop_last_block: bool = False
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class SchedulerSide:
             not workers,
             listeners,
             self._owner,
+            may_stream=self._use.recomputes and self._config.load.mode == "async",
         )
         for worker in workers:
             worker.attach(unit.pool, unit.places[worker.rank])
@@ -214,9 +217,9 @@ class SchedulerSide:
         tracker.stale = False
         tracker.own_from = computed_tokens // self._geometry.block_tokens
         tokens = parts.lookups.match(tracker, computed_tokens)
+        # What the lookup found on disk is asked for at once.
+        self._pump(parts)
         if tokens is None:
-            # What the lookup found on disk is asked for at once.
-            self._pump(parts)
             return None, False
         return tokens, tokens > 0 and self._config.load.mode == "async"
 

@@ -12,7 +12,7 @@ from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import Simulation, SimulationConfig
 from flexkv.errors import ContractError
-from tests.unit.cache.broken_disk_managers import BROKEN
+from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_STREAMS
 
 GROUPS = {
     "one group": (GroupSpec(4, 12),),
@@ -75,6 +75,20 @@ def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
         assert report.verified_pages > 50
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_no_rule_is_broken_by_promises_of_what_comes_up(groups: str, seed: int) -> None:
+    streaming = dataclasses.replace(
+        config(seed, groups, DiskMode.THROUGH), stream=True, measured_steps=bool(seed)
+    )
+    report = Simulation(streaming).run()
+    assert report.steps == STEPS
+    assert report.verified_pages > 50
+    # Only prefixes of whole blocks are streamed, so a group with a window waits as ever.
+    assert (report.streamed_pages > 5) == (groups != "hybrid")
+    assert report.disk.streamed == report.streamed_pages
+
+
 def test_a_seed_repeats_its_steps() -> None:
     first, second = (Simulation(config(5, "two groups", DiskMode.BACK, 1_500)).run() for _ in range(2))
     assert first == second
@@ -96,9 +110,9 @@ def narrow_configs() -> Iterator[SimulationConfig]:
         )
 
 
-def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0) -> str:
+def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0, stream: bool = False) -> str:
     for narrow in narrow_configs():
-        narrow = dataclasses.replace(narrow, integrity_every=integrity_every)
+        narrow = dataclasses.replace(narrow, integrity_every=integrity_every, stream=stream)
         try:
             Simulation(narrow, manager_class).run()
         except ContractError as error:
@@ -111,5 +125,11 @@ def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> N
     assert caught_by(manager_class, 5)
 
 
-def test_the_real_manager_passes_where_the_broken_ones_fail() -> None:
-    assert caught_by(LocalCacheManager, 5) == ""
+@pytest.mark.parametrize("manager_class", BROKEN_STREAMS, ids=lambda c: c.__name__)
+def test_a_broken_stream_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by(manager_class, stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_real_manager_passes_where_the_broken_ones_fail(stream: bool) -> None:
+    assert caught_by(LocalCacheManager, 5, stream) == ""

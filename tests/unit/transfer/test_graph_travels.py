@@ -30,16 +30,18 @@ def test_every_field_arrives(protocol: int, layerwise: bool) -> None:
     read = TransferOp(
         OpId(6), OpKind.DISK_READ, 0, Priority.LOAD, blocks[:0], slots, layerwise, places=blocks, tags=tags
     )
-    sent = TransferGraph((store, drop, read), (Edge(0, 1, EdgeKind.STREAM),))
+    reads = np.array([2**40, 0, 5], np.int64)
+    load = TransferOp(OpId(7), OpKind.H2D, 0, Priority.LOAD, blocks, slots, layerwise, reads=reads)
+    sent = TransferGraph((store, drop, read, load), (Edge(0, 1, EdgeKind.STREAM),))
     came = pickle.loads(pickle.dumps(sent, protocol))
     assert came.edges == sent.edges
-    assert len(came.ops) == 3
+    assert len(came.ops) == 4
     for there, here in zip(came.ops, sent.ops, strict=True):
         assert type(there.kind) is OpKind
         assert type(there.priority) is Priority
         for name in ("op_id", "kind", "group", "priority", "layerwise", "pages"):
             assert getattr(there, name) == getattr(here, name), name
-        for name in ("blocks", "slots", "places", "tags"):
+        for name in ("blocks", "slots", "places", "tags", "reads"):
             assert getattr(there, name).dtype == getattr(here, name).dtype
             np.testing.assert_array_equal(getattr(there, name), getattr(here, name))
 

@@ -12,9 +12,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from flexkv.errors import ClosedError, ContractError, GeometryError
+from flexkv import c_ext
+from flexkv.errors import BlockRangeError, ClosedError, ContractError, GeometryError
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool, PoolDescriptor
-from tests.unit.transfer.transfer_world import GENEROUS_S
+from tests.unit.transfer.transfer_world import GENEROUS_S, ids
 
 SLOT_BYTES, SLOTS = 128 * 1024, 64
 spawn = multiprocessing.get_context("spawn")
@@ -45,6 +48,25 @@ def create_and_hang(connection: Connection) -> None:
     connection.recv()
 
 
+def load_what_comes(connection: Connection, descriptor: PoolDescriptor) -> None:
+    """Loads slots 0 to 3 as the other process says that reads 8 (of the first three) and 9 have filled them."""
+    pool = HostPool.attach(descriptor)
+    memory = np.zeros((4, SLOT_BYTES), np.uint8)
+    view = c_ext.KvView(np.array([[memory.ctypes.data, SLOT_BYTES, SLOT_BYTES, 0, 0]]), 4, SLOT_BYTES)
+    engine = TransferEngine()
+    engine.attach_view(0, view, pool, 0, owners=[memory])
+    reads = np.array([8, 8, 8, 9], np.int64)
+    load = TransferOp(OpId(1), OpKind.H2D, 0, Priority.LOAD, ids(range(4)), ids(range(4)), reads=reads)
+    ticket = engine.submit(TransferGraph((load,)))
+    assert ticket is not None
+    connection.send(engine.wait(ticket, 0.05))
+    ended = engine.wait(ticket, GENEROUS_S)
+    [result] = engine.poll()
+    right = [bool((memory[slot] == pattern(slot, 3)).all()) for slot in range(4)]
+    connection.send((ended, result.failed.tolist(), right))
+    engine.close(GENEROUS_S)
+
+
 def receive(connection: Connection) -> object:
     assert connection.poll(120), "the other process said nothing"
     return connection.recv()
@@ -62,6 +84,29 @@ def test_two_processes_see_the_same_bytes() -> None:
     worker.join(GENEROUS_S)
     assert worker.exitcode == 0
     assert all((pool.slot(slot) == pattern(slot, 2)).all() for slot in range(SLOTS))
+    pool.close()
+
+
+def test_a_load_waits_for_slots_that_another_process_fills() -> None:
+    pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
+    assert pool.wait_ready(SLOTS, GENEROUS_S)
+    pool.native.settle(ids([3]), 7, True)  # an earlier read of the slot
+    here, there = spawn.Pipe()
+    worker = spawn.Process(target=load_what_comes, args=(there, pool.descriptor()))
+    worker.start()
+    assert receive(here) is False
+    for slot in range(4):
+        pool.slot(slot)[:] = pattern(slot, 3)
+    pool.native.settle(ids([0, 2]), 8, True)
+    pool.fail_read(ids([1]), 8)
+    pool.native.settle(ids([3]), 9, True)
+    assert receive(here) == (True, [1], [True, False, True, True])
+    worker.join(GENEROUS_S)
+    assert worker.exitcode == 0
+    with pytest.raises(ContractError, match="read 0"):
+        pool.fail_read(ids([1]), 0)
+    with pytest.raises(BlockRangeError):
+        pool.fail_read(ids([SLOTS]), 10)
     pool.close()
 
 

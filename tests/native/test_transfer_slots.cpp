@@ -1,0 +1,178 @@
+// Loads that wait for slots which another engine's reads fill: each page starts when its own is there.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "base/error.h"
+#include "transfer_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr EngineOptions kOptions{.queue_ops = 64, .copy_threads = 2, .op_stuck_s = 0};
+
+struct SlotWorld : TransferWorld {
+  // Slot i holds what block i is to hold; all blocks are spoilt.
+  explicit SlotWorld(int32_t blocks, std::vector<FaultRule> rules = {})
+      : TransferWorld(blocks, kOptions, std::move(rules)) {
+    OpSpec store = op(OpKind::kD2H, blocks);
+    for (int32_t block = 0; block < blocks; ++block) fill(block, value(block));
+    REQUIRE(engine->wait(submit(store), kGenerousS));
+    REQUIRE(engine->poll(1).front().status == Status::kOk);
+    for (int32_t block = 0; block < blocks; ++block) fill(block, 0);
+  }
+
+  static uint8_t value(int32_t block) { return static_cast<uint8_t>(block % 200 + 1); }
+  OpSpec op(OpKind kind, int32_t pages, std::vector<int64_t> reads = {}) {
+    OpSpec spec;
+    spec.op_id = next_op++;
+    spec.kind = kind;
+    spec.priority = kind == OpKind::kH2D ? Priority::kLoad : Priority::kStore;
+    spec.blocks.resize(static_cast<size_t>(pages));
+    std::iota(spec.blocks.begin(), spec.blocks.end(), 0);
+    spec.slots = spec.blocks;
+    spec.reads = std::move(reads);
+    return spec;
+  }
+  int64_t submit(OpSpec spec) {
+    GraphSpec graph;
+    graph.ops.push_back(std::move(spec));
+    const auto ticket = engine->submit(std::move(graph));
+    REQUIRE(ticket);
+    return *ticket;
+  }
+  void settle(int32_t slot, int64_t read, bool verified) const {
+    pool->slot_states().settle(slot, read, verified);
+  }
+
+  int64_t next_op = 1;
+};
+
+}  // namespace
+
+TEST_CASE("pages are loaded as their reads end, in whatever order") {
+  SlotWorld world(4);
+  world.settle(3, 6, true);  // filled before, by an earlier read
+  std::vector<int64_t> tickets;
+  for (int32_t page = 0; page < 4; ++page) {
+    OpSpec spec = world.op(OpKind::kH2D, 1, {page == 2 ? kNoRead : 7});
+    spec.blocks = spec.slots = {page};
+    tickets.push_back(world.submit(std::move(spec)));
+  }
+  const auto ended = [&](size_t page) { return world.engine->wait(tickets[page], kGenerousS); };
+  const auto waits = [&](size_t page) { return !world.engine->wait(tickets[page], 0.01); };
+  CHECK(ended(2));
+  CHECK((waits(0) && waits(1) && waits(3)));
+  world.settle(1, 7, true);
+  CHECK(ended(1));
+  CHECK((waits(0) && waits(3)));
+  world.settle(3, 7, true);
+  CHECK(ended(3));
+  CHECK(waits(0));
+  world.settle(0, 7, true);
+  CHECK(ended(0));
+  for (const OpResult& result : world.engine->poll(4)) CHECK(result.status == Status::kOk);
+  for (int32_t block = 0; block < 4; ++block) CHECK(world.holds(block, SlotWorld::value(block)));
+}
+
+TEST_CASE("a page whose read failed, or whose slot was filled by a later one, is named and not copied") {
+  SlotWorld world(4);
+  const int64_t ticket = world.submit(world.op(OpKind::kH2D, 4, {7, 7, 7, 0}));
+  world.settle(1, 7, true);
+  world.settle(0, 7, false);
+  CHECK(!world.engine->wait(ticket, 0.01));
+  world.settle(2, 9, true);
+  REQUIRE(world.engine->wait(ticket, kGenerousS));
+  const OpResult result = world.engine->poll(1).front();
+  CHECK(result.status == Status::kFailed);
+  CHECK(result.failed == std::vector<int32_t>{0, 2});
+  CHECK(result.reason.find("read 7") != std::string::npos);
+  CHECK(world.holds(0, 0));
+  CHECK(world.holds(1, SlotWorld::value(1)));
+  CHECK(world.holds(2, 0));
+  CHECK(world.holds(3, SlotWorld::value(3)));
+}
+
+TEST_CASE("reads that have ended before the load is submitted are not waited for") {
+  SlotWorld world(3);
+  for (int32_t slot = 0; slot < 3; ++slot) world.settle(slot, 5, true);
+  REQUIRE(world.engine->wait(world.submit(world.op(OpKind::kH2D, 3, {5, 5, 5})), kGenerousS));
+  CHECK(world.engine->poll(1).front().status == Status::kOk);
+  for (int32_t slot = 0; slot < 3; ++slot) CHECK(world.holds(slot, SlotWorld::value(slot)));
+  world.settle(1, 6, false);
+  world.settle(0, 6, false);
+  world.settle(2, 6, false);
+  REQUIRE(world.engine->wait(world.submit(world.op(OpKind::kH2D, 3, {6, 6, 6})), kGenerousS));
+  CHECK(world.engine->poll(1).front().status == Status::kSkipped);
+}
+
+TEST_CASE("a load that waits for slots can be cancelled, and does not keep the engine from closing") {
+  SlotWorld world(4);
+  const int64_t cancelled = world.submit(world.op(OpKind::kH2D, 4, {3, 3, 3, 3}));
+  const int64_t open = world.submit(world.op(OpKind::kH2D, 4, {4, 4, 4, 4}));
+  CHECK(world.engine->cancel(cancelled) == 4);
+  REQUIRE(world.engine->wait(cancelled, kGenerousS));
+  CHECK(world.engine->poll(1).front().status == Status::kCancelled);
+  for (int32_t slot = 0; slot < 4; ++slot) world.settle(slot, 3, true);  // too late: nothing moves any more
+  CHECK(!world.engine->wait(open, 0.02));
+  CHECK(world.engine->close(kGenerousS));
+  CHECK(world.engine->poll(1).front().status == Status::kCancelled);
+  for (int32_t block = 0; block < 4; ++block) CHECK(world.holds(block, 0));
+}
+
+TEST_CASE("what a load waits for is checked at submit") {
+  SlotWorld world(2);
+  const auto refused = [&](OpSpec spec) {
+    GraphSpec graph;
+    graph.ops.push_back(std::move(spec));
+    CHECK_THROWS_AS(world.engine->submit(std::move(graph)), ContractError);
+  };
+  refused(world.op(OpKind::kH2D, 2, {1}));
+  refused(world.op(OpKind::kH2D, 2, {1, -1}));
+  refused(world.op(OpKind::kH2D, 2, {1, kMostReads}));
+  refused(world.op(OpKind::kD2H, 2, {1, 1}));
+}
+
+TEST_CASE("many loads and many reads at once: every page is there, or named") {
+  constexpr int32_t kBlocks = 512;
+  constexpr int32_t kLoads = 16;
+  constexpr int32_t kEach = kBlocks / kLoads;
+  SlotWorld world(kBlocks);
+  std::vector<int32_t> order(kBlocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(7));
+  const auto fails = [](int32_t slot) { return slot % 11 == 0; };
+  std::thread reader([&] {
+    for (const int32_t slot : order) {
+      // As a disk would: the bytes first. The engine reads them in another thread, only after they are
+      // settled.
+      world.pool->slot(slot)[0] = std::byte{SlotWorld::value(slot)};
+      world.settle(slot, 100 + slot / kEach, !fails(slot));
+    }
+  });
+  int64_t last = 0;
+  for (int32_t load = 0; load < kLoads; ++load) {
+    OpSpec spec = world.op(OpKind::kH2D, kEach);
+    for (int32_t& block : spec.blocks) block += load * kEach;
+    spec.slots = spec.blocks;
+    spec.reads.assign(kEach, 100 + load);
+    last = world.submit(std::move(spec));
+  }
+  for (int64_t ticket = 1; ticket <= last; ++ticket) REQUIRE(world.engine->wait(ticket, kGenerousS));
+  reader.join();
+  const auto results = world.engine->poll(kLoads);
+  REQUIRE(results.size() == kLoads);
+  for (const OpResult& result : results) {
+    const auto load = static_cast<int32_t>(result.op_id) - 2;
+    for (int32_t page = 0; page < kEach; ++page) {
+      const int32_t block = load * kEach + page;
+      const bool named = std::count(result.failed.begin(), result.failed.end(), page) > 0;
+      CHECK(named == fails(block));
+      CHECK(world.holds(block, named ? 0 : SlotWorld::value(block)));
+    }
+  }
+}

@@ -1,0 +1,178 @@
+"""Blocks promised while they come up from disk, under the connector's two sides, from real slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapters.vllm.scheduler import Use
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+"""5 whole blocks of 4 tokens, and 3 more tokens."""
+
+SLAB_BYTES = 4 << 20
+
+
+@pytest.fixture
+def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines that stream from the test's folder; each ends the one before."""
+    engines: list[MiniEngine] = []
+
+    def make(**settings: object) -> MiniEngine:
+        if engines:
+            engines.pop().close()
+        fixed = {
+            "disk.folders": str(tmp_path),
+            "disk.bytes_per_folder": SLAB_BYTES,
+            "disk.stream": True,
+            "use": Use(recomputes=True),
+        }
+        engines.append(make_engine(**fixed | settings))
+        return engines[-1]
+
+    return make
+
+
+def spoil(folder: Path, image: int) -> None:
+    """Flips a bit in every page of the only slab."""
+    (slab,) = folder.rglob("*.slab")
+    with slab.open("r+b") as file:
+        for offset in range(max(slab.stat().st_size % image, 4096), slab.stat().st_size, image):
+            file.seek(offset + 8)
+            byte = file.read(1)
+            file.seek(offset + 8)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def streamed(engine: MiniEngine) -> float:
+    return engine.counters.data["flexkv_disk_streamed_pages_total"].get("", 0)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
+def test_every_rank_loads_what_comes_up(make_streaming: Make, ranks: int, remote: bool, verify: bool) -> None:
+    settings = {"ranks": ranks, "remote": remote, "host.verify": verify}
+    make_streaming(**settings).run(make_request(PROMPT, "one"))
+    engine = make_streaming(**settings)
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert streamed(engine) == 5
+    assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
+    assert engine.invalid == set()
+
+
+def test_the_promise_is_made_before_the_disk_is_asked(
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    engine = make_streaming()
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    request = make_request(PROMPT, "two")
+    assert engine.add(request) == 20
+    for _ in range(5):
+        engine.step({})
+    assert engine.live["two"].waiting_for_load, "its pages are not up"
+    monkeypatch.undo()
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.check("two")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use": Use()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.stream": False}]
+)
+def test_who_cannot_compute_what_is_missing_waits(make_streaming: Make, settings: dict[str, object]) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    engine = make_streaming(**settings)
+    assert engine.side.match(make_request(PROMPT, "two"), 0) == (None, False)
+
+
+def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Path) -> None:
+    engine = make_streaming()
+    engine.run(make_request(PROMPT, "one"))
+    image = engine.side.unit.pool.slot_bytes
+    engine.close()
+    spoil(tmp_path, image)
+    engine = make_streaming()
+    assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
+    assert len(engine.invalid) == 5
+    assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
+    engine.forget()
+    # Computed again, it was stored again.
+    assert engine.run(make_request(PROMPT, "three")) == 20
+    assert len(engine.invalid) == 5
+
+
+def test_a_request_that_ends_while_its_pages_come_up(
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    engine = make_streaming()
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    engine.add(make_request(PROMPT, "two"))
+    engine.step({})
+    blocks = engine.finish("two")
+    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.pool.free_blocks(reversed(blocks))
+    monkeypatch.undo()
+    engine.drain()
+    engine.side.unit.manager.check_integrity()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_disk_that_takes_too_long_is_computed(
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    engine = make_streaming(**{"load.deadline_s": 0.05})
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    assert engine.add(make_request(PROMPT, "two")) == 20
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    assert len(engine.invalid) == 5
+    engine.step()
+    engine.check("two")
+    monkeypatch.undo()
+    engine.finish("two")
+    engine.drain()
+    assert len(engine.side.unit.manager.disk.index) == 5, "nothing is wrong with the pages"
+
+
+def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    # Its deadline is an hour: only being told can end it here.
+    engine = make_streaming(**{"load.deadline_s": 3600})
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver._plane, "submit", lambda graph: None)
+    assert engine.add(make_request(PROMPT, "two")) == 20
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    assert len(engine.invalid) == 5
+    monkeypatch.undo()
+    engine.step()
+    engine.check("two")
+
+
+def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_streaming().run(make_request(PROMPT, "one"))
+    engine = make_streaming()
+    driver = engine.side.unit.disk._driver
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    engine.add(make_request(PROMPT, "two"))
+    engine.step({})
+    assert not engine.side.reset(), "a load is in flight"
+    monkeypatch.undo()
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    assert len(engine.invalid) == 5
+    engine.step()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
+    engine.forget()

@@ -1,0 +1,250 @@
+"""Blocks promised while they are on their way up from disk (`DiskLimits.stream`), outcome by outcome."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import Completion, GroupSpec, MatchResult, TailCandidates
+from flexkv.cache.disk_base import DiskLimits
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
+
+STREAM = DiskLimits(stream=True)
+
+
+def written(keys: np.ndarray, **kwargs: object) -> DiskWorld:
+    """A world that streams, in which `keys` are on disk and not in host memory."""
+    world = DiskWorld(limits=kwargs.pop("limits", STREAM), **kwargs)  # type: ignore[arg-type]
+    world.store(keys)
+    world.run()
+    world.drop_host()
+    return world
+
+
+def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:
+    """A lookup whose promise need not be in host memory."""
+    result = world.manager.match(name, [keys], 0)
+    world.manager.check_integrity()
+    return result
+
+
+def load(world: DiskWorld, blocks: int, name: str = "r") -> TransferOp:
+    graph = world.manager.begin_load(name, [np.arange(blocks, dtype=np.int32)])
+    assert graph is not None
+    world.manager.check_integrity()
+    return graph.ops[0]
+
+
+def end(world: DiskWorld, op: TransferOp, failed: list[int] | None = None) -> Completion:
+    status = OpStatus.FAILED if failed else OpStatus.OK
+    done = world.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32)))
+    assert done is not None
+    world.manager.check_integrity()
+    return done
+
+
+def test_what_is_on_disk_is_promised_when_its_read_is_planned() -> None:
+    keys = chain(8)
+    world = written(keys[2:])
+    world.store(keys[:2])
+    world.run()
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (8, 0)
+    assert not world.manager.waits("r")
+    (read,) = world.take()
+    op = load(world, 8)
+    assert op.reads.tolist() == [0, 0] + [read.op_id] * 6, "the first two are there"
+    assert op.slots[2:].tolist() == read.slots.tolist()
+    assert world.manager.disk.counts.streamed == 6
+    world.end(read)
+    assert end(world, op).failed_blocks.tolist() == []
+    assert world.match(keys).blocks == 8
+
+
+def test_without_the_setting_nothing_on_disk_is_promised() -> None:
+    keys = chain(4)
+    world = written(keys, limits=DiskLimits())
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (0, 1)
+
+
+def test_no_other_lookup_hits_what_is_not_verified() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    assert len(world.manager._index.match_prefix(0, keys)) == 0
+    # Another request of a manager that streams waits for the same read.
+    result = look(world, keys, "other")
+    (read,) = world.take()
+    assert result.blocks == 4
+    assert load(world, 4, "other").reads.tolist() == [read.op_id] * 4
+
+
+def test_a_load_that_ends_before_its_read_is_heard_of() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    (read,) = world.take()
+    op = load(world, 4)
+    assert len(end(world, op, failed=[2]).failed_blocks) == 1
+    assert len(world.manager.disk.index) == 4, "that it did not come says nothing about the page on disk"
+    world.end(read, fails=lambda page: page == 2)
+    assert len(world.manager.disk.index) == 3, "its read does"
+    assert look(world, keys).blocks == 2
+
+
+def test_a_load_of_a_page_whose_read_failed() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    (read,) = world.take()
+    op = load(world, 4)
+    world.end(read, fails=lambda page: page == 1)
+    done = end(world, op, failed=[1])
+    assert done.failed_blocks.tolist() == [1]
+    assert world.manager.disk.counts.failed_reads == 1
+    assert look(world, keys).blocks == 1
+    assert world.store(keys[1:2]) == 0
+    assert world.match(keys).blocks == 4
+
+
+def test_a_page_that_was_there_and_fails_is_forgotten_everywhere() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    (read,) = world.take()
+    op = load(world, 4)
+    world.end(read)
+    assert len(end(world, op, failed=[3]).failed_blocks) == 1
+    assert len(world.manager.disk.index) == 3
+    assert world.match(keys).blocks == 3
+
+
+def test_slots_are_kept_for_the_load_until_it_ends() -> None:
+    keys = chain(6)
+    world = written(keys)
+    look(world, keys)
+    (read,) = world.take()
+    op = load(world, 6)
+    world.end(read)
+    assert world.store(chain(4, seed=5), name="other") == 2, "six of eight slots are being loaded"
+    end(world, op)
+    assert world.store(chain(4, seed=6), name="other") == 0
+
+
+def test_a_promise_that_is_dropped_leaves_what_its_read_brings() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    world.manager.release("r")
+    world.manager.check_integrity()
+    world.run()
+    assert world.match(keys).blocks == 4
+
+
+def test_a_lease_that_expires_while_its_pages_come_up() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    world.now_s += 61
+    assert world.manager.expire() == 1
+    world.run()
+    world.manager.check_integrity()
+    assert world.match(keys, "other").blocks == 4
+
+
+def test_a_reset_fails_the_load_whatever_comes_up() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    (read,) = world.take()
+    op = load(world, 4)
+    world.manager.reset()
+    world.manager.check_integrity()
+    world.end(read)
+    assert len(end(world, op).failed_blocks) == 4
+    assert look(world, keys).blocks == 0
+    assert world.manager.free_slots(0) == 8
+
+
+def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
+    keys = chain(6)
+    world = written(np.delete(keys, 3, axis=0))
+    plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
+    assert plan.graph is not None
+    # A store may never be published; what it fills is promised to nobody, nor is what follows.
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (3, 0)
+    world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))
+
+
+def test_without_room_less_is_promised() -> None:
+    keys = chain(6)
+    world = written(keys)
+    world.store(chain(5, seed=3), "other")
+    held = world.match(chain(5, seed=3), "held")
+    assert held.blocks == 5
+    assert look(world, keys).blocks == 3, "three of eight slots are free"
+
+
+def test_a_tail_is_waited_for_as_ever() -> None:
+    keys = chain(4)
+    world = written(keys[:3])
+    world.store(keys[3:], first=3, tokens=2)
+    world.run()
+    world.drop_host()
+    tail = TailCandidates(keys[3:], np.array([2], np.int32), 3)
+    result = world.manager.match("r", [keys[:3]], 0, [tail])
+    assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 0)
+    world.run()
+    result = world.manager.match("r", [keys[:3]], 0, [tail])
+    assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 1)
+    world.run()
+    assert world.manager.match("r", [keys[:3]], 0, [tail]).tail_tokens == 2
+
+
+def test_groups_of_one_request_stream_together() -> None:
+    keys = [chain(4), chain(4, seed=1)]
+    groups = (GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8))
+    world = DiskWorld(limits=STREAM, groups=groups)
+    for group in range(2):
+        world.store(keys[group], group=group)
+    world.run()
+    world.drop_host()
+    result = world.manager.match("r", keys, 0)
+    assert (result.blocks, result.reads) == (4, 0)
+    reads = world.take()
+    graph = world.manager.begin_load("r", [np.arange(4, dtype=np.int32)] * 2)
+    assert graph is not None
+    assert [op.reads.tolist() for op in graph.ops] == [[read.op_id] * 4 for read in reads]
+    for read in reads:
+        world.end(read)
+    world.load_ended(graph)
+    world.manager.check_integrity()
+
+
+def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:
+    keys = chain(4)
+    world = written(keys)
+    for _ in range(2):
+        look(world, keys)
+        (read,) = world.take()
+        op = load(world, 4)
+        world.now_s += 7
+        world.end(read)
+        end(world, op)
+        world.drop_host()
+    assert world.manager.disk.rates.load.samples == 0
+
+
+def test_a_pending_block_that_nobody_fills_cannot_be_leased() -> None:
+    world = DiskWorld()
+    index = world.manager._index
+    _, entries, *_ = index.insert(0, chain(1), 1)
+    assert index.pin_coming(entries).tolist() == index.slots_of(entries).tolist()
+    index.unpin(entries)
+    index.finish(entries, np.zeros(1, np.uint8))
+    with pytest.raises(ContractError, match="on its way"):
+        index.pin_coming(entries)
