@@ -46,23 +46,23 @@ class KvView:
     def check(self) -> None: ...
 
 class PageConversion:
-    """Rewrites stripes from one order of rows into another. A row is K or V of one token and head.
+    """Rewrites stripes from one order of the elements of K and V into another.
 
     Args:
-        counts: layers, K and V (2, or 1), tokens, heads.
-        row_bytes: of one row.
-        source, target: bytes from one layer, K to V, token and head to the next.
+        counts: layers, tokens, heads, elements of a head; 1 of these where both orders keep a head's row together.
+        element_bytes: of what is moved as it is: an element, or the row.
+        source, target: of K and of V, bytes from one layer, token, head and element to the next; and where V begins.
 
     Raises:
-        GeometryError: the rows of one of the orders leave gaps or overlap.
+        GeometryError: the elements of one of the orders leave gaps or overlap.
     """
 
     def __init__(
         self,
         counts: tuple[int, int, int, int],
-        row_bytes: int,
-        source: tuple[int, int, int, int],
-        target: tuple[int, int, int, int],
+        element_bytes: int,
+        source: tuple[tuple[int, int, int, int], tuple[int, int, int, int], int],
+        target: tuple[tuple[int, int, int, int], tuple[int, int, int, int], int],
     ) -> None: ...
     @property
     def stripe_bytes(self) -> int: ...

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "base/digest.h"
@@ -168,10 +169,19 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
+using OrderTuple = std::tuple<RowStrides, RowStrides, int64_t>;
+
+RowOrder order_of(const OrderTuple& order) {
+  return {std::get<0>(order), std::get<1>(order), std::get<2>(order)};
+}
+
 void bind_conversion(py::module_& m) {
   py::class_<PageConversion>(m, "PageConversion")
-      .def(py::init<const RowCounts&, int64_t, const RowStrides&, const RowStrides&>(), py::arg("counts"),
-           py::arg("row_bytes"), py::arg("source"), py::arg("target"))
+      .def(py::init([](const RowCounts& counts, int64_t element_bytes, const OrderTuple& source,
+                       const OrderTuple& target) {
+             return PageConversion(counts, element_bytes, order_of(source), order_of(target));
+           }),
+           py::arg("counts"), py::arg("element_bytes"), py::arg("source"), py::arg("target"))
       .def_property_readonly("stripe_bytes", &PageConversion::stripe_bytes)
       .def(
           "convert",

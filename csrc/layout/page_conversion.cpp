@@ -1,6 +1,5 @@
 #include "layout/page_conversion.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -13,47 +12,82 @@ namespace {
 
 constexpr int64_t kMaxStripeBytes = int64_t{1} << 40;
 
-// Bytes of all rows; throws unless, from the smallest stride up, each one is as long as all that lies within.
-int64_t dense_bytes(const RowCounts& counts, int64_t row_bytes, const RowStrides& strides) {
-  std::vector<size_t> axes;
-  for (size_t axis = 0; axis < kRowAxes; ++axis) {
-    if (counts[axis] < 1)
-      throw GeometryError("a page has " + std::to_string(counts[axis]) + " rows of an axis");
-    if (counts[axis] > 1) axes.push_back(axis);  // the stride of a single one means nothing
+int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
+  if (element_bytes < 1 || element_bytes > kMaxStripeBytes / 2) {
+    throw GeometryError("an element has " + std::to_string(element_bytes) + " bytes; allowed are 1 and more");
   }
-  std::sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
-  int64_t inside = row_bytes;
-  for (const size_t axis : axes) {
-    if (strides[axis] != inside) {
-      throw GeometryError("axis " + std::to_string(axis) + " has stride " + std::to_string(strides[axis]) +
-                          "; rows without gap or overlap need " + std::to_string(inside));
+  int64_t bytes = 2 * element_bytes;
+  for (const int64_t count : counts) {
+    if (count < 1) throw GeometryError("a page has " + std::to_string(count) + " of an axis");
+    if (count > kMaxStripeBytes / bytes) throw GeometryError("a stripe of over 1 TiB");
+    bytes *= count;
+  }
+  return bytes;
+}
+
+// Marks every element's place; as many different ones as there are elements leave neither gap nor overlap.
+void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
+                   const RowOrder& order) {
+  std::vector<bool> taken(static_cast<size_t>(stripe_bytes / element_bytes));
+  for (const bool value : {false, true}) {
+    const int64_t* strides = value ? order.v.data() : order.k.data();
+    for (int64_t layer = 0; layer < counts[0]; ++layer) {
+      for (int64_t token = 0; token < counts[1]; ++token) {
+        for (int64_t head = 0; head < counts[2]; ++head) {
+          int64_t offset = (value ? order.v_offset : 0) + row_offset(strides, layer, token, head);
+          for (int64_t element = 0; element < counts[3]; ++element, offset += strides[3]) {
+            const bool inside =
+                offset >= 0 && offset <= stripe_bytes - element_bytes && offset % element_bytes == 0;
+            if (!inside || taken[static_cast<size_t>(offset / element_bytes)]) {
+              throw GeometryError(
+                  "an element of layer " + std::to_string(layer) + ", token " + std::to_string(token) +
+                  ", head " + std::to_string(head) + " lies at byte " + std::to_string(offset) + " of " +
+                  std::to_string(stripe_bytes) + ": elements without gap or overlap are needed");
+            }
+            taken[static_cast<size_t>(offset / element_bytes)] = true;
+          }
+        }
+      }
     }
-    if (counts[axis] > kMaxStripeBytes / inside) throw GeometryError("a stripe of over 1 TiB");
-    inside *= counts[axis];
   }
-  return inside;
+}
+
+void move_row(const std::byte* from, int64_t from_stride, std::byte* to, int64_t to_stride, int64_t elements,
+              int64_t bytes) {
+  if (elements == 1 || (from_stride == bytes && to_stride == bytes)) {
+    std::memcpy(to, from, static_cast<size_t>(elements * bytes));
+    return;
+  }
+  for (int64_t element = 0; element < elements; ++element) {
+    std::memcpy(to + element * to_stride, from + element * from_stride, static_cast<size_t>(bytes));
+  }
 }
 
 }  // namespace
 
-PageConversion::PageConversion(const RowCounts& counts, int64_t row_bytes, const RowStrides& from,
-                               const RowStrides& to)
-    : counts_(counts), row_bytes_(row_bytes), from_(from), to_(to) {
-  if (row_bytes < 1 || row_bytes > kMaxStripeBytes) {
-    throw GeometryError("a row has " + std::to_string(row_bytes) + " bytes; allowed are 1 and more");
-  }
-  stripe_bytes_ = dense_bytes(counts, row_bytes, from);
-  dense_bytes(counts, row_bytes, to);
+PageConversion::PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from,
+                               const RowOrder& to)
+    : counts_(counts),
+      element_bytes_(element_bytes),
+      stripe_bytes_(stripe_bytes_of(counts, element_bytes)),
+      from_(from),
+      to_(to) {
+  require_dense(counts, element_bytes, stripe_bytes_, from);
+  require_dense(counts, element_bytes, stripe_bytes_, to);
 }
 
 void PageConversion::convert(const std::byte* from, std::byte* to) const {
-  for (int64_t layer = 0; layer < counts_[0]; ++layer) {
-    for (int64_t kv = 0; kv < counts_[1]; ++kv) {
-      for (int64_t token = 0; token < counts_[2]; ++token) {
-        for (int64_t head = 0; head < counts_[3]; ++head) {
-          std::memcpy(to + row_offset(to_.data(), layer, kv, token, head),
-                      from + row_offset(from_.data(), layer, kv, token, head),
-                      static_cast<size_t>(row_bytes_));
+  for (const bool value : {false, true}) {
+    const RowStrides& source = value ? from_.v : from_.k;
+    const RowStrides& target = value ? to_.v : to_.k;
+    const std::byte* const read = from + (value ? from_.v_offset : 0);
+    std::byte* const written = to + (value ? to_.v_offset : 0);
+    for (int64_t layer = 0; layer < counts_[0]; ++layer) {
+      for (int64_t token = 0; token < counts_[1]; ++token) {
+        for (int64_t head = 0; head < counts_[2]; ++head) {
+          move_row(read + row_offset(source.data(), layer, token, head), source[3],
+                   written + row_offset(target.data(), layer, token, head), target[3], counts_[3],
+                   element_bytes_);
         }
       }
     }

@@ -1,5 +1,5 @@
-// Rewrites a stripe from one interior order into another: both are the same rows (K or V of one token and
-// head), each at an offset that is linear in layer, K or V, token and head.
+// Rewrites a stripe from one interior order into another: both are the same elements of K and V, each at an
+// offset that is linear in layer, token, head and element of the head.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -9,21 +9,28 @@
 
 namespace flexkv {
 
-// Layers, K and V, tokens, heads: in this order everywhere below.
+// Layers, tokens, heads, elements of a head: in this order everywhere below.
 inline constexpr size_t kRowAxes = 4;
 using RowCounts = std::array<int64_t, kRowAxes>;
 using RowStrides = std::array<int64_t, kRowAxes>;  // bytes
 
-FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64_t kv, int64_t token,
-                                    int64_t head) {
-  return layer * strides[0] + kv * strides[1] + token * strides[2] + head * strides[3];
+// Where K and V of every token and head lie in a stripe; K's first element is the stripe's first byte.
+struct RowOrder {
+  RowStrides k;
+  RowStrides v;
+  int64_t v_offset;
+};
+
+FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64_t token, int64_t head) {
+  return layer * strides[0] + token * strides[1] + head * strides[2];
 }
 
 class PageConversion {
  public:
-  // Throws GeometryError unless both strides lay all rows side by side without gap or overlap: only then is
-  // every byte of the result written, and from one place.
-  PageConversion(const RowCounts& counts, int64_t row_bytes, const RowStrides& from, const RowStrides& to);
+  // `element_bytes`: of what is moved as it is; a whole row where both orders keep rows together (then a head
+  // has one element). Throws GeometryError unless both orders lay all elements side by side without gap or
+  // overlap: only then is every byte of the result written, and from one place.
+  PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from, const RowOrder& to);
 
   int64_t stripe_bytes() const { return stripe_bytes_; }
 
@@ -32,10 +39,10 @@ class PageConversion {
 
  private:
   RowCounts counts_;
-  int64_t row_bytes_;
-  RowStrides from_;
-  RowStrides to_;
+  int64_t element_bytes_;
   int64_t stripe_bytes_;
+  RowOrder from_;
+  RowOrder to_;
 };
 
 }  // namespace flexkv

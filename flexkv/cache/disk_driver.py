@@ -37,6 +37,7 @@ class DiskDriver:
         tier: is closed with the driver.
         fail_read: tells loads that wait for a read (host slots and number) that it will never be made; the lane tells
             them of all that it was given.
+        reader: carries out the reads of siblings' pages, and is closed with the driver; None where there are none.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class DiskDriver:
         tier: DiskTier,
         clock: Callable[[], float] = time.monotonic,
         fail_read: Callable[[SlotIds, int], None] = lambda slots, read: None,
+        reader: Plane | None = None,
     ) -> None:
         self._flow = flow
         self._plane = plane
+        self._reader = reader
         self._tier = tier
         self._clock = clock
         self._fail_read = fail_read
@@ -68,12 +71,14 @@ class DiskDriver:
         if self._closed:
             return
         if self._flow.moving:
-            while results := self._plane.poll():
-                for result in results:
-                    self._flow.complete(result)
+            self._take_results()
         self._flow.pump()
         for graph in self._flow.take_orders():
             self._submit(graph)
+        if self._reader is not None:
+            for graph in self._flow.take_sibling_orders():
+                if self._reader.submit(graph) is None:
+                    self._cancel(graph, "the queue of siblings' pages is full")
         now_s = self._clock()
         if now_s >= self._watch_at_s:
             self._watch_at_s = now_s + WATCH_EVERY_S
@@ -88,11 +93,20 @@ class DiskDriver:
             # The engine can live without its disks: what they hold is a miss from now on.
             reason = f"{type(error).__name__}: {error}"
             self._go_down(reason)
+        self._cancel(graph, reason)
+
+    def _cancel(self, graph: TransferGraph, reason: str) -> None:
         for op in graph.ops:
             pages = np.arange(op.pages, dtype=np.int32)
             if op.kind is OpKind.DISK_READ:
                 self._fail_read(op.slots, op.op_id)
             self._flow.complete(OpResult(OpId(op.op_id), OpStatus.CANCELLED, pages, reason))
+
+    def _take_results(self) -> None:
+        for plane in (self._plane, self._reader):
+            while plane is not None and (results := plane.poll()):
+                for result in results:
+                    self._flow.complete(result)
 
     def _watch(self) -> None:
         events = self._tier.poll()
@@ -148,9 +162,9 @@ class DiskDriver:
             self.pump()
         self._give_up_writes(deadline_s)  # one look may have lasted to the end
         ended = self._plane.close(max(0.0, ends_s - time.monotonic()))
-        while results := self._plane.poll():
-            for result in results:
-                self._flow.complete(result)
+        if self._reader is not None:
+            ended &= self._reader.close(max(0.0, ends_s - time.monotonic()))
+        self._take_results()
         self._closed = True
         durable = self._tier.close(max(0.0, ends_s - time.monotonic()))
         if not (ended and durable):

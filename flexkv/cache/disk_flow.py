@@ -85,6 +85,7 @@ class DiskFlow:
 
     Args:
         clock: seconds, never running backwards; the waits of requests are measured with it.
+        siblings: pages of other units' folders; None where there are none.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class DiskFlow:
         disk: DiskIndex,
         limits: DiskLimits,
         clock: Callable[[], float],
+        siblings: DiskIndex | None = None,
     ) -> None:
         limits.check()
         self._specs = tuple(specs)
@@ -103,10 +105,11 @@ class DiskFlow:
         self._clock = clock
         self._orders: list[TransferGraph] = []
         self.index = disk
+        self.siblings = siblings
         self.rates = DiskRates()
         self.last_left: LeftToEngine | None = None
         """The last choice to leave pages on disk and compute them."""
-        self.reads = DiskReads(host, disk, limits, self._orders, self.rates, clock)
+        self.reads = DiskReads(host, disk, limits, self._orders, self.rates, clock, siblings)
         self.writes = DiskWrites(host, disk, limits, self._orders)
         self.down = ""
         """Why the disks cannot be used any more; empty while they can."""
@@ -123,7 +126,7 @@ class DiskFlow:
     @property
     def busy(self) -> bool:
         """Whether something is in flight, or waits to be written and can be."""
-        return self.moving or bool(self._orders) or self._may_write()
+        return self.moving or bool(self._orders or self.reads.sibling_orders) or self._may_write()
 
     def _may_write(self) -> bool:
         return not self.down and self.writes.waiting_pages > 0
@@ -132,6 +135,12 @@ class DiskFlow:
         """The graphs planned since the last call, to be submitted in this order."""
         orders = self._orders[:]
         self._orders.clear()
+        return orders
+
+    def take_sibling_orders(self) -> list[TransferGraph]:
+        """The same for reads of siblings' pages."""
+        orders = self.reads.sibling_orders[:]
+        self.reads.sibling_orders.clear()
         return orders
 
     # --- lookups ---
@@ -260,7 +269,7 @@ class DiskFlow:
         """How many leading keys are on disk or in host memory; the first is not in host memory."""
         reach = 0
         while reach < len(keys):
-            on_disk = self.index.reach(group, keys[reach:])
+            on_disk = self._on_disk(group, keys[reach:])
             reach += on_disk
             in_host = len(self._host.index.match_prefix(group, keys[reach:])) if on_disk else 0
             reach += in_host
@@ -268,8 +277,24 @@ class DiskFlow:
                 break
         return reach
 
+    def _on_disk(self, group: int, keys: Keys) -> int:
+        """How many leading keys are on the unit's own disks or in a sibling's folder."""
+        reach = self.index.reach(group, keys)
+        if self.siblings is None:
+            return reach
+        while reach < len(keys):
+            more = self.siblings.reach(group, keys[reach:])
+            more += self.index.reach(group, keys[reach + more :])
+            if not more:
+                break
+            reach += more
+        return reach
+
     def _present(self, group: int, keys: Keys) -> np.ndarray:
-        return np.asarray((self._host.index.find(group, keys) != NO_ENTRY) | self.index.present(group, keys))
+        present = np.asarray(
+            (self._host.index.find(group, keys) != NO_ENTRY) | self.index.present(group, keys)
+        )
+        return present if self.siblings is None else present | self.siblings.present(group, keys)
 
     def _wanted_tail(self, tail: Sequence[TailCandidates | None], end_block: int, tail_tokens: int) -> Wanted:
         """The longest partial tail, if it is longer than `tail_tokens`."""
@@ -298,7 +323,17 @@ class DiskFlow:
 
     def left(self, group: int, keys: Keys) -> None:
         """These pages left host memory to make room."""
-        self.counts.lost += int(np.count_nonzero(~self.index.known(group, keys)))
+        known = self.index.known(group, keys)
+        if self.siblings is not None:
+            known |= self.siblings.known(group, keys)
+        self.counts.lost += int(np.count_nonzero(~known))
+
+    def forget(self, group: int, keys: Keys) -> int:
+        """These pages hold something else than they should; returns how many were on disk."""
+        forgotten = self.index.forget(group, keys)
+        if self.siblings is not None:
+            forgotten += self.siblings.forget(group, keys)
+        return forgotten
 
     # --- ends ---
 
@@ -339,6 +374,8 @@ class DiskFlow:
             self.reads.drop(request_id)
         self.writes.reset()
         self.index.reset()
+        if self.siblings is not None:
+            self.siblings.reset()
 
     # --- integrity ---
 
@@ -352,8 +389,12 @@ class DiskFlow:
         Raises:
             ContractError: an invariant of the disk index is broken.
         """
-        pinned = [*(op.disk for op in self.reads.ops), *(op.disk for op in self.writes.ops)]
-        self.index.entries.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
+        for index in (self.index, self.siblings):
+            if index is not None:
+                pinned = [
+                    op.disk for ops in (self.reads.ops, self.writes.ops) for op in ops if op.source is index
+                ]
+                index.entries.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:

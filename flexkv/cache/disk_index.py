@@ -12,7 +12,7 @@ from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.disk_base import DiskCounts
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
-from flexkv.storage.base import DiskTier, Places
+from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
 from flexkv.transfer.graph import TAG_BYTES, PageTags
 
@@ -37,7 +37,7 @@ class DiskIndex:
     def __init__(
         self,
         specs: Sequence[GroupSpec],
-        tier: DiskTier,
+        tier: StoredPages,
         policy: str,
         now_s: Callable[[], float],
         ttl_s: int | None = None,

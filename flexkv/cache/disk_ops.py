@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import Keys
+from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.inflight import WHOLE_OP_STATUSES
 from flexkv.cache.leases import EntryIds
 from flexkv.cache.planner import Planner
@@ -45,6 +46,7 @@ class DiskOp:
         epoch: of the disk index when it was planned.
         begun_s: the clock when it was planned.
         ahead: pages of its kind that were in flight then.
+        source: the index that `disk` is of: the unit's own, or its siblings'.
         leaving: a write after which the pages leave host memory.
         waiters: requests that wait for a read.
     """
@@ -54,6 +56,7 @@ class DiskOp:
     host: EntryIds
     disk: EntryIds
     epoch: int
+    source: DiskIndex
     begun_s: float = 0.0
     ahead: int = 0
     leaving: bool = False

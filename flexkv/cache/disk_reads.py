@@ -49,6 +49,7 @@ class DiskReads:
         orders: list[TransferGraph],
         rates: DiskRates,
         clock: Callable[[], float],
+        siblings: DiskIndex | None = None,
     ) -> None:
         self._host = host
         self._disk = disk
@@ -58,6 +59,9 @@ class DiskReads:
         self._clock = clock
         self._reader = [np.zeros(len(tokens), np.int64) for tokens in host.tokens]
         """Of each host slot, the read that is filling it, or 0."""
+        self._siblings = siblings
+        self.sibling_orders: list[TransferGraph] = []
+        """Reads of siblings' pages that were planned and not handed out."""
         self.ops = DiskOps()
         self.waits: dict[str, Wait] = {}
 
@@ -82,15 +86,28 @@ class DiskReads:
             self._host.evicted(group, evicted)
         if len(positions):
             wanted = keys if len(positions) == len(keys) else keys[positions]
-            disk, places, tags = self._disk.begin_read(group, wanted)
-            graph = self._host.planner.read(group, slots, places, tags)
-            op_id = graph.ops[0].op_id
-            ahead = self.ops.pages
-            self.ops.add(DiskOp(op_id, group, entries, disk, self._disk.epoch, self._clock(), ahead))
-            self._reader[group][slots] = op_id
-            self._orders.append(graph)
-            waited.add(op_id)
+            own = np.ones(len(wanted), np.bool_)
+            if self._siblings is not None:
+                own = self._disk.entries.find(group, wanted) != NO_ENTRY
+                if not own.all():
+                    those = ~own
+                    waited.add(self._plan(self._siblings, group, wanted[those], entries[those], slots[those]))
+            if own.all():
+                waited.add(self._plan(self._disk, group, wanted, entries, slots))
+            elif own.any():
+                waited.add(self._plan(self._disk, group, wanted[own], entries[own], slots[own]))
         return waited
+
+    def _plan(self, source: DiskIndex, group: int, keys: Keys, entries: EntryIds, slots: SlotIds) -> OpId:
+        """A read of pages that are all in `source`."""
+        disk, places, tags = source.begin_read(group, keys)
+        graph = self._host.planner.read(group, slots, places, tags)
+        op_id = graph.ops[0].op_id
+        ahead = self.ops.pages
+        self.ops.add(DiskOp(op_id, group, entries, disk, source.epoch, source, self._clock(), ahead))
+        self._reader[group][slots] = op_id
+        (self._orders if source is self._disk else self.sibling_orders).append(graph)
+        return op_id
 
     def _under_way(self, group: int, keys: Keys) -> set[OpId]:
         """The reads that bring up any of `keys`."""
@@ -146,15 +163,15 @@ class DiskReads:
 
     def complete(self, result: OpResult) -> None:
         op = self.ops.pop(result.op_id)
-        if result.status is OpStatus.OK:
+        if result.status is OpStatus.OK and op.source is self._disk:
             now_s = self._clock()
             self._rates.read.see(op.ahead + len(op.host), now_s - op.begun_s, now_s)
         good = op.good(result)
         counts, index = self._disk.counts, self._host.index
         slots = index.slots_of(op.host)
         self._reader[op.group][slots] = 0
-        self._host.tokens[op.group][slots] = self._disk.tokens_of(op.group, op.disk)
-        current = op.epoch == self._disk.epoch
+        self._host.tokens[op.group][slots] = op.source.tokens_of(op.group, op.disk)
+        current = op.epoch == op.source.epoch
         # A read that was never issued says nothing about what is on disk.
         suspect = ~good if result.status is OpStatus.FAILED and current else np.zeros_like(good)
         counts.failed_reads += int(np.count_nonzero(suspect))
@@ -170,6 +187,6 @@ class DiskReads:
             if len(there):
                 index.pin(there)
                 wait.held.append((op.group, there))
-        self._disk.end_read(op.group, op.disk, suspect)
+        op.source.end_read(op.group, op.disk, suspect)
         if len(there):
             self._host.published(op.group, index.keys_of(there))

@@ -153,7 +153,15 @@ class DiskWrites:
         if len(positions):
             graph = self._host.planner.write(group, slots[positions], places, tags)
             self.ops.add(
-                DiskOp(graph.ops[0].op_id, group, entries[positions], disk, self._disk.epoch, leaving=leaving)
+                DiskOp(
+                    graph.ops[0].op_id,
+                    group,
+                    entries[positions],
+                    disk,
+                    self._disk.epoch,
+                    self._disk,
+                    leaving=leaving,
+                )
             )
             self._orders.append(graph)
         self._disk.counts.dropped_writes += int(np.count_nonzero(without))

@@ -15,11 +15,12 @@ from flexkv.c_ext import EngineKeyChain, TokenChain, sha256, tail_keys
 from flexkv.cache.base import Keys, TailCandidates
 from flexkv.errors import KeySchemeError
 
-__all__ = ["EngineKeyChain", "TokenChain", "namespace_digest", "tail_candidates", "tail_key"]
+__all__ = ["EngineKeyChain", "TokenChain", "chain_seed", "namespace_digest", "tail_candidates", "tail_key"]
 
 Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32]
 
 _LABEL = b"flexkv namespace v1"
+_SEED_LABEL = b"sglang-cache-namespace-v1"
 _MAX_FIELD_BYTES = 2**32 - 1
 
 
@@ -54,6 +55,21 @@ def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
     """
     framed = [_frame(name.encode()) + _typed(name, fields[name]) for name in sorted(fields)]
     return sha256(_LABEL + len(framed).to_bytes(4, "little") + b"".join(framed))
+
+
+def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """What stands before the first block of a `TokenChain`: nothing, or 32 bytes that keep callers apart.
+
+    SGLang's own seed of its page hashes: SHA-256 over a label and the two strings, each absent (0) or present (1, then
+    its length in bytes, u64 little endian, and its UTF-8).
+    """
+    if extra_key is None and cache_salt is None:
+        return b""
+    parts = [
+        b"\x00" if part is None else b"\x01" + len(part.encode()).to_bytes(8, "little") + part.encode()
+        for part in (extra_key, cache_salt)
+    ]
+    return sha256(_SEED_LABEL + b"".join(parts))
 
 
 def tail_key(

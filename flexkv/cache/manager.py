@@ -38,7 +38,7 @@ from flexkv.cache.reserve import REFILL_PAGES, reserve_pages
 from flexkv.cache.stats import Counters, ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
-from flexkv.storage.base import DiskTier
+from flexkv.storage.base import DiskTier, StoredPages
 from flexkv.transfer.graph import NO_READS, BlockIds, OpResult, ReadIds, TransferGraph
 
 
@@ -53,6 +53,7 @@ class LocalCacheManager(CacheManager):
         disk: the unit's disks; None for a host tier alone. Its ops are handed out by `disk.take_orders`, apart from the
             graphs for the workers, and their results come back by `disk.complete`.
         unix_s: wall clock for times to live on disk.
+        siblings: with a disk, pages of other units' folders that are read too.
 
     Raises:
         ConfigError: a group or limit is out of range; names it.
@@ -69,6 +70,7 @@ class LocalCacheManager(CacheManager):
         disk: DiskTier | None = None,
         disk_limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
         unix_s: Callable[[], float] = time.time,
+        siblings: StoredPages | None = None,
     ) -> None:
         check_groups(groups)
         check_limits(limits)
@@ -91,7 +93,8 @@ class LocalCacheManager(CacheManager):
             host = HostSide(
                 self._index, self._planner, self._tokens, self._say_published, self._count_evicted
             )
-            self._disk = DiskFlow(self._specs, host, index, disk_limits, clock)
+            others = None if siblings is None else DiskIndex(self._specs, siblings, policy, unix_s)
+            self._disk = DiskFlow(self._specs, host, index, disk_limits, clock, others)
 
     @property
     def epoch(self) -> int:
@@ -313,7 +316,7 @@ class LocalCacheManager(CacheManager):
                 # What never came up is judged by its read, which may not have been heard of yet.
                 op.suspect &= ~op.coming | self._index.ready(op.entries).view(np.bool_)
             # Also on disk: what is wrong with the page may have been written there too.
-            self._disk.index.forget(op.group, keys[op.suspect])
+            self._disk.forget(op.group, keys[op.suspect])
             self._disk.index.used(op.group, keys[~op.suspect])
             if not op.failed.any() and op.coming is None:
                 now_s = self._clock()
@@ -406,8 +409,8 @@ class LocalCacheManager(CacheManager):
         removed = self._remove(group, entries)
         if self._disk is not None:
             in_host = entries != NO_ENTRY
-            self._disk.index.forget(group, keys[in_host])
-            removed += self._disk.index.forget(group, keys[~in_host])
+            self._disk.forget(group, keys[in_host])
+            removed += self._disk.forget(group, keys[~in_host])
         self._counters.forgotten_blocks += removed
         return removed
 

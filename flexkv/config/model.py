@@ -16,6 +16,7 @@ from flexkv.config.sections import (
     HostConfig,
     IdentityConfig,
     IndexConfig,
+    KeysConfig,
     LoadConfig,
     ObserveConfig,
     Section,
@@ -47,6 +48,7 @@ class FlexKVConfig(Section):
     disk: DiskConfig = DiskConfig()
     gds: GdsConfig = GdsConfig()
     index: IndexConfig = IndexConfig()
+    keys: KeysConfig = KeysConfig()
     identity: IdentityConfig = IdentityConfig()
     observe: ObserveConfig = ObserveConfig()
 

@@ -337,6 +337,17 @@ class IndexConfig(Section):
     )
 
 
+class KeysConfig(Section):
+    """What a block's key is made of."""
+
+    scheme: Literal["engine", "common"] = Field(
+        "engine",
+        description="`engine` takes the engine's own block hashes. `common` makes keys of token ids, in a namespace "
+        "that names weights, KV dtype and block size but no engine, so that vLLM, SGLang and TensorRT-LLM find each "
+        "other's pages in one folder, one engine after the other.",
+    )
+
+
 class IdentityConfig(Section):
     """What keeps two models or callers apart."""
 

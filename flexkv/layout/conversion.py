@@ -13,17 +13,39 @@ from numpy.typing import NDArray
 from flexkv.c_ext import KvView, PageConversion
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.tensor import DTYPE_BYTES
 
 Stripe = NDArray[np.uint8]
 """One rank's bytes of a page, uint8 [stripe bytes], C-contiguous."""
+
+Strides = tuple[int, int, int, int]
+"""Bytes from one layer, token, head and element of the head to the next."""
 
 ROW_INTERIORS = (
     Interior.KV_SPLIT_NHD,
     Interior.KV_SPLIT_HND,
     Interior.KV_JOINED_HND,
     Interior.KV_JOINED_NHD,
+    Interior.K_TRANSPOSED,
 )
-"""Interiors made of rows of K or V of one token and head."""
+"""Interiors whose elements are K or V of one token and head."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Where K and V lie in a stripe; K begins with it, V at `v_offset`."""
+
+    k: Strides
+    v: Strides
+    v_offset: int
+
+    @classmethod
+    def alike(cls, strides: Strides, v_offset: int) -> RowOrder:
+        """V lies as K does."""
+        return cls(strides, strides, v_offset)
+
+    def native(self) -> tuple[Strides, Strides, int]:
+        return self.k, self.v, self.v_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +56,7 @@ class PageEncoding:
         dtype: of the elements, by name: other dtypes are other numbers, even of the same size.
         layers, heads: of this rank.
         row_bytes: K, or V, of one token and head; 0 where the interior has no rows.
-        strides: bytes from one layer, K to V, token and head to the next.
+        order: None where the interior has no rows.
     """
 
     format_id: FormatId
@@ -43,33 +65,48 @@ class PageEncoding:
     layers: int
     heads: int
     row_bytes: int = 0
-    strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    order: RowOrder | None = None
 
     @classmethod
     def of_view(cls, view: KvView, format_id: FormatId, heads: int, dtype: str) -> PageEncoding:
-        """The encoding of the stripes that `view` makes. K and V have the same head size.
+        """The encoding of the stripes that `view` makes; see `of_runs`."""
+        return cls.of_runs(view.runs[:, [3, 2, 4]], view.stripe_bytes, format_id, heads, dtype)
+
+    @classmethod
+    def of_runs(
+        cls, runs: NDArray[np.int64], stripe_bytes: int, format_id: FormatId, heads: int, dtype: str
+    ) -> PageEncoding:
+        """The encoding of stripes of these runs. K and V have the same head size.
+
+        Args:
+            runs: of each run its offset in the stripe, bytes and layer, int64 [runs, 3].
 
         Raises:
             GeometryError: the stripe is no whole number of such rows, or its layers are not evenly spaced.
         """
-        layers, stripe, tokens = view.num_layers, view.stripe_bytes, format_id.interior_tokens
+        layers, tokens = int(runs[:, 2].max()) + 1, format_id.interior_tokens
         if format_id.interior not in ROW_INTERIORS:
-            return cls(format_id, dtype, stripe, layers, heads)
+            return cls(format_id, dtype, stripe_bytes, layers, heads)
         rows = layers * 2 * tokens * heads
-        if heads < 1 or stripe % rows:
+        if heads < 1 or stripe_bytes % rows:
             raise GeometryError(
-                f"a stripe of {stripe} bytes is no whole number of rows of {layers} layers, K and V, {tokens} tokens "
-                f"and {heads} heads"
+                f"a stripe of {stripe_bytes} bytes is no whole number of rows of {layers} layers, K and V, {tokens} "
+                f"tokens and {heads} heads"
             )
-        row = stripe // rows
-        layer_stride, head_block = _spacing(view, layers, heads, tokens * 2 * row)
-        strides = {
-            Interior.KV_SPLIT_NHD: (tokens * heads * row, heads * row, row),
-            Interior.KV_SPLIT_HND: (tokens * heads * row, row, tokens * row),
-            Interior.KV_JOINED_HND: (row, 2 * row, head_block or tokens * 2 * row),
-            Interior.KV_JOINED_NHD: (row, heads * 2 * row, 2 * row),
+        row = stripe_bytes // rows
+        item = DTYPE_BYTES.get(dtype, row)
+        layer, head_block = _spacing(runs, stripe_bytes, layers, heads, tokens * 2 * row)
+        head = head_block or tokens * 2 * row
+        order = {
+            Interior.KV_SPLIT_NHD: RowOrder.alike((layer, heads * row, row, item), tokens * heads * row),
+            Interior.KV_SPLIT_HND: RowOrder.alike((layer, row, tokens * row, item), tokens * heads * row),
+            Interior.KV_JOINED_HND: RowOrder.alike((layer, 2 * row, head, item), row),
+            Interior.KV_JOINED_NHD: RowOrder.alike((layer, heads * 2 * row, 2 * row, item), row),
+            Interior.K_TRANSPOSED: RowOrder(
+                (layer, item, head, tokens * item), (layer, row, head, item), tokens * row
+            ),
         }[format_id.interior]
-        return cls(format_id, dtype, stripe, layers, heads, row, (layer_stride, *strides))
+        return cls(format_id, dtype, stripe_bytes, layers, heads, row, order)
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
@@ -80,7 +117,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
     """
     if source.dtype != target.dtype:
         raise _refusal(f"the elements are {source.dtype} and {target.dtype}")
-    if source.format_id == target.format_id and source.strides == target.strides:
+    if source.format_id == target.format_id and source.order == target.order:
         return None
     one, other = source.format_id, target.format_id
     for encoding in (source, target):
@@ -99,25 +136,35 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
     ):
         if mine != theirs:
             raise _refusal(f"{name} are {mine} and {theirs}")
-    counts = (source.layers, 2, one.interior_tokens, source.heads)
-    return PageConversion(counts, source.row_bytes, source.strides, target.strides)
+    assert source.order is not None
+    assert target.order is not None
+    # Whole rows are moved at once unless an order has their elements apart.
+    elements, size = 1, source.row_bytes
+    if Interior.K_TRANSPOSED in (one.interior, other.interior):
+        if source.dtype not in DTYPE_BYTES:
+            raise _refusal(f"an element of {source.dtype} has a size that we do not know")
+        size = DTYPE_BYTES[source.dtype]
+        elements = source.row_bytes // size
+    counts = (source.layers, one.interior_tokens, source.heads, elements)
+    return PageConversion(counts, size, source.order.native(), target.order.native())
 
 
-def _spacing(view: KvView, layers: int, heads: int, head_bytes: int) -> tuple[int, int]:
+def _spacing(
+    runs: NDArray[np.int64], stripe_bytes: int, layers: int, heads: int, head_bytes: int
+) -> tuple[int, int]:
     """Bytes from one layer to the next in the stripe, and from one head to the next where heads lie outside layers.
 
     The second is 0 where a layer's bytes lie together.
     """
-    runs = view.runs
-    first = np.array([runs[runs[:, 4] == layer, 3].min() for layer in range(layers)])
+    first = np.array([runs[runs[:, 2] == layer, 0].min() for layer in range(layers)])
     if layers == 1:
-        return view.stripe_bytes, 0
+        return stripe_bytes, 0
     spacing = int(first[1] - first[0])
     if not (np.diff(first) == spacing).all():
         raise GeometryError(
             f"the layers start at {first.tolist()[:8]} of the stripe: they are not evenly spaced"
         )
-    if spacing == view.stripe_bytes // layers:
+    if spacing == stripe_bytes // layers:
         return spacing, 0
     if spacing == head_bytes and heads > 1:
         return spacing, layers * head_bytes

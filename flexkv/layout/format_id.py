@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,6 +24,8 @@ class Interior(Enum):
     """[H, N, K then V of one token and head] (vLLM, *HNC orders)."""
     KV_JOINED_NHD = "nhd"
     """[N, H, K then V of one token and head] (vLLM, *NHC orders)."""
+    K_TRANSPOSED = "kt-v"
+    """Per head K as [D, N], then V as [N, D] (vLLM's vector attention on a CPU)."""
     LATENT = "latent"
     """[N, latent] without heads (MLA)."""
     OPAQUE = "opaque"
@@ -36,6 +39,12 @@ class PageOrder(Enum):
     """Each layer's bytes are contiguous, layers ascending: a layer range can be read alone."""
     NATIVE_BLOCK = "native-block"
     """As in the engine's pool: one run; layers may be interleaved."""
+
+
+_TEXT = re.compile(
+    rf"(?P<interior>{'|'.join(interior.value for interior in Interior)})(?:~(?P<owner>.+?))?(?P<tokens>\d+)"
+    rf"\.(?P<order>{'|'.join(order.value for order in PageOrder)})\.r(?P<ranks>\d+)\.(?P<geometry>[0-9a-f]+)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,25 @@ class FormatId:
                 previous = layer
         digest = hashlib.blake2b(";".join(framed).encode(), digest_size=GEOMETRY_DIGEST_BYTES).hexdigest()
         return cls(interior, interior_tokens, order, ranks, digest, owner)
+
+    @classmethod
+    def parse(cls, text: str) -> FormatId:
+        """The format that `str()` wrote.
+
+        Raises:
+            GeometryError: it is none.
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise GeometryError(f"{text!r} is no format of pages")
+        return cls(
+            Interior(found["interior"]),
+            int(found["tokens"]),
+            PageOrder(found["order"]),
+            int(found["ranks"]),
+            found["geometry"],
+            found["owner"] or "",
+        )
 
     def __str__(self) -> str:
         interior = f"{self.interior.value}{f'~{self.owner}' if self.owner else ''}{self.interior_tokens}"

@@ -174,8 +174,8 @@ class DiskStats:
     journal_lag_s: float = 0.0
 
 
-class DiskTier(ABC):
-    """The disk tier of one ownership unit. Driven by one thread, the manager's."""
+class StoredPages(ABC):
+    """What of a unit's pages lies on disks, for an index in memory. Nothing here but `reset` waits for a disk."""
 
     @property
     @abstractmethod
@@ -192,16 +192,8 @@ class DiskTier(ABC):
         """Places of the group are [0, slots). Those of lost disks are among them and must not be used."""
 
     @abstractmethod
-    def image_bytes(self, group: int) -> int:
-        """Bytes of a slot image, trailer included: what the slots of the group's host pool must have."""
-
-    @abstractmethod
-    def digest_offsets(self, group: int) -> tuple[int, ...]:
-        """Where in a slot the run digests of each rank lie: `digest_offset` of `TransferEngine.attach_view`."""
-
-    @abstractmethod
     def rows(self, group: int) -> IndexRows:
-        """What was durable when the tier was opened and has not expired. Once: the rows are given away.
+        """What was durable when it was opened and has not expired. Once: the rows are given away.
 
         Nothing after a `reset`.
         """
@@ -210,21 +202,6 @@ class DiskTier(ABC):
     @abstractmethod
     def epoch(self) -> int:
         """Of the model's weights: what the last `reset` set, 0 at first."""
-
-    @abstractmethod
-    def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
-        """The lane for DISK_READ and DISK_WRITE between the groups' host pools, one a group, and the disks.
-
-        To be given to the TransferEngine of this process; once.
-
-        Raises:
-            GeometryError: a pool's slots have another size than the group's images.
-            ContractError: asked for twice, or another number of pools than groups.
-        """
-
-    @abstractmethod
-    def slab_map(self) -> SlabMap:
-        """What ranks need to move pages by `flexkv.transfer.gds_lane`; disks that are lost by now are not in it."""
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:
@@ -254,14 +231,6 @@ class DiskTier(ABC):
         """These pages were used now; the order survives a restart roughly. Never blocks, may forget."""
 
     @abstractmethod
-    def poll(self) -> DiskEvents:
-        """Takes what happened since the last call. Never blocks."""
-
-    @abstractmethod
-    def stats(self) -> DiskStats:
-        """Counts so far. Never blocks."""
-
-    @abstractmethod
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         """Forgets every page and starts `epoch`, durably: after a crash from here on nothing older is served.
 
@@ -270,6 +239,41 @@ class DiskTier(ABC):
         Raises:
             ContractError: `epoch` is not above the current one.
         """
+
+
+class DiskTier(StoredPages):
+    """The disk tier of one ownership unit. Driven by one thread, the manager's."""
+
+    @abstractmethod
+    def image_bytes(self, group: int) -> int:
+        """Bytes of a slot image, trailer included: what the slots of the group's host pool must have."""
+
+    @abstractmethod
+    def digest_offsets(self, group: int) -> tuple[int, ...]:
+        """Where in a slot the run digests of each rank lie: `digest_offset` of `TransferEngine.attach_view`."""
+
+    @abstractmethod
+    def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
+        """The lane for DISK_READ and DISK_WRITE between the groups' host pools, one a group, and the disks.
+
+        To be given to the TransferEngine of this process; once.
+
+        Raises:
+            GeometryError: a pool's slots have another size than the group's images.
+            ContractError: asked for twice, or another number of pools than groups.
+        """
+
+    @abstractmethod
+    def slab_map(self) -> SlabMap:
+        """What ranks need to move pages by `flexkv.transfer.gds_lane`; disks that are lost by now are not in it."""
+
+    @abstractmethod
+    def poll(self) -> DiskEvents:
+        """Takes what happened since the last call. Never blocks."""
+
+    @abstractmethod
+    def stats(self) -> DiskStats:
+        """Counts so far. Never blocks."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

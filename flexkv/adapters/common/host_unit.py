@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
-from flexkv.adapters.common.unit_disk import UnitDisk, UnitOwner, disk_limits, open_tier
+from flexkv.adapters.common.unit_disk import (
+    UnitDisk,
+    UnitOwner,
+    disk_group,
+    disk_limits,
+    find_siblings,
+    open_tier,
+)
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
@@ -15,6 +22,8 @@ from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskTier
+from flexkv.storage.sibling_pages import SiblingPages
+from flexkv.storage.siblings import Sibling
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.transfer.trailer import digest_areas
 
@@ -124,7 +133,10 @@ class HostUnit:
             del said[1:]
         tier = open_tier(config, block_tokens, said, owner) if config.disk.folders else None
         try:
-            return cls._create(config, block_tokens, said, shared, listener, tier, ranks, may_stream)
+            siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
+            return cls._create(
+                config, block_tokens, said, shared, listener, tier, siblings, ranks, may_stream
+            )
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
@@ -139,6 +151,7 @@ class HostUnit:
         shared: bool,
         listener: CacheListener | None,
         tier: DiskTier | None,
+        siblings: Sequence[Sibling],
         ranks: int,
         may_stream: bool,
     ) -> HostUnit:
@@ -157,6 +170,7 @@ class HostUnit:
             listener=listener,
             disk=tier,
             disk_limits=disk_limits(config, may_stream),
+            siblings=SiblingPages(siblings) if siblings else None,
         )
         logger.info(
             "host tier: %d slots of %d bytes (%.2f GiB) for %d rank(s), %d tokens a block",
@@ -168,7 +182,8 @@ class HostUnit:
         )
         unit = cls(pool, slot.places, manager, pool.slots)
         if tier is not None:
-            unit.disk = UnitDisk(config, tier, pool, manager)
+            group = disk_group(config, block_tokens, said)
+            unit.disk = UnitDisk(config, tier, pool, manager, siblings, group)
             logger.info(
                 "disk tier: %d places of %d bytes on %d disk(s), %d blocks there already",
                 tier.slots(0),

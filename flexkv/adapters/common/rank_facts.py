@@ -21,6 +21,8 @@ class RankFacts:
         format_id: encoding of the pages.
         replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
+        heads: of K and V on this rank; 0 where a block's bytes are none of heads.
+        dtype: of the pool's elements, by name.
     """
 
     rank: int
@@ -30,15 +32,25 @@ class RankFacts:
     run_table: NDArray[np.int64]
     format_id: str
     replicated: bool = False
+    heads: int = 0
+    dtype: str = ""
 
     @classmethod
     def of_view(
-        cls, view: Any, rank: int, num_blocks: int, format_id: str, replicated: bool = False
+        cls,
+        view: Any,
+        rank: int,
+        num_blocks: int,
+        format_id: str,
+        replicated: bool = False,
+        heads: int = 0,
+        dtype: str = "",
     ) -> RankFacts:
         """What a rank of this process says of the pool that `view` (a `KvView`) describes."""
         runs = view.runs[:, [3, 2, 4]]
         runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
-        return cls(rank, os.getpid(), view.stripe_bytes, num_blocks, runs, format_id, replicated)
+        pid = os.getpid()
+        return cls(rank, pid, view.stripe_bytes, num_blocks, runs, format_id, replicated, heads, dtype)
 
     @property
     def runs(self) -> int:

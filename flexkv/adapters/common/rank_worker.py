@@ -39,6 +39,8 @@ class RankWorker:
         self._owners: Sequence[OnDevice] = ()
         self._num_blocks = 0
         self._replicated = False
+        self._heads = 0
+        self._dtype = ""
         self._pool: Any = None
         self._ops = RankOps(config, rank, self.counters)
 
@@ -53,15 +55,20 @@ class RankWorker:
         owners: Sequence[OnDevice],
         num_blocks: int,
         replicated: bool,
+        heads: int,
+        dtype: str,
     ) -> None:
         """The engine's pool is known.
 
         Args:
             owners: the tensors that the view lies in; kept as long as anything may touch them.
+            heads: of K and V on this rank; 0 where a block's bytes are none of heads.
+            dtype: of the pool's elements, by name.
             replicated: all ranks hold the same bytes; only rank 0's are stored then.
         """
         self.view, self.format_id = view, format_id
         self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated
+        self._heads, self._dtype = heads, dtype
         self._ops.stripe_bytes = view.stripe_bytes
         self._ops.stores = self.rank == 0 or not replicated
 
@@ -70,7 +77,13 @@ class RankWorker:
         if self.view is None:
             return None
         return RankFacts.of_view(
-            self.view, self.rank, self._num_blocks, str(self.format_id), self._replicated
+            self.view,
+            self.rank,
+            self._num_blocks,
+            str(self.format_id),
+            self._replicated,
+            self._heads,
+            self._dtype,
         )
 
     def attach(self, pool: HostPool, place: RankPlace) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.common.rank_facts import RankFacts
 from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode
 from flexkv.cache.disk_driver import DiskDriver
@@ -16,6 +17,8 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
+from flexkv.storage.sibling_reader import SiblingReader
+from flexkv.storage.siblings import Sibling, open_siblings
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
@@ -94,22 +97,52 @@ def open_tier(
         GeometryError: the ranks say different formats of their pages.
         FlexKVError: a folder is in use by another process, or cannot be used; says which and why.
     """
-    formats = {rank.format_id for rank in said}
-    if len(formats) != 1:
-        raise GeometryError(f"the ranks have pages of different formats: {', '.join(sorted(formats))}")
-    group = DiskGroup(
-        format_id=said[0].format_id,
-        stripe_bytes=tuple(rank.stripe_bytes for rank in said),
-        runs=tuple(rank.run_table for rank in said),
-        block_tokens=block_tokens,
-        host_digests=config.host.verify,
-    )
+    group = disk_group(config, block_tokens, said)
     disk = config.disk
     options = DiskOptions(
         bytes_per_disk=bytes_per_folder(config), io=disk.io, depth=disk.depth, stuck_s=disk.stuck_s
     )
-    identity = DiskIdentity(owner.model, owner.namespace, owner.unit)
-    return DiskUnit.open([Path(folder) for folder in disk.folders], identity, [group], options)
+    return DiskUnit.open(_folders(config), _identity(owner), [group], options)
+
+
+def disk_group(config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts]) -> DiskGroup:
+    """The unit's pages as its disks see them.
+
+    Raises:
+        GeometryError: the ranks say different formats of their pages.
+    """
+    formats = {rank.format_id for rank in said}
+    if len(formats) != 1:
+        raise GeometryError(f"the ranks have pages of different formats: {', '.join(sorted(formats))}")
+    return DiskGroup(
+        format_id=said[0].format_id,
+        stripe_bytes=tuple(rank.stripe_bytes for rank in said),
+        runs=tuple(rank.run_table for rank in said),
+        block_tokens=block_tokens,
+        dtype=said[0].dtype,
+        host_digests=config.host.verify,
+    )
+
+
+def find_siblings(
+    config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner
+) -> list[Sibling]:
+    """What other engines, or other units, have left of this model in the unit's folders: with the common key scheme.
+
+    With an engine's own keys another engine's pages lie in folders of another fingerprint.
+    """
+    if config.keys.scheme != COMMON:
+        return []
+    group = disk_group(config, block_tokens, said)
+    return open_siblings(_folders(config), _identity(owner), group, said[0].heads)
+
+
+def _folders(config: FlexKVConfig) -> list[Path]:
+    return [Path(folder) for folder in config.disk.folders]
+
+
+def _identity(owner: UnitOwner) -> DiskIdentity:
+    return DiskIdentity(owner.model, owner.namespace, owner.unit)
 
 
 class UnitDisk:
@@ -117,10 +150,18 @@ class UnitDisk:
 
     Args:
         pool: the unit's host pool, made with slots of `tier.image_bytes(0)` bytes.
+        siblings: that the manager looks pages up in too.
+        group: of the unit's pages.
     """
 
     def __init__(
-        self, config: FlexKVConfig, tier: DiskTier, pool: HostPool, manager: LocalCacheManager
+        self,
+        config: FlexKVConfig,
+        tier: DiskTier,
+        pool: HostPool,
+        manager: LocalCacheManager,
+        siblings: Sequence[Sibling],
+        group: DiskGroup,
     ) -> None:
         self._tier = tier
         self._flow = manager.disk
@@ -128,7 +169,8 @@ class UnitDisk:
         plane = TransferEngine(
             queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[tier.lane([pool])]
         )
-        self._driver = DiskDriver(self._flow, plane, tier, fail_read=pool.fail_read)
+        reader = SiblingReader(siblings, group, pool, transfer.queue_ops) if siblings else None
+        self._driver = DiskDriver(self._flow, plane, tier, fail_read=pool.fail_read, reader=reader)
         self._close_s = transfer.close_s
         self._said = DiskCounts()
         self._durable_said = 0

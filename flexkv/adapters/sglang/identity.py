@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from flexkv.adapters.common.adapter_names import content_before, process_start_ns
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.unit_disk import UnitOwner
@@ -27,17 +29,20 @@ class Place:
 
     Attributes:
         units_on_node: caches that share this node's memory and disks: one a rank of every data-parallel replica.
+        is_whole: its pages hold all heads and layers.
     """
 
     name: str
     units_on_node: int
+    is_whole: bool
 
     @classmethod
     def of_this_process(cls) -> Place:
         parallel = get_parallel()
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
-        return cls(f"dp{parallel.dp_rank or 0}.{stage}.{rank}", units_on_node(parallel))
+        is_whole = parallel.tp_size == parallel.pp_size == 1
+        return cls(f"dp{parallel.dp_rank or 0}.{stage}.{rank}", units_on_node(parallel), is_whole)
 
 
 def owner_of(
@@ -49,6 +54,9 @@ def owner_of(
         ConfigError: nothing identifies the weights, or those of an adapter.
     """
     model = ModelConfig.from_server_args(server_args)
+    if config.keys.scheme == COMMON:
+        shared = _shared_model(server_args, model, pool, place, config, kv_dtype)
+        return UnitOwner(str(model.model_path), common_namespace(shared, config), place.name)
     fields: dict[str, Any] = {
         "engine": "sglang",
         "weights": config.identity.model or _weights_of(model),
@@ -71,6 +79,37 @@ def owner_of(
         fields["adapters"] = adapters
     digest = namespace_digest({name: framed(value) for name, value in fields.items()})
     return UnitOwner(str(model.model_path), digest, place.name)
+
+
+def _shared_model(
+    server_args: Any, model: ModelConfig, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
+) -> SharedModel:
+    """
+    Raises:
+        ConfigError: this engine cannot take part in the common key scheme; says why.
+    """
+    if server_args.speculative_algorithm is not None:
+        raise refuse_drafts(str(server_args.speculative_algorithm))
+    if model.is_multimodal:
+        raise ConfigError(
+            "keys.scheme=common: SGLang names an image by 30 bits among its tokens, too few to share pages by; use "
+            "keys.scheme=engine with models that take images"
+        )
+    apart = {
+        # A rank's pages hold its heads and layers alone.
+        "part": None if place.is_whole else place.name.partition(".")[2],
+        "adapters": _adapters() or None,
+        "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
+    }
+    return SharedModel(
+        path=str(model.model_path),
+        weights=config.identity.model or _weights_of(model),
+        kv_dtype=kv_dtype.removeprefix("torch."),
+        quantization=str(model.quantization),
+        block_tokens=pool.page_size,
+        overrides=json.loads(server_args.json_model_override_args or "{}"),
+        apart=apart if any(value is not None for value in apart.values()) else None,
+    )
 
 
 def _weights_of(model: ModelConfig) -> str:

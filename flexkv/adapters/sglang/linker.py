@@ -71,6 +71,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             owner,
             stream_of=_current_stream,
             mover=self.make_mover(),
+            heads=pool.heads,
         )
         self._loads = LoadBatches(self._cache, pool.layers, self._stream)
         self.layer_done_counter = self._loads

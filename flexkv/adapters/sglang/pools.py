@@ -21,6 +21,7 @@ class PoolView:
         tensors: whose memory the view names.
         pages: of the pool, page 0 included.
         layers: of the pool; layer `i` of the view is the pool's i-th.
+        heads: of K and V on this rank; 0 where they are not rows of one size.
     """
 
     view: Any
@@ -29,6 +30,7 @@ class PoolView:
     pages: int
     layers: int
     page_size: int
+    heads: int = 0
 
 
 def view_of(pool: Any, page_size: int) -> PoolView:
@@ -49,15 +51,17 @@ def view_of(pool: Any, page_size: int) -> PoolView:
             raise GeometryError("the KV pool has scales beside K and V; flexkv would not store them")
         tensors = (*pool.k_buffer, *pool.v_buffer)
         handler = SglangHandler(page_size, k_buffers=pool.k_buffer, v_buffers=pool.v_buffer)
+        heads = pool.k_buffer[0].shape[1] if pool.k_buffer[0].shape == pool.v_buffer[0].shape else 0
     elif kind is MLATokenToKVPool:
         if pool.kv_scale_buffer is not None:
             raise GeometryError("the latent pool has scales beside it; flexkv would not store them")
         tensors = tuple(pool.kv_buffer)
         handler = SglangHandler(page_size, kv_buffers=pool.kv_buffer)
+        heads = 0
     else:
         raise GeometryError(
             f"the KV pool is a {kind.__name__}; flexkv stores MHATokenToKVPool and MLATokenToKVPool "
             "(full attention in bf16, fp16, fp32 or plain fp8)"
         )
     view = handler.view()
-    return PoolView(view, handler.format_id(), tensors, view.num_blocks, pool.layer_num, page_size)
+    return PoolView(view, handler.format_id(), tensors, view.num_blocks, pool.layer_num, page_size, heads)

@@ -16,6 +16,7 @@ from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
+from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
@@ -40,6 +41,7 @@ class RankCache:
         owner: whose pages they are; its namespace is the keys'.
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
+        heads: of K and V; 0 where a page's bytes are none of heads.
 
     Attributes:
         lanes: the rank's transfer engine.
@@ -58,6 +60,7 @@ class RankCache:
         *,
         stream_of: Callable[[int], int],
         mover: Any = None,
+        heads: int = 0,
     ) -> None:
         self.config = config
         self.page_tokens = page_tokens
@@ -65,7 +68,7 @@ class RankCache:
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
         self._tickets: dict[OpId, Ticket] = {}
-        facts = RankFacts.of_view(view, 0, pages, format_id)
+        facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
         self._unit = HostUnit.create(config, page_tokens, pages, {0: facts}, False, None, owner)
         self.manager = self._unit.manager
         try:

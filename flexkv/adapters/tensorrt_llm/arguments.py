@@ -27,6 +27,7 @@ class EngineArguments:
         layers: of the model, without those of a draft model.
         draft: a draft model may have layers in the same pool.
         architecture: the model's own configuration.
+        quant_algo: of the weights, by name; "None" for none.
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineArguments:
     latent: bool | None
     draft: str
     architecture: Mapping[str, Any]
+    quant_algo: str = "None"
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -73,6 +75,7 @@ class EngineArguments:
             latent=latent,
             draft=str(getattr(llm_args, "speculative_config", None) or ""),
             architecture=architecture,
+            quant_algo=str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:

@@ -25,6 +25,7 @@ class PoolGeometry:
         view: `KvView` of the blocks.
         replicated: all ranks hold the same bytes (MLA).
         owner: the tensor that the pool lies in.
+        heads: of K and V on this rank; 0 where nothing says it.
     """
 
     view: Any
@@ -33,6 +34,7 @@ class PoolGeometry:
     num_blocks: int
     replicated: bool
     owner: Any
+    heads: int = 0
 
 
 def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
@@ -66,7 +68,13 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
     view = handler.view(0)
     interior = Interior.LATENT if latent else Interior.KV_SPLIT_HND
     return PoolGeometry(
-        view, FormatId.of_view(view, interior, tokens, ranks), tokens, num_blocks, latent, pool
+        view,
+        FormatId.of_view(view, interior, tokens, ranks),
+        tokens,
+        num_blocks,
+        latent,
+        pool,
+        _heads(arguments),
     )
 
 
@@ -106,8 +114,18 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
     )
     owner = regions[0].as_tensor()
     return PoolGeometry(
-        handler.view(0), handler.format_id(0), tokens, int(regions[0].num_slots), replicated, owner
+        handler.view(0),
+        handler.format_id(0),
+        tokens,
+        int(regions[0].num_slots),
+        replicated,
+        owner,
+        _heads(arguments),
     )
+
+
+def _heads(arguments: EngineArguments) -> int:
+    return arguments.kv_heads[0] if arguments.kv_heads else 0
 
 
 def _is_plain(region: Any) -> bool:

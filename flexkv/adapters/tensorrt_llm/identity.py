@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
@@ -28,15 +29,26 @@ NOT_IN_TOKENS = (
 another's, so such a request is neither looked up nor stored."""
 
 
-def engine_namespace(arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int) -> bytes:
+def engine_namespace(
+    arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int, pool_dtype: str = ""
+) -> bytes:
     """32 bytes, the same in every process that would compute the same KV.
 
+    Args:
+        pool_dtype: of the pool's elements, by name.
+
     Raises:
-        ConfigError: nothing identifies the weights.
+        ConfigError: nothing identifies the weights, or other engines could not share this one's pages.
     """
+    weights = settings.identity.model or weights_identity(arguments.model, arguments.revision)
+    if settings.keys.scheme == COMMON:
+        if arguments.draft:
+            raise refuse_drafts(arguments.draft)
+        shared = SharedModel(arguments.model, weights, pool_dtype, arguments.quant_algo, block_tokens)
+        return common_namespace(shared, settings)
     fields = {
         "engine": "tensorrt-llm",
-        "weights": settings.identity.model or weights_identity(arguments.model, arguments.revision),
+        "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,

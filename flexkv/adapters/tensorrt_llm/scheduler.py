@@ -256,8 +256,8 @@ class SchedulerSide:
             if len(tokens) != 1:
                 raise GeometryError(f"the ranks have blocks of {sorted(tokens)} tokens")
             self._block_tokens = tokens.pop()
-            namespace = engine_namespace(self._arguments, self._config, self._block_tokens)
             facts = {rank: said for rank, (said, _) in self._facts.items()}
+            namespace = engine_namespace(self._arguments, self._config, self._block_tokens, facts[0].dtype)
             self.unit = HostUnit.create(
                 self._config,
                 self._block_tokens,

@@ -20,6 +20,7 @@ from flexkv.adapters.tensorrt_llm.messages import (
 )
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
+from flexkv.layout.tensor import dtype_name
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, OpResult
 
@@ -68,7 +69,15 @@ class WorkerSide(RankWorker):
     def register(self, pool: PoolGeometry) -> None:
         """Takes the engine's pool."""
         self._block_tokens = pool.block_tokens
-        self.take_pool(pool.view, pool.format_id, (pool.owner,), pool.num_blocks, pool.replicated)
+        self.take_pool(
+            pool.view,
+            pool.format_id,
+            (pool.owner,),
+            pool.num_blocks,
+            pool.replicated,
+            pool.heads,
+            dtype_name(pool.owner),
+        )
 
     # --- one iteration, in the order in which the engine calls ---
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
-from flexkv.errors import KeySchemeError
+from flexkv.errors import ConfigError, KeySchemeError
 from flexkv.observe import get_logger
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
 
     Raises:
         KeySchemeError: the engine's block hashes are not cryptographic.
-        ConfigError: nothing identifies the weights.
+        ConfigError: nothing identifies the weights, or other engines could not share this one's pages.
     """
     check_hash(config.cache_config.prefix_caching_hash_algo)
+    if settings.keys.scheme == COMMON:
+        return common_namespace(_shared_model(config, geometry, settings), settings)
     if _scales_of_the_run(config):
         logger.warning(
             "calculate_kv_scales: the KV scales come from the first forward of this run, so what is stored is of use "
@@ -54,6 +57,38 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
         )
     return namespace_digest(
         {name: framed(value) for name, value in _fields(config, geometry, settings).items()}
+    )
+
+
+def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> SharedModel:
+    """
+    Raises:
+        ConfigError: this engine cannot take part in the common key scheme; says why.
+    """
+    model, overrides = config.model_config, config.model_config.hf_overrides
+    if config.speculative_config is not None:
+        raise refuse_drafts(str(config.speculative_config.method))
+    if settings.store.mode == "lazy":
+        raise ConfigError(
+            "keys.scheme=common needs store.mode=eager: lazy stores see vLLM's hash of a block and not its tokens"
+        )
+    if not isinstance(overrides, dict):
+        raise ConfigError(
+            "keys.scheme=common: hf_overrides is a function, which no other engine could be compared by"
+        )
+    model_dtype = str(model.dtype).removeprefix("torch.")
+    if geometry.kv_dtype != model_dtype:
+        raise ConfigError(
+            f"keys.scheme=common: the KV is {geometry.kv_dtype} and the model {model_dtype}; they must be the same"
+        )
+    return SharedModel(
+        path=str(model.model),
+        weights=settings.identity.model or _weights_of(model),
+        kv_dtype=geometry.kv_dtype,
+        quantization=str(model.quantization),
+        block_tokens=geometry.block_tokens,
+        overrides=overrides,
+        apart=model.seed if str(config.load_config.load_format) == "dummy" else None,
     )
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDER = "BLHNC"
+VECTOR_ISA = "vec"
+"""vLLM's name of its attention kernel for AVX-512 and AVX2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,14 @@ class BlockGeometry:
 
     Attributes:
         hash_tokens: tokens that one of the engine's block hashes covers; divides `block_tokens`.
+        kv_dtype: of the pool's elements, by name.
     """
 
     block_tokens: int
     hash_tokens: int
     num_blocks: int
     layer_names: tuple[str, ...]
+    kv_dtype: str = ""
 
     @property
     def hashes_per_block(self) -> int:
@@ -65,7 +69,8 @@ def block_geometry(config: KVCacheConfig) -> BlockGeometry:
         raise GeometryError(
             f"a block of {spec.block_size} tokens is no multiple of the {hash_tokens} tokens that a block hash covers"
         )
-    return BlockGeometry(spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names))
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return BlockGeometry(spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names), dtype)
 
 
 def check_parallelism(config: VllmConfig) -> None:
@@ -102,6 +107,13 @@ def is_replicated(config: KVCacheConfig) -> bool:
     return isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
 
 
+def heads_of_rows(config: KVCacheConfig) -> int:
+    """KV heads of a rank; 0 where K and V of a token and head are not two rows of one size."""
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    alike = not is_replicated(config) and getattr(spec, "head_size_v", spec.head_size) == spec.head_size
+    return int(spec.num_kv_heads) if alike else 0
+
+
 def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> tuple[Any, FormatId]:
     """The view of this rank's pool and the format of its pages.
 
@@ -122,17 +134,33 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ran
     return {name: handler.layer_number(name) for name in block_geometry(config).layer_names}
 
 
+def _cpu_interior(config: KVCacheConfig) -> Interior:
+    """How the CPU's attention kernel arranges a block, where we know it: to the kernels the pool is plain memory. The
+    vector kernel of x86 keeps K by elements and V by tokens; others keep tiles made for their instructions.
+    """
+    # On a machine with a GPU nothing of the CPU's attention is needed.
+    from vllm.v1.attention.backends import cpu_attn
+
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec) or is_replicated(config) or not heads_of_rows(config):
+        return Interior.OPAQUE
+    isa_of = getattr(cpu_attn, "_get_attn_isa", None)
+    if isa_of is None or spec.dtype not in cpu_attn.CPUAttentionBackend.supported_dtypes:
+        return Interior.OPAQUE
+    isa = isa_of(spec.dtype, spec.block_size, spec.head_size)
+    return Interior.K_TRANSPOSED if isa == VECTOR_ISA else Interior.OPAQUE
+
+
 def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> VllmHandler:
     geometry = block_geometry(config)
     on_cpu = current_platform.is_cpu()
     is_latent = is_replicated(config)
-    interior = Interior.OPAQUE if on_cpu else Interior.LATENT if is_latent else None
+    interior = _cpu_interior(config) if on_cpu else Interior.LATENT if is_latent else None
+    owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
     return VllmHandler(
         caches=caches,
         placements=config.kv_cache_tensors,
-        groups=[
-            VllmGroup(geometry.layer_names, interior=interior, owner=CPU_ATTENTION_OWNER if on_cpu else "")
-        ],
+        groups=[VllmGroup(geometry.layer_names, interior=interior, owner=owner)],
         num_blocks=config.num_blocks,
         order=str(config.kv_cache_layout),
         ranks=1 if is_latent else ranks,

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.references import StoreWatch
-from flexkv.adapters.vllm.request import GROUP, RequestTracker
+from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner

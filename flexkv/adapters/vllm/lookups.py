@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.extra_keys import tail_extra
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.request import GROUP, Lookup, RequestTracker
+from flexkv.adapters.vllm.request import Lookup, RequestTracker
 from flexkv.cache.base import CacheManager, MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
 from flexkv.observe import Counters
@@ -107,7 +108,9 @@ class Lookups:
         extra = tail_extra(request, first, end)
         if extra is None:
             return None
-        parent = tracker.parent_hash(base_block)
+        if base_block > len(tracker.keys()):
+            return None
+        parent = tracker.parent_key(base_block)
         tokens = request.all_token_ids[first:end]
         return tail_candidates(
             tracker.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flexkv.adapters.vllm.block_keys import BlockKeys
 from flexkv.cache.base import Keys, MatchResult
-from flexkv.cache.keys import EngineKeyChain
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-GROUP = 0
-"""The one KV group of a model that this adapter accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class RequestTracker:
     """One live request.
 
     Attributes:
-        namespace: of its keys, 32 bytes.
+        block_keys: makes the keys of its blocks.
         block_ids: the engine's block table of the request, in order.
         cursor: blocks before it have been offered to the cache.
         retry_step: after an offer was dropped, not to be repeated before this step.
@@ -52,9 +48,8 @@ class RequestTracker:
     """
 
     request: Request
-    namespace: bytes
+    block_keys: BlockKeys
     skip_save: bool
-    hashes_per_block: int = 1
     block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
     retry_step: int = 0
@@ -65,33 +60,23 @@ class RequestTracker:
     own_from: int = 0
     certain: int = 0
     counted: bool = False
-    _chain: EngineKeyChain = field(init=False)
-    _last_hash: bytes = b""
-
-    def __post_init__(self) -> None:
-        self._chain = EngineKeyChain(self.namespace, GROUP)
 
     @property
     def request_id(self) -> str:
         return str(self.request.request_id)
 
+    @property
+    def namespace(self) -> bytes:
+        """Of its keys, 32 bytes."""
+        return self.block_keys.namespace
+
     def keys(self) -> Keys:
         """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]; only new blocks cost anything."""
-        hashes, ratio = self.request.block_hashes, self.hashes_per_block
-        known = len(self._chain)
-        # A streaming session may take back its last tokens, and with them the hash of a block.
-        if known and (len(hashes) < known * ratio or hashes[known * ratio - 1] != self._last_hash):
-            self._chain.truncate(0)
-            known = 0
-        blocks = len(hashes) // ratio
-        if blocks > known:
-            self._chain.extend(hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio], start=known)
-            self._last_hash = hashes[blocks * ratio - 1]
-        return self._chain.keys
+        return self.block_keys.keys()
 
-    def parent_hash(self, block: int) -> bytes | None:
-        """The engine's hash of the whole block before number `block`; None for the first."""
-        return bytes(self.request.block_hashes[block * self.hashes_per_block - 1]) if block else None
+    def parent_key(self, block: int) -> bytes | None:
+        """What the key of the whole block before number `block` was made from; None for the first."""
+        return self.block_keys.parent(block)
 
     def blocks(self, first: int, end: int) -> BlockIds:
         """Engine block ids of the request's blocks [first, end), int32."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from flexkv.adapters.common.common_keys import COMMON
+from flexkv.adapters.vllm.block_keys import EngineBlockKeys, TokenBlockKeys
+from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.request import RequestTracker, wants_no_store
 from flexkv.adapters.vllm.request_namespace import RequestNamespaces
 
@@ -16,19 +19,24 @@ if TYPE_CHECKING:
 
 
 class RequestTable:
-    """Every request from its first lookup to its end."""
+    """Every request from its first lookup to its end.
 
-    def __init__(self, namespace: bytes, hashes_per_block: int) -> None:
+    Args:
+        scheme: `keys.scheme`.
+    """
+
+    def __init__(self, namespace: bytes, geometry: BlockGeometry, scheme: str) -> None:
         self._namespaces = RequestNamespaces(namespace)
-        self._hashes_per_block = hashes_per_block
+        self._geometry = geometry
+        self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
         self._trackers: dict[str, RequestTracker] = {}
 
     def of(self, request: Request) -> RequestTracker:
         """The request's tracker; a new one where there is none."""
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
-            namespace = self._namespaces.of(request)
-            tracker = RequestTracker(request, namespace, wants_no_store(request), self._hashes_per_block)
+            keys = self._keys(request, self._namespaces.of(request), self._geometry)
+            tracker = RequestTracker(request, keys, wants_no_store(request))
             self._trackers[request.request_id] = tracker
         return tracker
 

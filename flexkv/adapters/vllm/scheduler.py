@@ -102,7 +102,7 @@ class SchedulerSide:
         self._stores_end_in_step = stores_end_in_step
         self._use = use
         self.handshakes: dict[int, Handshake] = {}
-        self.requests = RequestTable(namespace, geometry.hashes_per_block)
+        self.requests = RequestTable(namespace, geometry, config.keys.scheme)
         self.orders = ConnectorMetadata()
         self.parts: Parts | None = None
         self._watch: StoreWatch | None = None

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.extra_keys import tail_extra
 from flexkv.adapters.vllm.references import StoreWatch
-from flexkv.adapters.vllm.request import GROUP, RequestTracker
+from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.cache.base import CacheManager, StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.observe import Counters
@@ -118,7 +119,7 @@ class StorePlanner:
         extra = tail_extra(request, first, certain_tokens)
         if extra is None or block > len(tracker.keys()):
             return None
-        parent = tracker.parent_hash(block)
+        parent = tracker.parent_key(block)
         tail = request.all_token_ids[first:certain_tokens]
         key = tail_key(tracker.namespace, GROUP, parent, extra, tail, block)
         plan = self._manager.begin_store(

@@ -11,11 +11,12 @@ import torch
 from vllm.platforms import current_platform
 
 from flexkv.adapters.common.rank_worker import RankWorker
-from flexkv.adapters.vllm.geometry import build_view, is_replicated, layer_numbers
+from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicated, layer_numbers
 from flexkv.adapters.vllm.layer_loads import LayerLoads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
+from flexkv.layout.tensor import dtype_name
 from flexkv.transfer.graph import OpResult
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class WorkerSide(RankWorker):
             GeometryError: the tensors are not what the configuration says.
         """
         view, format_id = build_view(caches, config, self._ranks)
-        self.take_pool(view, format_id, tuple(caches.values()), config.num_blocks, is_replicated(config))
+        replicated, heads = is_replicated(config), heads_of_rows(config)
+        owners = tuple(caches.values())
+        self.take_pool(view, format_id, owners, config.num_blocks, replicated, heads, dtype_name(owners[0]))
         self.kv_config = config
         self._layer_numbers = layer_numbers(caches, config, self._ranks)
 

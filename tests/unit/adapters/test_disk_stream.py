@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,3 +177,27 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
     engine.finish("two")
     engine.drain()
     engine.forget()
+
+
+def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tmp_path: Path) -> None:
+    """With the common key scheme; and a damaged one is named to the engine, which computes it."""
+    common = {"keys.scheme": "common", "host.verify": True}
+    make_streaming(**common).run(make_request(PROMPT, "one"))
+    make_streaming(**common, **{"disk.folders": str(tmp_path / "elsewhere")})
+    (folder,) = {slab.parent for slab in tmp_path.glob("*/*/*.slab")}
+    folder.rename(folder.with_name("other"))
+    engine = make_streaming(**common)
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert streamed(engine) == 5
+    assert engine.invalid == set()
+    engine.close()
+    (slab,) = (folder.with_name("other")).glob("*.slab")
+    content = bytearray(slab.read_bytes())
+    content[4096 + 8 :: 4096] = bytes(byte ^ 1 for byte in content[4096 + 8 :: 4096])
+    slab.write_bytes(content)
+    for own in tmp_path.glob("*/unit0"):
+        shutil.rmtree(own)
+    engine = make_streaming(**common)
+    engine.add(make_request(PROMPT, "three"))
+    engine.until(lambda: not engine.live["three"].waiting_for_load)
+    assert engine.invalid

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.errors import GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
-from flexkv.layout.format_id import Interior
+from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.sglang import SglangHandler
 from flexkv.layout.trtllm import TrtllmHandler, TrtllmModel
 from flexkv.layout.vllm_order import ORDERS
@@ -50,6 +50,22 @@ def vllm(order: str, heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
     return EnginePool(encoding, handler.view(), pool.raw, block, pool)
 
 
+def vllm_cpu(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
+    """vLLM's pool as its vector attention on a CPU fills it: per head K by elements, then V by tokens."""
+    plain = vllm("LBHNC", heads, layers)
+    format_id = replace(plain.encoding.format_id, interior=Interior.K_TRANSPOSED)
+    half = TOKENS * ROW
+
+    def block(number: int) -> Numbers:
+        content = plain.keep.logical[0][:, number].reshape(layers, heads, 2 * half)
+        k = content[..., :half].reshape(layers, heads, SIZE, TOKENS, ITEM).transpose(0, 3, 1, 2, 4)
+        v = content[..., half:].reshape(layers, heads, TOKENS, ROW).transpose(0, 2, 1, 3)
+        return np.stack([k.reshape(layers, TOKENS, heads, ROW), v], 1)
+
+    encoding = PageEncoding.of_view(plain.view, format_id, heads, "bfloat16")
+    return EnginePool(encoding, plain.view, plain.raw, block, plain)
+
+
 def sglang(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
     raw = np.zeros(2 * layers * BLOCKS * TOKENS * heads * ROW, np.uint8)
     kv = raw.reshape(2, layers, BLOCKS * TOKENS, heads, ROW)
@@ -72,6 +88,7 @@ def trtllm(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
 
 POOLS: dict[str, Callable[..., EnginePool]] = {
     **{f"vllm-{order}": lambda order=order, **kw: vllm(order, **kw) for order in ORDERS},
+    "vllm-cpu": vllm_cpu,
     "sglang": sglang,
     "trtllm": trtllm,
 }
@@ -115,7 +132,7 @@ def test_every_pair_of_encodings(source: str, target: str, heads: int, layers: i
     np.testing.assert_array_equal(one.block(3), other.block(4))
 
 
-@pytest.mark.parametrize("target", ["vllm-LBHNC", "vllm-LBNHC", "vllm-BHLNC", "trtllm"])
+@pytest.mark.parametrize("target", ["vllm-LBHNC", "vllm-LBNHC", "vllm-BHLNC", "vllm-cpu", "trtllm"])
 def test_without_conversion_the_numbers_are_elsewhere(target: str) -> None:
     """The control: pages of the same size whose bytes are taken as they are."""
     one, other = sglang(), POOLS[target]()
@@ -154,20 +171,48 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
         conversion(source, changed)
 
 
-def test_rows_with_gaps_or_overlaps_are_refused() -> None:
-    good = (64, 32, 8, 16)
-    c_ext.PageConversion((2, 2, 2, 2), 8, good, good)
-    for bad in [(64, 32, 8, 8), (64, 32, 8, 24), (128, 32, 8, 16), (-64, 32, 8, 16)]:
+def test_encodings_of_runs_and_formats_of_text_are_the_same() -> None:
+    """What a slab's header says is enough."""
+    for pool in (make() for make in POOLS.values()):
+        encoding, runs = pool.encoding, pool.view.runs[:, [3, 2, 4]]
+        format_id = FormatId.parse(str(encoding.format_id))
+        read = PageEncoding.of_runs(runs, pool.view.stripe_bytes, format_id, encoding.heads, encoding.dtype)
+        assert read == encoding
+    opaque = replace(sglang().encoding.format_id, interior=Interior.OPAQUE, owner="vllm-cpu-attn")
+    assert FormatId.parse(str(opaque)) == opaque
+    with pytest.raises(GeometryError, match="no format"):
+        FormatId.parse("nhd16.layer-major")
+
+
+Strides = tuple[int, int, int, int]
+
+
+def order(strides: Strides, v_offset: int, v: Strides | None = None) -> tuple[Strides, Strides, int]:
+    return strides, v or strides, v_offset
+
+
+def test_elements_with_gaps_or_overlaps_are_refused() -> None:
+    counts, good = (2, 2, 2, 1), order((64, 8, 16, 8), 32)
+    c_ext.PageConversion(counts, 8, good, good)
+    for bad in [
+        order((64, 8, 8, 8), 32),
+        order((64, 8, 24, 8), 32),
+        order((128, 8, 16, 8), 32),
+        order((-64, 8, 16, 8), 32),
+        order((64, 8, 16, 8), 24),
+        order((64, 8, 16, 8), 32, (64, 8, 8, 8)),
+        order((64, 8, 16, 8), 36),
+    ]:
         with pytest.raises(GeometryError, match="without gap or overlap"):
-            c_ext.PageConversion((2, 2, 2, 2), 8, good, bad)
-    with pytest.raises(GeometryError, match="0 rows"):
-        c_ext.PageConversion((2, 0, 2, 2), 8, good, good)
+            c_ext.PageConversion(counts, 8, good, bad)
+    with pytest.raises(GeometryError, match="0 of an axis"):
+        c_ext.PageConversion((2, 0, 2, 1), 8, good, good)
     with pytest.raises(GeometryError, match="0 bytes"):
-        c_ext.PageConversion((2, 2, 2, 2), 0, good, good)
+        c_ext.PageConversion(counts, 0, good, good)
 
 
 def test_buffers_are_checked() -> None:
-    rewrite = c_ext.PageConversion((2, 2, 2, 2), 8, (64, 32, 8, 16), (64, 8, 16, 32))
+    rewrite = c_ext.PageConversion((2, 2, 2, 1), 8, order((64, 8, 16, 8), 32), order((64, 16, 32, 8), 8))
     assert rewrite.stripe_bytes == 128
     page = np.zeros(256, np.uint8)
     for source, target in [(page[:127], page[128:]), (page[:128], page[128:255]), (page[:128], page[64:192])]:

@@ -1,0 +1,159 @@
+"""Brings pages of siblings up: read, verified and rewritten in this unit's encoding, page by page, on a thread."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.errors import ContractError
+from flexkv.storage.base import DiskGroup
+from flexkv.storage.header import codec_of
+from flexkv.storage.siblings import Sibling
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, PageTags, TransferGraph, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+DIGEST = np.dtype("<u8")
+
+
+class SiblingReader:
+    """Carries out DISK_READ ops whose places are those of `SiblingPages`, in the order of their submission.
+
+    A page reaches its host slot only after its trailer said what was asked for and every run matched its digest. One
+    that does not, or that cannot be read, is a failed page of its op.
+
+    Args:
+        siblings: as `SiblingPages` has them.
+        group: of this unit's pages.
+        pool: with slots of this unit's images.
+        queue_ops: ops that may wait; beyond it `submit` says None.
+    """
+
+    def __init__(self, siblings: Sequence[Sibling], group: DiskGroup, pool: HostPool, queue_ops: int) -> None:
+        self._siblings = list(siblings)
+        self._group = group
+        self._codec = codec_of(group)
+        self._pool = pool
+        self._queue_ops = queue_ops
+        self._images = [mmap.mmap(-1, sibling.codec.image_bytes) for sibling in siblings]
+        self._lock = threading.Condition()
+        self._waiting: deque[TransferOp] = deque()
+        self._ended: deque[OpResult] = deque()
+        self._tickets = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="flexkv-siblings", daemon=True)
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        """Takes the ops of `graph`, or none: None when the queue is full.
+
+        Raises:
+            ContractError: an op of another kind.
+        """
+        if any(op.kind is not OpKind.DISK_READ for op in graph.ops):
+            raise ContractError("siblings are only read")
+        with self._lock:
+            if self._closed or len(self._waiting) + len(graph.ops) > self._queue_ops:
+                return None
+            if not self._thread.is_alive():
+                self._thread.start()
+            self._waiting.extend(graph.ops)
+            self._tickets += 1
+            self._lock.notify()
+            return self._tickets
+
+    def poll(self) -> list[OpResult]:
+        """The ops that have ended since the last call. Never waits."""
+        with self._lock:
+            ended = list(self._ended)
+            self._ended.clear()
+            return ended
+
+    def close(self, deadline_s: float) -> bool:
+        """Drops what waits and ends the thread; False if a read has not ended within `deadline_s` seconds."""
+        with self._lock:
+            self._closed = True
+            while self._waiting:
+                op = self._waiting.popleft()
+                every = np.arange(op.pages, dtype=np.int32)
+                for page in every.tolist():
+                    self._settle(op, page, False)
+                self._ended.append(OpResult(op.op_id, OpStatus.CANCELLED, every, "closed"))
+            self._lock.notify()
+        if self._thread.is_alive():
+            self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._waiting and not self._closed:
+                    self._lock.wait()
+                if not self._waiting:
+                    return
+                op = self._waiting.popleft()
+            result = self._read(op)
+            with self._lock:
+                self._ended.append(result)
+
+    def _read(self, op: TransferOp) -> OpResult:
+        failed, reason = [], ""
+        for page, (place, slot) in enumerate(zip(op.places.tolist(), op.slots.tolist(), strict=True)):
+            why = self._bring(place, slot, op.tags[page])
+            self._settle(op, page, not why)
+            if why:
+                failed.append(page)
+                reason = reason or why
+        status = OpStatus.FAILED if failed else OpStatus.OK
+        return OpResult(op.op_id, status, np.array(failed, np.int32), reason)
+
+    def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
+        """Loads that were promised the page while it was on its way may go on, or fail."""
+        self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
+
+    def _bring(self, place: int, slot: int, tag: PageTags) -> str:
+        """Reads, verifies and rewrites one page; why it could not, or nothing."""
+        number, theirs = place % len(self._siblings), place // len(self._siblings)
+        sibling, image = self._siblings[number], self._images[number]
+        try:
+            read = os.preadv(sibling.slab.fd, [image], sibling.slab.offset(theirs))
+        except OSError as error:
+            return f"io: {sibling.folder}: {error.strerror}"
+        if read != len(image):
+            return f"short: {sibling.folder}: {read} of {len(image)} bytes"
+        asked = tag_fields(tag.copy())
+        asked["epoch"] = sibling.epoch
+        miss, reason = sibling.codec.check(
+            image, sibling.header.slab_id, theirs, asked.tobytes(), int(time.time())
+        )
+        if miss != "none":
+            return f"{miss}: {reason}"
+        self._write(sibling, np.frombuffer(image, np.uint8), self._pool.slot(slot))
+        return ""
+
+    def _write(self, sibling: Sibling, image: np.ndarray, slot: np.ndarray) -> None:
+        for rank, ((offset, size), rewrite) in enumerate(zip(sibling.stripes, sibling.rewrites, strict=True)):
+            source = image[offset : offset + size]
+            start = self._codec.stripe_offset(rank)
+            target = slot[start : start + self._group.stripe_bytes[rank]]
+            if rewrite is None:
+                target[:] = source
+            else:
+                rewrite.convert(source, target)
+            if self._group.host_digests:
+                self._digest(rank, target, slot)
+
+    def _digest(self, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
+        """What a load checks the page by, where host memory is verified."""
+        runs = self._group.runs[rank]
+        digests = np.array(
+            [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST
+        )
+        start = self._codec.digest_offset(rank)
+        slot[start : start + digests.nbytes] = digests.view(np.uint8)

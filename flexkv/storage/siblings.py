@@ -1,0 +1,144 @@
+"""Folders with pages of the same model that another unit wrote: another engine's, in another encoding or under another
+name. They are found at the start, and read and never written. Keys mean the same in all of them: those of the
+fingerprint's namespace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv import c_ext
+from flexkv.errors import DiskError, GeometryError
+from flexkv.layout.conversion import PageEncoding, conversion
+from flexkv.layout.format_id import FormatId
+from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.folder import DIGEST_DIGITS, INDEX_NAME, FolderLock, read_epoch, slab_name, unit_folder
+from flexkv.storage.header import SlabHeader, codec_of, read_group
+from flexkv.storage.index import DiskIndex, Rows
+
+logger = logging.getLogger(__name__)
+
+GROUP = 0
+"""Units with one KV group share; the pages of several would have to come from one folder together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """One slab of another unit.
+
+    Attributes:
+        header: of the slab.
+        codec: of its slot images.
+        stripes: of each rank's stripe its offset in the image and its bytes.
+        rewrites: of each rank, what makes a stripe of ours of one of theirs; None where they are the same bytes.
+        rows: of its index, as it was when it was last in use; [slots].
+        epoch: of the pages that count.
+    """
+
+    folder: Path
+    slab: c_ext.SlabFile
+    header: SlabHeader
+    codec: c_ext.PageCodec
+    stripes: tuple[tuple[int, int], ...]
+    rewrites: tuple[c_ext.PageConversion | None, ...]
+    rows: Rows
+    epoch: int
+
+
+def open_siblings(
+    roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
+) -> list[Sibling]:
+    """The other units' slabs under `roots`, of this fingerprint, whose pages can be had exactly; says which are not
+    and why. A folder is locked only while its index is read: what its unit writes later is not seen, and what it
+    overwrites is a miss, because every page says itself what it is.
+
+    Args:
+        group: of this unit's pages.
+        heads: of K and V on one rank; 0 where there are none.
+    """
+    fingerprint = identity.fingerprint.hex()[:DIGEST_DIGITS]
+    found = []
+    for root in roots:
+        own = unit_folder(root, identity, [group])
+        for path in sorted(root.glob(f"*-{fingerprint}-*/*/{slab_name(GROUP)}")):
+            if path.parent == own:
+                continue
+            try:
+                sibling = _open(path, identity, group, heads)
+            except (DiskError, GeometryError) as error:
+                logger.warning("%s: its pages are not used here: %s", path.parent, error)
+                continue
+            held = int((sibling.rows["generation"] != 0).sum())
+            logger.info("%s: %d pages of %s can be read here", path.parent, held, sibling.header.format_id)
+            if held:
+                found.append(sibling)
+    return found
+
+
+def rewrites_of(theirs: DiskGroup, ours: DiskGroup, heads: int) -> tuple[c_ext.PageConversion | None, ...]:
+    """Of each rank, what makes a stripe of `ours` of one of `theirs`.
+
+    Raises:
+        GeometryError: it cannot be exact; says why.
+    """
+    if theirs.block_tokens != ours.block_tokens:
+        raise GeometryError(f"its blocks have {theirs.block_tokens} tokens, ours {ours.block_tokens}")
+    if len(theirs.stripe_bytes) != len(ours.stripe_bytes):
+        raise GeometryError(
+            f"its pages have stripes of {len(theirs.stripe_bytes)} ranks, ours of {len(ours.stripe_bytes)}"
+        )
+    return tuple(
+        conversion(_encoding(theirs, rank, heads), _encoding(ours, rank, heads))
+        for rank in range(len(ours.runs))
+    )
+
+
+def _encoding(group: DiskGroup, rank: int, heads: int) -> PageEncoding:
+    format_id = FormatId.parse(group.format_id)
+    return PageEncoding.of_runs(group.runs[rank], group.stripe_bytes[rank], format_id, heads, group.dtype)
+
+
+def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Sibling:
+    """
+    Raises:
+        DiskError: another model's, in use, damaged, or unreadable.
+        GeometryError: its pages cannot be rewritten exactly.
+    """
+    header, theirs = read_group(str(path))
+    if header.fingerprint != identity.fingerprint:
+        raise DiskError(f"it holds another model's pages ({header.model!r})")
+    rewrites = rewrites_of(theirs, ours, heads)
+    codec = codec_of(theirs)
+    if codec.image_bytes != header.slot_bytes:
+        raise DiskError(f"its slots have {header.slot_bytes} bytes, its pages {codec.image_bytes}")
+    slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
+    rows, epoch = _rows(path.parent, header.slab_id, slots)
+    slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+    stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
+    return Sibling(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)
+
+
+def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
+    """What the folder's index names, and of which epoch.
+
+    Raises:
+        DiskError: it is in use, damaged, or there is none.
+    """
+    if not (folder / INDEX_NAME).exists():
+        raise DiskError("it has no index; its own unit makes one when it starts")
+    lock = FolderLock(folder)
+    try:
+        index = DiskIndex(folder / INDEX_NAME, [slots])
+        try:
+            epoch = max(index.epoch, read_epoch(folder))
+            if index.epoch < epoch or epoch % 2:
+                # An odd epoch is of weights that only the process knew that wrote it.
+                index.clear()
+            index.adopt([slab_id])
+            return index.rows[GROUP][:slots].copy(), epoch
+        finally:
+            index.close()
+    finally:
+        lock.release()

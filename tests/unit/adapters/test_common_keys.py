@@ -1,0 +1,174 @@
+"""The common key scheme: the same keys from every engine for the same KV, and none where tokens do not say it all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.common.common_keys import SharedModel, common_namespace
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_of_tensorrt_llm
+from flexkv.adapters.vllm.fingerprint import engine_namespace as namespace_of_vllm
+from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.cache.keys import EngineKeyChain
+from flexkv.config import load_config
+from flexkv.errors import ConfigError
+from tests.unit.adapters.mini_engine import NAMESPACE, MiniEngine
+from tests.unit.adapters.test_fingerprint import config, ngram
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, embeddings, image, lora, make_request
+from tests.unit.tensorrt_llm.world import arguments
+
+PROMPT = list(range(100, 123))
+COMMON = {"keys.scheme": "common"}
+GEOMETRY = BlockGeometry(16, 16, 100, ("l.0",), "float16")
+Make = Callable[..., MiniEngine]
+
+
+def keys_by_hand(tokens: list[int], seed: bytes = b"") -> np.ndarray:
+    """SGLang's chain of page hashes with hashlib, as index keys."""
+    chain, prior = EngineKeyChain(NAMESPACE, 0), seed
+    for block in range(len(tokens) // BLOCK_TOKENS):
+        content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+        prior = hashlib.sha256(prior + np.array(content, "<u4").tobytes()).digest()
+        chain.extend([prior], start=block)
+    return chain.keys
+
+
+def test_keys_are_those_of_sglangs_chain(make_engine: Make) -> None:
+    engine = make_engine(**COMMON)
+    request = make_request(PROMPT, "one")
+    engine.run(request)
+    tracker = engine.side.requests.of(request)
+    np.testing.assert_array_equal(tracker.keys(), keys_by_hand(PROMPT))
+    assert engine.side.unit is not None
+    assert len(engine.side.unit.manager._index.find(0, keys_by_hand(PROMPT))) == 5
+    assert not np.array_equal(keys_by_hand(PROMPT), MiniEngine.keys_of(request))
+
+
+def test_a_salt_is_sglangs_seed(make_engine: Make) -> None:
+    engine = make_engine(**COMMON)
+    request = make_request(PROMPT, "one", cache_salt="tenant")
+    label = b"sglang-cache-namespace-v1"
+    seed = hashlib.sha256(label + b"\x00\x01" + len(b"tenant").to_bytes(8, "little") + b"tenant").digest()
+    np.testing.assert_array_equal(engine.side.requests.of(request).keys(), keys_by_hand(PROMPT, seed))
+
+
+def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(make_engine: Make) -> None:
+    engine = make_engine(**COMMON)
+    request = make_request(PROMPT[:6], "one")
+    tracker = engine.side.requests.of(request)
+    assert len(tracker.keys()) == 1
+    request.append_output_token_ids([7, 8, 9])
+    np.testing.assert_array_equal(tracker.keys(), keys_by_hand([*PROMPT[:6], 7, 8, 9]))
+    other = make_request([*PROMPT[:5], 70, 80, 90], "one")
+    tracker.block_keys.request = other
+    np.testing.assert_array_equal(tracker.keys(), keys_by_hand([*PROMPT[:5], 70, 80, 90]))
+
+
+def test_tenants_are_apart_and_what_tokens_do_not_name_is_not_cached(
+    make_engine: Make, tmp_path: Path
+) -> None:
+    engine = make_engine(**COMMON, **{"store.partial_blocks": True})
+    apart = [
+        lambda name: make_request(PROMPT, name),
+        lambda name: make_request(PROMPT, name, cache_salt="a"),
+        lambda name: make_request(PROMPT, name, cache_salt="b"),
+        lambda name: make_request(PROMPT, name, lora_request=lora("x", 1, str(tmp_path / "x"))),
+        lambda name: make_request(PROMPT, name, lora_request=lora("x", 1, str(tmp_path / "y"))),
+    ]
+    unnamed = [
+        lambda name: make_request(PROMPT, name, mm_features=[image("cat", 1, 2), image("dog", 8, 3)]),
+        lambda name: make_request(prompt_embeds=embeddings(1, 23), name=name),
+    ]
+    for number, make in enumerate([*apart, *unnamed]):
+        assert engine.run(make(f"first{number}")) == 0, number
+        engine.forget()
+    for number, make in enumerate([*apart, *unnamed]):
+        assert engine.run(make(f"second{number}")) == (22 if number < len(apart) else 0), number
+        engine.forget()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 10000.0}))
+    return tmp_path
+
+
+def vllm(folder: Path, geometry: BlockGeometry = GEOMETRY, settings: Any = None, **changes: Any) -> bytes:
+    overrides = changes.pop("overrides", {})
+    described = config(folder, **changes)
+    described.model_config.hf_overrides = overrides
+    return namespace_of_vllm(described, geometry, load_config(COMMON | (settings or {}), {}))
+
+
+def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
+    settings = load_config(COMMON, {})
+    other = EngineArguments.of(arguments(model=str(folder)))
+    assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
+    # What each engine's library makes of the model's file, and where the pool ends, is no matter.
+    assert vllm(folder, BlockGeometry(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
+    # Keys of the engines' own are in other namespaces.
+    engine = load_config({}, {})
+    assert namespace_of_vllm(config(folder), GEOMETRY, engine) != vllm(folder)
+    assert namespace_of_tensorrt_llm(other, engine, 16, "float16") not in (
+        namespace_of_vllm(config(folder), GEOMETRY, engine),
+        vllm(folder),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization": "awq"},
+        {"overrides": {"rope_theta": 5e5}},
+        {"geometry": BlockGeometry(32, 32, 100, ("l.0",), "float16")},
+        {"geometry": BlockGeometry(16, 16, 100, ("l.0",), "bfloat16"), "dtype": torch.bfloat16},
+        {"settings": {"identity.namespace": "mine"}},
+        {"settings": {"identity.model": "v2"}},
+        {"load_format": "dummy"},
+    ],
+)
+def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict[str, Any]) -> None:
+    assert vllm(folder, **changes) != vllm(folder)
+
+
+def test_the_models_file_and_weights_are_in_it(folder: Path) -> None:
+    before = vllm(folder)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 20000.0}))
+    other_file = vllm(folder)
+    (folder / "model.safetensors").write_bytes(bytes(255 - i for i in range(256)) * 64)
+    assert len({before, other_file, vllm(folder)}) == 3
+
+
+def test_a_commit_is_the_same_by_hub_name_and_by_folder() -> None:
+    settings = load_config(COMMON, {})
+    commit = "c" * 40
+    by_name = SharedModel("org/model", f"hub:org/model@{commit}", "float16", "None", 16)
+    by_folder = SharedModel(f"/cache/snapshots/{commit}", f"commit:{commit}", "float16", "None", 16)
+    assert common_namespace(by_name, settings) == common_namespace(by_folder, settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"geometry": BlockGeometry(16, 16, 100, ("l.0",), "uint8"), "dtype": torch.uint8}, "without scales"),
+        ({"geometry": BlockGeometry(16, 16, 100, ("l.0",), "bfloat16")}, "must be the same"),
+        ({"draft": ngram()}, "speculative decoding"),
+        ({"settings": {"store.mode": "lazy"}}, "store.mode=eager"),
+        ({"overrides": lambda given: given}, "is a function"),
+        ({"model": "org/model"}, "which may move"),
+    ],
+)
+def test_engines_whose_pages_others_could_not_use_are_refused(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        vllm(folder, **changes)

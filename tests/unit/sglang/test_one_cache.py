@@ -1,0 +1,162 @@
+"""One folder, several engines: a page stored from one pool arrives in another's order, or is a miss that has a name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.sglang.conftest import hashes_of
+from tests.unit.sglang.sharing_pools import HEADS, LAYERS, POOLS, TOKENS, Engine, EnginePool, sglang, trtllm
+
+PAGES = hashes_of("first", "second")
+FROM, TO = [2, 5], [7, 3]
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    engines: list[Engine] = []
+
+    def begin(pool: EnginePool, unit: str = "one", disk: Path | None = None, **settings: Any) -> Engine:
+        engines.append(Engine(pool, disk or tmp_path / "disk", unit, **settings))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.cache.close()
+
+
+@pytest.mark.parametrize("source", POOLS)
+def test_every_number_arrives_at_its_layer_token_and_head(start: Start, tmp_path: Path, source: str) -> None:
+    one = start(POOLS[source]())
+    one.store(PAGES, FROM)
+    expected = [one.pool.numbers(block).clone() for block in FROM]
+    one.close()
+    for number, target in enumerate(POOLS):
+        disk = tmp_path / target
+        shutil.copytree(tmp_path / "disk", disk)
+        # Where host memory is verified, a load checks digests that the rewriting made.
+        other = start(POOLS[target](), "other", disk, host__verify=bool(number % 2))
+        others = {block: other.pool.numbers(block).clone() for block in range(1, 10) if block not in TO}
+        assert other.find(PAGES) == 2, target
+        assert other.load(PAGES, TO), target
+        for block, numbers in zip(TO, expected, strict=True):
+            found = other.pool.numbers(block)
+            for layer in range(LAYERS):
+                for kv in range(2):
+                    for token in range(TOKENS):
+                        for head in range(HEADS):
+                            place = (layer, kv, token, head)
+                            assert torch.equal(found[place], numbers[place]), (target, *place)
+        for block, numbers in others.items():
+            assert torch.equal(other.pool.numbers(block), numbers), (target, block)
+        other.close()
+
+
+def test_what_came_from_another_engine_is_kept_in_the_own_order(start: Start, tmp_path: Path) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    theirs = next((tmp_path / "disk").rglob("*.slab")).parent.parent
+    other = start(trtllm(), "other")
+    assert other.find(PAGES) == 2
+    assert other.load(PAGES, TO)
+    expected = other.pool.numbers(7).clone()
+    other.close()
+    shutil.rmtree(theirs)
+    again = start(trtllm(), "other")
+    assert again.find(PAGES) == 2
+    assert again.load(PAGES, FROM)
+    assert torch.equal(again.pool.numbers(2), expected)
+
+
+def test_engines_with_keys_of_their_own_do_not_look(start: Start) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    assert start(trtllm(), "other", keys__scheme="engine").find(PAGES) == 0
+
+
+@pytest.mark.parametrize(
+    ("pool", "settings", "said"),
+    [
+        (lambda: sglang(torch.float16), {}, "the elements are float32 and float16"),
+        (lambda: sglang(tokens=8), {}, "its blocks have 4 tokens, ours 8"),
+        (trtllm, {"heads": 0}, "no whole number of rows"),
+    ],
+)
+def test_pages_that_cannot_be_rewritten_exactly_are_misses(
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    pool: Callable[[], EnginePool],
+    settings: dict[str, Any],
+    said: str,
+) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(pool(), "other", **settings)
+    assert other.find(PAGES) == 0
+    assert said in caplog.text
+
+
+def test_a_folder_in_use_is_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    assert start(trtllm(), "other").find(PAGES) == 0
+    assert "is in use by process" in caplog.text
+
+
+def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_path: Path) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    first = one.pool.numbers(2).contiguous().numpy().tobytes()
+    one.close()
+    [slab] = (tmp_path / "disk").rglob("*.slab")
+    content = bytearray(slab.read_bytes())
+    at = content.find(first[:64])
+    assert at > 0
+    content[at] ^= 1
+    slab.write_bytes(content)
+    other = start(trtllm(), "other")
+    assert other.find(PAGES) == 0
+    assert other.cache.manager.disk.counts.failed_reads == 1
+    assert other.find(PAGES[1:]) == 1
+
+
+def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
+    """The index is as it was at the start; each page says itself what it is."""
+    slots = {"disk__bytes_per_folder": 3 * 8192}
+    one = start(sglang(), **slots)
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(trtllm(), "other")
+    again = start(sglang(), **slots)
+    again.store(hashes_of("third", "fourth", "fifth", "sixth"), [1, 2, 3, 4])
+    again.close()
+    assert other.find(PAGES) == 0
+    assert other.cache.manager.disk.counts.failed_reads > 0
+
+
+def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
+    """After a reset an engine's pages are of weights that only its process knows."""
+    one = start(sglang())
+    one.cache.manager.reset()
+    one.store(PAGES, FROM)
+    one.close()
+    assert start(trtllm(), "other").find(PAGES) == 0
+
+
+def test_new_weights_here_make_theirs_misses(start: Start) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(trtllm(), "other")
+    other.cache.manager.reset()
+    assert other.find(PAGES) == 0
