@@ -22,7 +22,7 @@ def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
 
 
 def check_load_and_store(seed: int, where: str) -> None:
-    """Loads a world into tensors on `where`, stores it from there, and compares both."""
+    """Loads a world into tensors on `where`, stores it from there, and compares both. Odd seeds prefetch."""
     world = LayerWorld(seed)
     device = TorchDevice(where)
     memory = [torch.from_numpy(layer).to(where) for layer in world.memory]
@@ -34,11 +34,17 @@ def check_load_and_store(seed: int, where: str) -> None:
         return tensor.pin_memory() if pinned else tensor
 
     stored = [[source(rows) for rows in layer] for layer in world.stored]
-    load = LoadPipeline(device, paged, world.slots, world.chunks, turn, GENEROUS_S)
+
+    def rows_of(layer: int) -> list[TensorRows]:
+        return [TensorRows(rows) for rows in stored[layer]]
+
+    load = LoadPipeline(device, paged, world.slots, world.chunks, turn, GENEROUS_S, 2 + seed % 3)
     steps = load.run()
     next(steps)
     for layer in range(world.layers):
-        steps.send([TensorRows(rows) for rows in stored[layer]])
+        steps.send(() if layer < load.begun_layers else rows_of(layer))
+        if seed % 2:
+            load.prefetch(rows_of)
         assert load.get_kv(layer).shape[1] == world.chunks.rows
     assert next(steps) == PipelineReport({}, True)
     for layer, wanted in enumerate(world.expected()):
