@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from flexkv.errors import ContractError
-from flexkv.transfer.layerwise.base import LayerDevice
+from flexkv.transfer.layerwise.base import LayerDevice, RowSource
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.pipeline import PipelineReport
-from flexkv.transfer.layerwise.rows import ArrayRows
+from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
 
 from .layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
 
@@ -121,4 +121,40 @@ def test_the_streams_of_a_host_device(one_thread: bool) -> None:
         assert stream.record().wait(GENEROUS_S)
     assert len(set(threads)) == (1 if one_thread else 3)
     assert threading.get_ident() not in threads
+    assert device.close(GENEROUS_S)
+
+
+@pytest.mark.parametrize("one_thread", [True, False])
+def test_the_caller_stops_half_way(one_thread: bool) -> None:
+    device, world = HostDevice(one_thread), LayerWorld(9, layers=8)
+    pipeline = world.pipeline(device, LoadPipeline, 4)
+    steps = pipeline.run()
+    next(steps)
+    steps.send(world.sources(0))
+    pipeline.prefetch(world.sources)
+    steps.send(())
+    steps.close()
+    assert pipeline.quiet(0.0), "what was begun ahead has ended too"
+    assert device.close(GENEROUS_S)
+
+
+def test_a_chunk_lost_ahead_of_its_step_is_named() -> None:
+    device, world = HostDevice(), LayerWorld(10, layers=4)
+
+    def take(layer: int) -> list[RowSource]:
+        return [
+            NoRows("the disk said no") if layer == 1 else world.sources(layer)[0],
+            *world.sources(layer)[1:],
+        ]
+
+    pipeline = world.pipeline(device)
+    steps = pipeline.run()
+    next(steps)
+    for layer in range(world.layers):
+        steps.send(() if layer < pipeline.begun_layers else take(layer))
+        pipeline.prefetch(take)
+    report = next(steps)
+    assert report is not None
+    assert report.failed == {0: "layer 1: the disk said no"}
+    assert world.same(world.expected({0: 1}))
     assert device.close(GENEROUS_S)
