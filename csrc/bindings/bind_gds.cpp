@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -177,6 +178,19 @@ std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, in
   return times;
 }
 
+// Binds a transfer between a pool and raw files; `more`: what it takes besides.
+template <typename Function, typename... More>
+void def_raw_transfer(py::module_& m, const char* name, Function&& function, More&&... more) {
+  m.def(name, std::forward<Function>(function), py::arg("gds_manager"), py::arg("gpu_layer_id_list"),
+        py::arg("gpu_layer_ptrs_tensor"), py::arg("gds_block_ids"), py::arg("gpu_block_ids"),
+        py::arg("gpu_kv_stride_in_bytes"), py::arg("gpu_block_stride_in_bytes"),
+        py::arg("gpu_layer_stride_in_bytes"), py::arg("gds_layer_stride_in_bytes"),
+        py::arg("gds_block_stride_in_bytes"), py::arg("gds_kv_stride_in_bytes"),
+        py::arg("block_size_in_bytes"), py::arg("gds_copy_off_inside_chunks"), py::arg("num_blocks_per_file"),
+        py::arg("total_layers"), py::arg("is_read"), py::arg("verbose") = false, py::arg("is_mla") = false,
+        py::arg("gpu_block_type") = 0, std::forward<More>(more)...);
+}
+
 }  // namespace
 
 void bind_gds(py::module_& m) {
@@ -208,8 +222,8 @@ void bind_gds(py::module_& m) {
       .def("describe", &GDSManager::describe)
       .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
       .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "transfer_kv_blocks_gds_staged",
+  def_raw_transfer(
+      m, "transfer_kv_blocks_gds_staged",
       [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
          const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
          int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv, int64_t block_size,
@@ -219,33 +233,17 @@ void bind_gds(py::module_& m) {
                      gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file, total_layers, is_read,
                      verbose, is_mla, gpu_block_type, staging_buffer, true);
       },
-      py::arg("gds_manager"), py::arg("gpu_layer_id_list"), py::arg("gpu_layer_ptrs_tensor"),
-      py::arg("gds_block_ids"), py::arg("gpu_block_ids"), py::arg("gpu_kv_stride_in_bytes"),
-      py::arg("gpu_block_stride_in_bytes"), py::arg("gpu_layer_stride_in_bytes"),
-      py::arg("gds_layer_stride_in_bytes"), py::arg("gds_block_stride_in_bytes"),
-      py::arg("gds_kv_stride_in_bytes"), py::arg("block_size_in_bytes"),
-      py::arg("gds_copy_off_inside_chunks"), py::arg("num_blocks_per_file"), py::arg("total_layers"),
-      py::arg("is_read"), py::arg("verbose") = false, py::arg("is_mla") = false,
-      py::arg("gpu_block_type") = 0, py::arg("staging_buffer") = py::none());
-  m.def(
-      "transfer_kv_blocks_gds",
-      [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
-         const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
-         int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv, int64_t block_size,
-         int64_t copy_offset, int64_t per_file, int64_t total_layers, bool is_read, bool verbose, bool is_mla,
-         int32_t gpu_block_type) {
-        run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block, gpu_layer,
-                     gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file, total_layers, is_read,
-                     verbose, is_mla, gpu_block_type, py::none(), false);
-      },
-      py::arg("gds_manager"), py::arg("gpu_layer_id_list"), py::arg("gpu_layer_ptrs_tensor"),
-      py::arg("gds_block_ids"), py::arg("gpu_block_ids"), py::arg("gpu_kv_stride_in_bytes"),
-      py::arg("gpu_block_stride_in_bytes"), py::arg("gpu_layer_stride_in_bytes"),
-      py::arg("gds_layer_stride_in_bytes"), py::arg("gds_block_stride_in_bytes"),
-      py::arg("gds_kv_stride_in_bytes"), py::arg("block_size_in_bytes"),
-      py::arg("gds_copy_off_inside_chunks"), py::arg("num_blocks_per_file"), py::arg("total_layers"),
-      py::arg("is_read"), py::arg("verbose") = false, py::arg("is_mla") = false,
-      py::arg("gpu_block_type") = 0);
+      py::arg("staging_buffer") = py::none());
+  def_raw_transfer(m, "transfer_kv_blocks_gds",
+                   [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
+                      const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
+                      int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv,
+                      int64_t block_size, int64_t copy_offset, int64_t per_file, int64_t total_layers,
+                      bool is_read, bool verbose, bool is_mla, int32_t gpu_block_type) {
+                     run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block,
+                                  gpu_layer, gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file,
+                                  total_layers, is_read, verbose, is_mla, gpu_block_type, py::none(), false);
+                   });
   m.def("transfer_kv_blocks", &copy_blocks, py::arg("gpu_block_id_tensor"), py::arg("gpu_tensor_ptrs_tensor"),
         py::arg("gpu_kv_stride_in_bytes"), py::arg("gpu_block_stride_in_bytes"),
         py::arg("gpu_layer_stride_in_bytes"), py::arg("cpu_block_id_tensor"), py::arg("cpu_tensor"),

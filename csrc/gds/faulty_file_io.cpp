@@ -32,15 +32,9 @@ IoOutcome FaultyFileIo::act(const FileFaultRule& rule, const IoCall& call) {
     case IoFault::kDelay:
       std::this_thread::sleep_for(to_duration(rule.delay_s));
       return inner_->transfer(call);
-    case IoFault::kStall: {
-      std::unique_lock lock(mutex_);
-      stalled_ += 1;
-      changed_.notify_all();
-      changed_.wait(lock, [&] { return released_; });
-      stalled_ -= 1;
-      lock.unlock();
+    case IoFault::kStall:
+      stalls_.hold();
       return inner_->transfer(call);
-    }
     case IoFault::kCorrupt: {
       auto* middle = static_cast<std::byte*>(call.memory) + call.bytes / 2;
       if (call.write) *middle ^= std::byte{1};
@@ -62,19 +56,7 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
   const IoOutcome outcome = rule ? act(*rule, call) : inner_->transfer(call);
   const std::lock_guard lock(mutex_);
   in_flight_ -= 1;
-  changed_.notify_all();
   return outcome;
-}
-
-void FaultyFileIo::release() {
-  const std::lock_guard lock(mutex_);
-  released_ = true;
-  changed_.notify_all();
-}
-
-bool FaultyFileIo::wait_stalled(int64_t count, double deadline_s) const {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return stalled_ >= count; });
 }
 
 int64_t FaultyFileIo::in_flight() const {

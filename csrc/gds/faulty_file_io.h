@@ -1,7 +1,6 @@
 // Injects faults into file I/O, for drills and tests: calls that fail, come short, late or never, and bytes
 // that are damaged.
 #pragma once
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "gds/file_io.h"
+#include "transfer/stall_gate.h"
 
 namespace flexkv {
 
@@ -42,9 +42,9 @@ class FaultyFileIo : public FileIo {
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 
   // Lets stalled calls go on, and all later ones pass without stalling.
-  void release();
+  void release() { stalls_.release(); }
   // Whether `count` calls were stalled at once within the deadline.
-  bool wait_stalled(int64_t count, double deadline_s) const;
+  bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
   int64_t in_flight() const;
   int64_t acted() const;
 
@@ -54,12 +54,10 @@ class FaultyFileIo : public FileIo {
 
   std::shared_ptr<FileIo> inner_;
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
   std::vector<FileFaultRule> rules_;
-  int64_t stalled_ = 0;
   int64_t in_flight_ = 0;
   int64_t acted_ = 0;
-  bool released_ = false;
+  StallGate stalls_;
 };
 
 }  // namespace flexkv

@@ -21,7 +21,23 @@ constexpr int64_t kDigestStepBytes = 64 << 10;
 // Unit: bytes. Huge pages under the I/O buffers double the disk's speed, and need this alignment.
 constexpr int64_t kHugePageBytes = 2 << 20;
 
-class HostTransformer : public Transformer {
+// A transformer whose batches have ended when launch() returns.
+class DoneTransformer : public Transformer {
+ public:
+  BatchResult wait() override {
+    BatchResult result = std::move(done_.front());
+    done_.pop_front();
+    return result;
+  }
+
+ protected:
+  void end(BatchResult result) { done_.push_back(std::move(result)); }
+
+ private:
+  std::deque<BatchResult> done_;
+};
+
+class HostTransformer : public DoneTransformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
@@ -31,13 +47,7 @@ class HostTransformer : public Transformer {
     for (const TransformPage& page : pages) {
       result.bad_run.push_back(has_digests(tables_.mode) ? move_verified(page) : move(page));
     }
-    done_.push_back(std::move(result));
-  }
-
-  BatchResult wait() override {
-    BatchResult result = std::move(done_.front());
-    done_.pop_front();
-    return result;
+    end(std::move(result));
   }
 
  private:
@@ -80,10 +90,9 @@ class HostTransformer : public Transformer {
 
   std::vector<Segment> segments_;
   TransformTables tables_;
-  std::deque<BatchResult> done_;
 };
 
-class LaneTransformer : public Transformer {
+class LaneTransformer : public DoneTransformer {
  public:
   LaneTransformer(const PageMap& map, bool into_pool) : tables_(map, into_pool) {}
 
@@ -97,18 +106,11 @@ class LaneTransformer : public Transformer {
     batch.progress = progress.data();
     batch.bad_run = result.bad_run.data();
     transform_lane_by_lane(batch);
-    done_.push_back(std::move(result));
-  }
-
-  BatchResult wait() override {
-    BatchResult result = std::move(done_.front());
-    done_.pop_front();
-    return result;
+    end(std::move(result));
   }
 
  private:
   TransformTables tables_;
-  std::deque<BatchResult> done_;
 };
 
 class HostTransformDevice : public TransformDevice {

@@ -44,6 +44,8 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
 // Runs by their offset in the file, which stands in page_offset until slots are laid out.
 std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlockLayout& file,
                                         std::span<const int32_t> layers) {
+  check_sizes(pool, file);
+  if (layers.empty()) throw GeometryError("the list of layers is empty");
   std::vector<Segment> runs;
   for (const int32_t layer : layers) {
     if (layer < 0 || layer >= pool.num_layers || layer >= file.total_layers) {
@@ -78,8 +80,6 @@ std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlo
 
 PageMap PageMap::memory(const GTensorHandler& pool, const RawBlockLayout& layout,
                         std::span<const int32_t> layers) {
-  check_sizes(pool, layout);
-  if (layers.empty()) throw GeometryError("the list of layers is empty");
   PageMap map;
   map.runs_ = runs_in_file_order(pool, layout, layers);
   map.segments_ = coalesce(map.runs_);
@@ -90,8 +90,6 @@ PageMap PageMap::memory(const GTensorHandler& pool, const RawBlockLayout& layout
 
 PageMap PageMap::raw(const GTensorHandler& pool, const RawBlockLayout& file,
                      std::span<const int32_t> layers) {
-  check_sizes(pool, file);
-  if (layers.empty()) throw GeometryError("the list of layers is empty");
   PageMap map;
   map.runs_ = runs_in_file_order(pool, file, layers);
   map.pieces_ = coalesce(map.runs_);

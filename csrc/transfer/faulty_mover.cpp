@@ -36,7 +36,7 @@ std::optional<FaultRule> FaultyMover::match(const PageMove& page, int32_t layer_
         !agrees(rule.block, page.block) || !agrees(rule.slot, page.slot)) {
       continue;
     }
-    if (rule.action == FaultAction::kStall && released_) continue;
+    if (rule.action == FaultAction::kStall && stalls_.released()) continue;
     if (rule.times > 0) --rule.times;
     return rule;
   }
@@ -53,14 +53,8 @@ MoveResult FaultyMover::move(const PageMove& page, int32_t layer_lo, int32_t lay
   }
   ++acted_;
   if (rule->action == FaultAction::kFail) return {Status::kFailed, rule->reason};
-  if (rule->action == FaultAction::kStall) {
-    ++stalled_;
-    changed_.notify_all();
-    changed_.wait(lock,
-                  [&] { return released_; });  // the one wait without a deadline: it plays a hung device
-    --stalled_;
-  }
   lock.unlock();
+  if (rule->action == FaultAction::kStall) stalls_.hold();
   if (rule->action == FaultAction::kDelay) std::this_thread::sleep_for(to_duration(rule->delay_s));
   MoveResult result = inner_->move(page, layer_lo, layer_hi);
   if (rule->action == FaultAction::kCorrupt && result.status == Status::kOk) {
@@ -82,30 +76,14 @@ void FaultyMover::corrupt(const PageMove& page, int32_t layer_lo, int32_t layer_
   }
 }
 
-void FaultyMover::release() {
-  const std::lock_guard lock(mutex_);
-  released_ = true;
-  changed_.notify_all();
-}
-
 int64_t FaultyMover::calls() const {
   const std::lock_guard lock(mutex_);
   return calls_;
 }
 
-int64_t FaultyMover::stalled() const {
-  const std::lock_guard lock(mutex_);
-  return stalled_;
-}
-
 int64_t FaultyMover::acted() const {
   const std::lock_guard lock(mutex_);
   return acted_;
-}
-
-bool FaultyMover::wait_stalled(int64_t count, double deadline_s) const {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return stalled_ >= count; });
 }
 
 }  // namespace flexkv

@@ -1,6 +1,5 @@
 // Injects faults into a mover, for drills and tests: pages that fail, come late, hang, or arrive damaged.
 #pragma once
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "transfer/page_mover.h"
+#include "transfer/stall_gate.h"
 
 namespace flexkv {
 
@@ -40,12 +40,12 @@ class FaultyMover : public PageMover {
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
 
   // Lets every stalled call go on, and all later ones pass without stalling.
-  void release();
-  int64_t calls() const;    // of move(), all kinds
-  int64_t stalled() const;  // calls that wait in a stall now
-  int64_t acted() const;    // calls in which a rule acted
+  void release() { stalls_.release(); }
+  int64_t calls() const;                              // of move(), all kinds
+  int64_t stalled() const { return stalls_.held(); }  // calls that wait in a stall now
+  int64_t acted() const;                              // calls in which a rule acted
   // Whether at least `count` calls were stalled at once within the deadline.
-  bool wait_stalled(int64_t count, double deadline_s) const;
+  bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
 
  private:
   std::optional<FaultRule> match(const PageMove& page, int32_t layer_lo, int32_t layer_hi);
@@ -53,7 +53,6 @@ class FaultyMover : public PageMover {
 
   std::shared_ptr<PageMover> inner_;
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
   std::vector<FaultRule> rules_;
   // Ordinals by op id: (over all kinds, within its kind). Only the latest ops are remembered.
   std::map<int64_t, std::pair<int64_t, int64_t>> ordinals_;
@@ -61,8 +60,7 @@ class FaultyMover : public PageMover {
   std::map<OpKind, int64_t> ops_seen_of_;
   int64_t calls_ = 0;
   int64_t acted_ = 0;
-  int64_t stalled_ = 0;
-  bool released_ = false;
+  StallGate stalls_;
 };
 
 }  // namespace flexkv
