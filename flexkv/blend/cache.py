@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,71 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.blend.keys import GROUP, SegmentKeyScheme
+from flexkv.blend.kv_shape import PLANES, KvShape
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
+from flexkv.blend.segment_load import Hit, SegmentLoad
 from flexkv.blend.segments import Tokens
 from flexkv.c_ext import KvView, SlotImage
 from flexkv.cache.base import Completion, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.errors import CapacityError, ContractError, GeometryError, TransferError
+from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpResult, TransferGraph
 from flexkv.transfer.host_pool import HostPool
-from flexkv.transfer.layerwise.base import PREFETCH_LAYERS, Array, LostRows
+from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
 from flexkv.transfer.trailer import digest_areas
-
-PLANES = 2
-"""Keys and values."""
 
 MOST_HITS = 256
 """Segments of one prompt that are loaded at once; each takes queue places of the transfer engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token's keys (or values) of all layers are.
-
-    Attributes:
-        dtype: float32, bfloat16 or float16.
-    """
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.heads, self.head_dim) < 1:
-            raise GeometryError(f"{self}: layers, heads and head_dim must be at least 1")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
-
-    @property
-    def element_bytes(self) -> int:
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def carrier(self) -> np.dtype:
-        """The NumPy dtype whose elements carry the bits; NumPy has no bfloat16."""
-        return np.dtype(f"u{self.element_bytes}")
-
-    @property
-    def row_bytes(self) -> int:
-        return self.heads * self.head_dim * self.element_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The leading `tokens` of a segment that are on their way to the staging pool.
-
-    Attributes:
-        segment: number of the segment in the lookup.
-    """
-
-    segment: int
-    tokens: int
-    blocks: NDArray[np.int32]
-    ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,57 +40,6 @@ class LateBlocks:
     ticket: Ticket
     blocks: NDArray[np.int32]
     request_id: str = ""
-
-
-class StagedRows:
-    """One hit's rows of one layer: a `RowSource` of the layerwise pipeline."""
-
-    def __init__(self, load: SegmentLoad, hit: Hit, layer: int) -> None:
-        self._load, self._hit, self._layer = load, hit, layer
-
-    def copy_to(self, rows: Array) -> None:
-        """
-        Raises:
-            LostRows: the pages did not come, not in time, or not as they were stored.
-        """
-        self._load.copy_layer(self._hit, self._layer, rows)
-
-
-class SegmentLoad:
-    """Segments of one prompt on their way from the host pool. To be closed."""
-
-    def __init__(self, cache: SegmentCache, hits: Sequence[Hit]) -> None:
-        self._cache = cache
-        self.hits = list(hits)
-
-    def rows(self, layer: int) -> list[StagedRows]:
-        """Of each hit, the rows of a layer; the layers arrive in order."""
-        return [StagedRows(self, hit, layer) for hit in self.hits]
-
-    def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
-        cache = self._cache
-        found = cache.engine.wait_layer(hit.ticket, layer, cache.deadline_s)
-        if not found.ok:
-            raise LostRows("pages did not come in time" if not found.in_time else "pages did not verify")
-        block_tokens = cache.block_tokens
-        for number, block in enumerate(hit.blocks.tolist()):
-            at = number * block_tokens
-            end = min(at + block_tokens, hit.tokens)
-            rows[:, at:end] = cache.staging[layer, block, :, : end - at]
-
-    def close(self) -> None:
-        """Waits for what still moves and frees the staging blocks, each once however often this is called.
-
-        Raises:
-            TransferError: some of it did not end before the deadline. The cache frees its blocks once it has.
-        """
-        ends_s = time.monotonic() + self._cache.deadline_s
-        hits, self.hits = self.hits, []
-        late = [hit for hit in hits if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic()))]
-        if late:
-            raise TransferError(
-                f"{len(late)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"
-            )
 
 
 class SegmentCache:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from build_support.preflight import compiler
+from tests.faults.preload import build_preload
 from tests.unit.storage.disk_world import NO_HOLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,15 +35,8 @@ os._exit(0)  # its threads hang for good
 """
 
 
-@pytest.fixture
-def hang(tmp_path: Path) -> Path:
-    library = tmp_path / "hang.so"
-    command = [*(compiler() or "g++").split(), "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
-    subprocess.run([*command, str(ROOT / "tests/faults/hang.cpp")], check=True)
-    return library
-
-
-def test_disks_that_hang_end_together(hang: Path, tmp_path: Path) -> None:
+def test_disks_that_hang_end_together(tmp_path: Path) -> None:
+    hang = build_preload("hang.cpp", tmp_path)
     environ = {**os.environ, "LD_PRELOAD": str(hang), "HANG_THREAD": "flexkv-disk"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path)],

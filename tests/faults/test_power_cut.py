@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from build_support.preflight import compiler
 from tests.faults.disk_child import GROUP, SLOTS
+from tests.faults.preload import build_preload
 from tests.faults.promises import Promises, broken_promises
 from tests.faults.write_log import Disks, WriteLog, read_log
 from tests.soak import soak_factor
@@ -28,10 +28,7 @@ CHILD_S = 240
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("recorder") / "recorder.so"
-    command = [*(compiler() or "g++").split(), "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
-    subprocess.run([*command, str(ROOT / "tests/faults/recorder.cpp"), "-ldl"], check=True)
-    return library
+    return build_preload("recorder.cpp", tmp_path_factory.mktemp("recorder"))
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexkv.blend.cache import PLANES, SegmentCache, SegmentLoad
+from flexkv.blend.cache import SegmentCache
+from flexkv.blend.kv_shape import PLANES
 from flexkv.blend.plan import Rows
 from flexkv.blend.rotation import KeyRotation, RowPlaces
+from flexkv.blend.segment_load import SegmentLoad
 from flexkv.errors import FlexKVError
 from flexkv.transfer.layerwise.base import Array, LayerDevice, RowPositions
 from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.simulation import Simulation, SimulationConfig
+from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpResult
+
+
+def caught_by(
+    configs: Iterable[SimulationConfig], manager_class: type[LocalCacheManager], integrity_every: int = 0
+) -> str:
+    """The error of the first of these simulations that notices a broken manager; empty if none does."""
+    for config in configs:
+        try:
+            Simulation(dataclasses.replace(config, integrity_every=integrity_every), manager_class).run()
+        except ContractError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class IndexProxy:

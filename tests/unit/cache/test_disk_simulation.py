@@ -11,8 +11,8 @@ from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import Simulation, SimulationConfig
-from flexkv.errors import ContractError
 from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_STREAMS
+from tests.unit.cache.broken_managers import caught_by
 
 GROUPS = {
     "one group": (GroupSpec(4, 12),),
@@ -94,7 +94,7 @@ def test_a_seed_repeats_its_steps() -> None:
     assert first == second
 
 
-def narrow_configs() -> Iterator[SimulationConfig]:
+def narrow_configs(stream: bool = False) -> Iterator[SimulationConfig]:
     """Few slots and places, so that evictions and reuse are common; no `check_integrity` to lean on."""
     for seed in range(8):
         yield SimulationConfig(
@@ -107,29 +107,20 @@ def narrow_configs() -> Iterator[SimulationConfig]:
             disk_places=(20, 48)[seed % 2],
             disk_mode=DiskMode.THROUGH if seed % 4 < 2 else DiskMode.EVICT,
             disks=1 + seed % 3,
+            stream=stream,
         )
-
-
-def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0, stream: bool = False) -> str:
-    for narrow in narrow_configs():
-        narrow = dataclasses.replace(narrow, integrity_every=integrity_every, stream=stream)
-        try:
-            Simulation(narrow, manager_class).run()
-        except ContractError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.mark.parametrize("manager_class", BROKEN, ids=lambda c: c.__name__)
 def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> None:
-    assert caught_by(manager_class, 5)
+    assert caught_by(narrow_configs(), manager_class, 5)
 
 
 @pytest.mark.parametrize("manager_class", BROKEN_STREAMS, ids=lambda c: c.__name__)
 def test_a_broken_stream_is_caught(manager_class: type[LocalCacheManager]) -> None:
-    assert caught_by(manager_class, stream=True)
+    assert caught_by(narrow_configs(stream=True), manager_class)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_real_manager_passes_where_the_broken_ones_fail(stream: bool) -> None:
-    assert caught_by(LocalCacheManager, 5, stream) == ""
+    assert caught_by(narrow_configs(stream), LocalCacheManager, 5) == ""

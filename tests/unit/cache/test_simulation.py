@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import RuleBroken, Simulation, SimulationConfig
-from flexkv.errors import ContractError
 from tests.soak import soak_rounds
-from tests.unit.cache.broken_managers import BROKEN
+from tests.unit.cache.broken_managers import BROKEN, caught_by
 
 GROUPS = {
     "one group": (GroupSpec(4, 40),),
@@ -79,23 +77,13 @@ def narrow_configs() -> Iterator[SimulationConfig]:
         )
 
 
-def caught_by(manager_class: type[LocalCacheManager], integrity_every: int = 0) -> str:
-    for narrow in narrow_configs():
-        narrow = dataclasses.replace(narrow, integrity_every=integrity_every)
-        try:
-            Simulation(narrow, manager_class).run()
-        except ContractError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.mark.parametrize("manager_class", BROKEN, ids=lambda c: c.__name__)
 def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> None:
-    assert caught_by(manager_class)
+    assert caught_by(narrow_configs(), manager_class)
 
 
 def test_the_real_manager_passes_where_the_broken_ones_fail() -> None:
-    assert caught_by(LocalCacheManager) == ""
+    assert caught_by(narrow_configs(), LocalCacheManager) == ""
 
 
 BYTES_ALONE = ["PublishesFailedPages", "IgnoresDiscard", "ReportsFailedLoadsAsGood"]
@@ -113,4 +101,4 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     for part in (*parts, "simulated_requests", "simulated_ranks", "simulated_upsets"):
         monkeypatch.setattr(f"flexkv.cache.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
-    assert "bytes" in caught_by(manager_class, integrity_every=5)
+    assert "bytes" in caught_by(narrow_configs(), manager_class, integrity_every=5)

@@ -1,0 +1,18 @@
+"""Libraries that are preloaded under a process, to see or to change what it asks of the system."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from build_support.preflight import compiler
+
+HERE = Path(__file__).resolve().parent
+
+
+def build_preload(source: str, folder: Path) -> Path:
+    """Compiles a source of this folder into `folder`."""
+    library = (folder / source).with_suffix(".so")
+    command = [*(compiler() or "g++").split(), "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run([*command, str(HERE / source), "-ldl"], check=True)
+    return library
