@@ -142,15 +142,15 @@ void bind_index(py::module_& m) {
           py::arg("group"), py::arg("count"))
       .def(
           "finish",
-          [](BlockIndex& index, const Entries& entries, const Bytes& ok) {
+          [](BlockIndex& index, const Entries& entries, const Bytes& ok, uint32_t leases) {
             if (ok.ndim() != 1 || ok.shape(0) != entries.shape(0)) {
               throw ContractError("finish: one flag an entry is needed");
             }
             Bytes published = flags_for(entries);
-            index.finish(entries_of(entries), ok.data(), published.mutable_data());
+            index.finish(entries_of(entries), ok.data(), published.mutable_data(), leases);
             return published;
           },
-          py::arg("entries").noconvert(), py::arg("ok").noconvert())
+          py::arg("entries").noconvert(), py::arg("ok").noconvert(), py::arg("leases") = 0)
       .def(
           "remove",
           [](BlockIndex& index, const Entries& entries) {

@@ -71,8 +71,8 @@ class BlockIndex {
 
   // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
   // removed. One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became
-  // ready.
-  void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published);
+  // ready; these get `leases` more.
+  void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
   // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in
   // the map.

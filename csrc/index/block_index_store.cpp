@@ -89,14 +89,21 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   return result;
 }
 
-void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published) {
+void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published,
+                        uint32_t leases) {
+  if (leases > Entry::kMaxPins / 2) {
+    throw ContractError("finish: " + std::to_string(leases) + " leases; allowed are " +
+                        std::to_string(Entry::kMaxPins / 2));
+  }
   for (size_t i = 0; i < entries.size(); ++i) {
     check_pinned(entries[i]);
     Entry& entry = table_[entries[i]];
     published[i] = entry.state() == EntryState::kPending && ok[i];
     if (entry.state() != EntryState::kPending) continue;
     if (ok[i]) {
+      if (entry.pins() > Entry::kMaxPins - leases) throw ContractError("finish: a block has too many leases");
       entry.set_state(EntryState::kReady);
+      entry.meta += leases;
     } else {
       take_from_map(entries[i]);
     }

@@ -54,6 +54,9 @@ class DiskIndex:
         self._tags = [np.zeros(n, TAG) for n in slots]
         """Of each place, the tag that it was written with last."""
         self._any_expires = ttl_s is not None
+        self.any_partial = False
+        """Whether a page, here or in host memory, may have other than `block_tokens` tokens."""
+        self._block_tokens = specs[0].block_tokens
         for group, count in enumerate(slots):
             self.entries.grow(group, count)
             self._adopt(group)
@@ -69,6 +72,7 @@ class DiskIndex:
         )
         self._tags[group][rows.places[taken]] = tag_fields(tags)
         self._any_expires |= bool((rows.expiries != NEVER).any())
+        self.any_partial |= bool((rows.tokens != self._block_tokens).any())
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -131,17 +135,12 @@ class DiskIndex:
             )
         return entries, places, self._tags_of(group, places)
 
-    def end_read(self, group: int, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
+    def end_read(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
         """The pages marked in `suspect` did not hold what was asked for, and are forgotten."""
-        self.tier.record_use(group, self.entries.slots_of(entries))
+        self.tier.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
         self.entries.unpin(entries)
-
-    def tokens_of(self, group: int, entries: EntryIds) -> NDArray[np.uint32]:
-        """Valid tokens of each page."""
-        tokens: NDArray[np.uint32] = self._fields(group, self.entries.slots_of(entries))["tokens"]
-        return tokens
 
     def used(self, group: int, keys: Keys) -> None:
         """Pages that were used from host memory count as used here too, so that the disk keeps them."""

@@ -15,7 +15,7 @@ from flexkv.cache.inflight import WHOLE_OP_STATUSES
 from flexkv.cache.leases import EntryIds
 from flexkv.cache.planner import Planner
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import OpId, OpResult, OpStatus
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, SlotIds
 
 
 @dataclass(slots=True)
@@ -43,6 +43,9 @@ class DiskOp:
     Attributes:
         host: entries of the host index, each pinned once by the op.
         disk: entries of the disk index, each pinned once by the op.
+        slots: of the host entries.
+        places: of the disk entries.
+        tokens: valid tokens of the pages of a read, unsigned; a view of their tags.
         epoch: of the disk index when it was planned.
         begun_s: the clock when it was planned.
         ahead: pages of its kind that were in flight then.
@@ -55,11 +58,14 @@ class DiskOp:
     group: int
     host: EntryIds
     disk: EntryIds
+    slots: SlotIds
+    places: SlotIds
     epoch: int
     source: DiskIndex
     begun_s: float = 0.0
     ahead: int = 0
     leaving: bool = False
+    tokens: NDArray[np.uint32] | None = None
     waiters: set[str] = field(default_factory=set)
 
     def good(self, result: OpResult) -> NDArray[np.bool_]:

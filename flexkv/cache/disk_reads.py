@@ -13,6 +13,7 @@ from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.leases import EntryIds
+from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 
 
@@ -58,7 +59,9 @@ class DiskReads:
         self._rates = rates
         self._clock = clock
         self._reader = [np.zeros(len(tokens), np.int64) for tokens in host.tokens]
-        """Of each host slot, the read that is filling it, or 0."""
+        """Of each host slot, the read that was given it last, or 0. It may have ended."""
+        self._unmarked: list[DiskOp] = []
+        """Reads that `_reader` does not know yet: marking costs a lookup, and only another one meanwhile needs it."""
         self._siblings = siblings
         self.sibling_orders: list[TransferGraph] = []
         """Reads of siblings' pages that were planned and not handed out."""
@@ -76,6 +79,8 @@ class DiskReads:
         room = 0
         if len(self.ops) < self._limits.ops:
             room = self._limits.read_pages - self.ops.pages
+        if not len(self.ops):
+            self._unmarked.clear()
         waited = self._under_way(group, keys) if len(self.ops) else set()
         positions, entries, slots, evicted, _, dropped = index.insert(group, keys, room)
         if dropped and room > 0 and not len(positions):
@@ -104,20 +109,44 @@ class DiskReads:
         graph = self._host.planner.read(group, slots, places, tags)
         op_id = graph.ops[0].op_id
         ahead = self.ops.pages
-        self.ops.add(DiskOp(op_id, group, entries, disk, source.epoch, source, self._clock(), ahead))
-        self._reader[group][slots] = op_id
+        op = DiskOp(
+            op_id,
+            group,
+            entries,
+            disk,
+            slots,
+            places,
+            source.epoch,
+            source,
+            self._clock(),
+            ahead,
+            tokens=tag_fields(tags)["tokens"],
+        )
+        self.ops.add(op)
+        self._unmarked.append(op)
         (self._orders if source is self._disk else self.sibling_orders).append(graph)
         return op_id
 
     def _under_way(self, group: int, keys: Keys) -> set[OpId]:
         """The reads that bring up any of `keys`."""
         entries = self._host.index.find(group, keys, ready_only=False)
+        self._mark()
         readers = self._reader[group][self._host.index.slots_of(entries[entries != NO_ENTRY])]
-        return {OpId(op_id) for op_id in np.unique(readers[readers != 0]).tolist()}
+        return {OpId(op_id) for op_id in np.unique(readers).tolist() if op_id in self.ops}
+
+    def _mark(self) -> None:
+        for op in self._unmarked:
+            if op.op_id in self.ops:
+                self._reader[op.group][op.slots] = op.op_id
+        self._unmarked.clear()
 
     def filling(self, group: int, slots: SlotIds) -> ReadIds:
         """Of each host slot the read that fills it and has not ended, or 0."""
+        self._mark()
         reads: ReadIds = self._reader[group][slots]
+        for read in np.unique(reads).tolist():
+            if read not in self.ops:
+                reads[reads == read] = 0
         return reads
 
     def wait(self, request_id: str, ops: set[OpId], now_s: float) -> None:
@@ -161,6 +190,9 @@ class DiskReads:
 
     # --- ends ---
 
+    def _any_partial(self) -> bool:
+        return self._disk.any_partial or (self._siblings is not None and self._siblings.any_partial)
+
     def complete(self, result: OpResult) -> None:
         op = self.ops.pop(result.op_id)
         if result.status is OpStatus.OK and op.source is self._disk:
@@ -168,9 +200,8 @@ class DiskReads:
             self._rates.read.see(op.ahead + len(op.host), now_s - op.begun_s, now_s)
         good = op.good(result)
         counts, index = self._disk.counts, self._host.index
-        slots = index.slots_of(op.host)
-        self._reader[op.group][slots] = 0
-        self._host.tokens[op.group][slots] = op.source.tokens_of(op.group, op.disk)
+        if op.tokens is not None and self._any_partial():
+            self._host.tokens[op.group][op.slots] = op.tokens
         current = op.epoch == op.source.epoch
         # A read that was never issued says nothing about what is on disk.
         suspect = ~good if result.status is OpStatus.FAILED and current else np.zeros_like(good)
@@ -178,15 +209,15 @@ class DiskReads:
         counts.unread += int(np.count_nonzero(~good & ~suspect)) if current else len(good)
         if not current:
             good[:] = False
-        published = index.finish(op.host, good.view(np.uint8)).view(np.bool_)
-        there = op.host[published]
+        # Leased for those that wait in the same pass: by themselves they would first be made evictable.
+        published = index.finish(op.host, good.view(np.uint8), len(op.waiters)).view(np.bool_)
+        there = op.host if published.all() else op.host[published]
         counts.read += len(there)
         for request_id in op.waiters:
             wait = self.waits[request_id]
             wait.ops.discard(op.op_id)
             if len(there):
-                index.pin(there)
                 wait.held.append((op.group, there))
-        op.source.end_read(op.group, op.disk, suspect)
+        op.source.end_read(op.group, op.disk, op.places, suspect)
         if len(there):
             self._host.published(op.group, index.keys_of(there))

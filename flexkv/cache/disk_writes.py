@@ -152,12 +152,15 @@ class DiskWrites:
         without[positions] = False
         if len(positions):
             graph = self._host.planner.write(group, slots[positions], places, tags)
+            op = graph.ops[0]
             self.ops.add(
                 DiskOp(
-                    graph.ops[0].op_id,
+                    op.op_id,
                     group,
                     entries[positions],
                     disk,
+                    op.slots,
+                    places,
                     self._disk.epoch,
                     self._disk,
                     leaving=leaving,

@@ -272,7 +272,9 @@ class LocalCacheManager(CacheManager):
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
         if self._disk is not None:
-            self._tokens[group][slots] = self._specs[group].block_tokens if tokens is None else tokens
+            whole = self._specs[group].block_tokens
+            self._tokens[group][slots] = whole if tokens is None else tokens
+            self._disk.index.any_partial |= tokens not in (None, whole)
         all_new = len(stored) == len(sources)
         graph = self._planner.store(group, sources if all_new else sources[positions], slots)
         self._inflight.add(

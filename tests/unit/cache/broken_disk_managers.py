@@ -100,7 +100,7 @@ class ReusesPlacesBeingRead(LocalCacheManager):
             disk.entries.unpin(planned[0])
             return planned
 
-        def end_read(group: int, entries: Any, suspect: Any) -> None:
+        def end_read(group: int, entries: Any, places: Any, suspect: Any) -> None:
             if suspect.any():
                 disk.remove(group, entries[suspect])
 
@@ -115,7 +115,7 @@ class KeepsDamagedPages(LocalCacheManager):
         super().__init__(*args, **kwargs)
         index = self.disk.index.entries
         self.disk.index.end_read = (  # type: ignore[method-assign]
-            lambda group, entries, suspect: index.unpin(entries)
+            lambda group, entries, places, suspect: index.unpin(entries)
         )
 
 

@@ -489,3 +489,26 @@ def test_the_simulated_disk_notices_an_early_publish() -> None:
     op = world.manager.disk.writes.ops.get(write.op_id)
     with pytest.raises(RuleBroken, match="not written"):
         world.manager.disk.index.end_write(0, op.disk, np.ones(2, np.bool_))
+
+
+def test_what_is_published_is_leased_for_all_who_wait_and_what_is_not_for_nobody() -> None:
+    world = DiskWorld()
+    index = world.manager._index
+    _, entries, *_ = index.insert(0, chain(3), 3)
+    index.remove(entries[2:])
+    assert index.finish(entries, np.array([1, 0, 1], np.uint8), 2).tolist() == [1, 0, 0]
+    index.check_integrity(np.repeat(entries[:1], 2))
+    assert index.free_slots(0) == 7
+    with pytest.raises(ContractError, match="leases"):
+        index.finish(entries[:1], np.ones(1, np.uint8), 2**31)
+
+
+def test_pages_read_into_slots_that_held_a_tail_are_whole_again() -> None:
+    keys, tail = chain(8), chain(1, seed=3)
+    world = written(keys)
+    world.store(tail, tokens=2)
+    world.run()
+    world.drop_host()
+    assert world.hits(keys) == 8
+    tokens = world.manager._tokens[0]
+    assert tokens.tolist() == [4] * 8, "one of the slots held two tokens before"
