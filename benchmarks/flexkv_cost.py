@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.costed_connector import FOLDER_VARIABLE, Costs
+from benchmarks.hook_clock import FOLDER_VARIABLE, Costs
 from benchmarks.vllm_overhead import (
     ENVIRONMENT,
     EXTRA_CPU_MAX,
@@ -41,14 +41,6 @@ COSTED = FLEXKV | {
     "kv_connector_module_path": "benchmarks.costed_connector",
     "kv_connector_extra_config": {"host.bytes": HOST_BYTES},
 }
-
-
-def spent(before: Costs, after: Costs, requests: int = 1) -> dict[str, float]:
-    """CPU seconds of hooks and threads, and calls, from one reading to the next, a request."""
-    return {
-        kind: (sum(getattr(after, kind).values()) - sum(getattr(before, kind).values())) / requests
-        for kind in ("hooks", "threads", "calls")
-    }
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -76,7 +68,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             whole = batch_seconds(engine, requests)
             after = Costs.read(Path(folder))
             if number:
-                rows.append(spent(before, after, len(requests)) | {"engine": whole})
+                rows.append(after.since(before, len(requests)) | {"engine": whole})
         progress.update(task, description="idle", advance=1)
         engine.generate([{"ids": prompt_tokens(200, 7, shape), "max_tokens": 2}])
         engine.call("idle", seconds=IDLE_AFTER_S)
@@ -86,7 +78,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         idle = {
             "engine_cpu_share": waited["cpu_share"],
             "flexkv_cpu_share": (after.seconds - before.seconds) / waited["seconds"],
-            "hook_calls": spent(before, after)["calls"],
+            "hook_calls": after.since(before)["calls"],
         }
         hooks = {
             name: {"seconds": after.hooks[name], "calls": after.calls[name]}

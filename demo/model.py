@@ -41,6 +41,7 @@ class ModelShape:
 
     Attributes:
         context_tokens: longest sequence the model's rope table covers.
+        head: numbers of a head; 0 divides the hidden size among the heads.
     """
 
     layers: int
@@ -50,10 +51,11 @@ class ModelShape:
     intermediate: int
     vocabulary: int = 1024
     context_tokens: int = 8192
+    head: int = 0
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.head or self.hidden // self.heads
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -66,6 +68,9 @@ PRESETS = {
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
     # A cold 4k-token prefill takes about a second on two cores: long enough to measure a hit against.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
+    # A layer has 101,000 weights for each number of its queries, about as many as a Llama of 70B (104,000; "medium" has
+    # 6,000): products with weights and attention share the time of a prompt as they do in a large model.
+    "wide": ModelShape(layers=4, hidden=1024, heads=2, kv_heads=1, intermediate=4096, head=64),
 }
 
 

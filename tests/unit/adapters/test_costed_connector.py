@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.costed_connector import FOLDER_VARIABLE, HOOKS, CostedConnector, Costs, Ledger
+from benchmarks.costed_connector import HOOKS, CostedConnector
+from benchmarks.hook_clock import FOLDER_VARIABLE, Costs, Ledger
 from flexkv.adapters.vllm.connector import FlexKVConnector
 
 
@@ -24,10 +25,14 @@ def test_every_hook_of_a_step_is_timed() -> None:
 def test_sums_are_read_by_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     ledger = Ledger()
+    ledger.names = ["first", "second", "third"]
+    before = Costs.read(tmp_path)
     ledger.add(2, 0.25)
     ledger.add(2, 0.5)
     ledger.add(0, 1.0)
-    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+    assert {path.stem for path in tmp_path.iterdir()} == {str(os.getpid())}
     costs = Costs.read(tmp_path)
-    assert costs.hooks == {HOOKS[0]: 1.0, HOOKS[2]: 0.75}
-    assert costs.calls == {HOOKS[0]: 1, HOOKS[2]: 2}
+    assert costs.hooks == {"first": 1.0, "third": 0.75}
+    assert costs.calls == {"first": 1, "third": 2}
+    since = costs.since(before, requests=2)
+    assert (since["hooks"], since["calls"]) == (0.875, 1.5)

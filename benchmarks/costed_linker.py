@@ -1,0 +1,17 @@
+"""flexkv's SGLang linker with a clock on every hook (`hook_clock`), and on those that the engine's pools call."""
+
+from __future__ import annotations
+
+from benchmarks.hook_clock import Ledger, hooks_of
+from flexkv.adapters.sglang.linker import FlexKVLinker
+from flexkv.adapters.sglang.load_batches import LoadBatches
+
+
+class CostedLinker(FlexKVLinker):
+    """As a user's linker, with its hooks timed."""
+
+
+LEDGER = Ledger()
+LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
+# The linker makes it itself. Its other methods are called by hooks that have a clock already.
+LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

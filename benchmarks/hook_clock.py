@@ -1,0 +1,111 @@
+"""Clocks on the hooks that an engine calls, and how another process reads them.
+
+Clocks are CPU time of the calling thread, so that other work on the machine does not count. Every process of the engine
+keeps its sums in a file of its own that is mapped into memory: reading them disturbs no engine. flexkv's own threads
+are found by their name and read from the kernel's accounting.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER_VARIABLE = "COST_FOLDER"
+THREAD_PREFIX = "flexkv-"
+
+
+def hooks_of(kind: type) -> tuple[str, ...]:
+    """The public methods that a class defines itself."""
+    return tuple(
+        name for name, hook in vars(kind).items() if inspect.isfunction(hook) and not name.startswith("_")
+    )
+
+
+class Ledger:
+    """CPU seconds and calls of every hook in one process: float64 [hooks, 2], a file named by the process id, beside
+    one with the hooks' names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._pid = -1
+        self._sums: Any = None
+
+    def put_clocks(self, target: type, base: type, names: Sequence[str]) -> None:
+        """Gives `target` the hooks of `base`, timed."""
+        for name in names:
+            self.names.append(name)
+            setattr(target, name, self._timed(len(self.names) - 1, getattr(base, name)))
+
+    def add(self, hook: int, seconds: float) -> None:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            path = Path(os.environ[FOLDER_VARIABLE]) / str(self._pid)
+            self._sums = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(self.names), 2))
+            # Last, because a reader looks for it: the sums are there then.
+            path.with_suffix(".json").write_text(json.dumps(self.names))
+        self._sums[hook] += (seconds, 1)
+
+    def _timed(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started_s = time.thread_time()
+            try:
+                return hook(*arguments, **named)
+            finally:
+                self.add(number, time.thread_time() - started_s)
+
+        return timed
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What flexkv has used so far in all processes of an engine.
+
+    Attributes:
+        hooks: hook -> CPU seconds.
+        calls: hook -> how often it was called.
+        threads: thread name -> CPU seconds, of threads that live.
+    """
+
+    hooks: dict[str, float]
+    calls: dict[str, int]
+    threads: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.hooks.values()) + sum(self.threads.values())
+
+    @classmethod
+    def read(cls, folder: Path) -> Costs:
+        """Reads the ledgers in `folder` and the threads of the processes that keep them."""
+        costs = cls({}, {}, {})
+        for names in folder.glob("*.json"):
+            hooks = json.loads(names.read_text())
+            sums = np.fromfile(names.with_suffix(""), dtype=np.float64).reshape(len(hooks), 2)
+            for hook, (seconds, calls) in zip(hooks, sums, strict=True):
+                if calls:
+                    costs.hooks[hook] = costs.hooks.get(hook, 0.0) + float(seconds)
+                    costs.calls[hook] = costs.calls.get(hook, 0) + int(calls)
+            for task in Path(f"/proc/{names.stem}/task").iterdir():
+                name = (task / "comm").read_text().strip()
+                if name.startswith(THREAD_PREFIX):
+                    # The first number of schedstat is the time on a CPU in nanoseconds.
+                    used = int((task / "schedstat").read_text().split()[0]) * 1e-9
+                    costs.threads[name] = costs.threads.get(name, 0.0) + used
+        return costs
+
+    def since(self, before: Costs, requests: int = 1) -> dict[str, float]:
+        """CPU seconds of hooks and threads, and calls, since an earlier reading, a request."""
+        return {
+            kind: (sum(getattr(self, kind).values()) - sum(getattr(before, kind).values())) / requests
+            for kind in ("hooks", "threads", "calls")
+        }
