@@ -29,6 +29,7 @@ OPERATIONS = (
     f"{PACKAGE}.block_ops",
     f"{PACKAGE}.request_ops",
     f"{PACKAGE}.fault_ops",
+    f"{PACKAGE}.kill_ops",
     f"{PACKAGE}.listen_ops",
 )
 POOL_BLOCKS = 129

@@ -1,0 +1,110 @@
+"""Processes of a running engine are killed in the middle of a load and of stores: the next engine takes the folder
+over, serves what was durable, and is right."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import SEPARATE_CORE
+
+from .conftest import Engines, connector
+from .session import EngineSession, Prompt
+from .test_disk import DISK_READS, DISK_WRITES, DURABLE, SLAB_BYTES
+from .test_failures import FAULTY
+from .test_parallel import TWO_RANKS
+
+DURABLE_WITHIN_S = 60.0
+GONE_WITHIN_S = 120.0
+"""A rank whose copy is delayed ends it before it goes, and closes its lanes."""
+SLOW_S = 5.0
+"""How long one page of a load takes on one rank; the kill comes when it has begun."""
+
+
+def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> EngineSession:
+    """As deployed: the scheduler and both ranks in processes of their own. Those before it may still be going."""
+    settings: dict[str, Any] = {
+        "disk__folders": str(folder),
+        "disk__bytes_per_folder": SLAB_BYTES,
+        "disk__compute_if_faster": False,
+        "load__mode": "async",
+    }
+    environment = {
+        **SEPARATE_CORE,
+        **TWO_RANKS,
+        "FAULT_RULES": json.dumps(rules),
+        # Functions are sent to the ranks by way of the scheduler's process.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    return engines.another(connector(FAULTY, **settings), environment, tensor_parallel_size=2)
+
+
+def wait_durable(session: EngineSession, stream: int) -> None:
+    """Until everything written is said to survive a crash. The engine tells its metrics when it steps."""
+    ends_s = time.monotonic() + DURABLE_WITHIN_S
+    while True:
+        session.check_one(Prompt.of(5, stream, max_tokens=1))
+        written = session.metric(DISK_WRITES)
+        if written and session.metric(DURABLE) >= written:
+            return
+        assert time.monotonic() < ends_s, "written pages did not become durable"
+        time.sleep(0.1)
+
+
+def forget(session: EngineSession) -> None:
+    """Drops the engine's own cache, as soon as no store holds its blocks any more."""
+    ends_s = time.monotonic() + DURABLE_WITHIN_S
+    while not session.call("reset")["done"]:
+        assert time.monotonic() < ends_s, "blocks are still held"
+        time.sleep(0.1)
+
+
+def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) -> None:
+    """Asks, kills one process when a rank is copying, and waits until the others have let go of host memory."""
+    asked = [prompt.wire() for prompt in prompts]
+    reply = session.call("kill_while_copying", requests=asked, victim=victim)
+    assert reply["acted"], "no copy had begun"
+    ends_s = time.monotonic() + GONE_WITHIN_S
+    while left := [pid for pid in reply["processes"] if maps_a_pool(pid)]:
+        assert time.monotonic() < ends_s, f"processes {left} still hold host memory"
+        time.sleep(0.2)
+
+
+def maps_a_pool(pid: int) -> bool:
+    """Whether a process has flexkv's shared host memory mapped. It has no name in a file system."""
+    try:
+        return "memfd:flexkv-pool" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.timeout(2400)  # three engines of three processes start for it
+def test_the_next_engine_takes_over_from_one_that_was_killed_in_part(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    """One test, because engines start slowly."""
+    known, fresh, later = Prompt.of(601, stream), Prompt.of(700, stream + 1), Prompt.of(650, stream + 2)
+    folder = tmp_path / "disk"
+
+    slow_load = {"action": "delay", "kind": "load", "page": 3, "delay_s": SLOW_S, "rank": 1}
+    session = start(engines, folder, [slow_load])
+    assert session.check_one(known).cached == 0
+    wait_durable(session, stream + 8)
+    forget(session)
+    kill_while_loading(session, "rank", known, fresh)
+
+    session = start(engines, folder, [slow_load | {"nth_op": 1}])
+    assert session.check_one(known).cached == known.whole_blocks
+    session.check_one(Prompt.of(5, stream + 9, max_tokens=1))
+    assert session.metric(DISK_READS) > 0
+    forget(session)
+    kill_while_loading(session, "scheduler", known, later)
+
+    session = start(engines, folder, [])
+    assert session.check_one(known).cached == known.whole_blocks
+    session.check(fresh, later)
+    assert not [entry.name for entry in Path("/dev/shm").iterdir() if "flexkv" in entry.name]
