@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from flexkv.cache.disk_base import Plane
 from flexkv.cache.disk_flow import DiskFlow
 from flexkv.errors import FlexKVError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskTier
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, SlotIds, TransferGraph
+from flexkv.transfer.graph import OpKind, OpResult, SlotIds, TransferGraph
 
 logger = get_logger(__name__)
 
@@ -97,10 +95,9 @@ class DiskDriver:
 
     def _cancel(self, graph: TransferGraph, reason: str) -> None:
         for op in graph.ops:
-            pages = np.arange(op.pages, dtype=np.int32)
             if op.kind is OpKind.DISK_READ:
                 self._fail_read(op.slots, op.op_id)
-            self._flow.complete(OpResult(OpId(op.op_id), OpStatus.CANCELLED, pages, reason))
+            self._flow.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _take_results(self) -> None:
         for plane in (self._plane, self._reader):

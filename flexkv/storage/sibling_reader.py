@@ -81,10 +81,9 @@ class SiblingReader:
             self._closed = True
             while self._waiting:
                 op = self._waiting.popleft()
-                every = np.arange(op.pages, dtype=np.int32)
-                for page in every.tolist():
+                for page in range(op.pages):
                     self._settle(op, page, False)
-                self._ended.append(OpResult(op.op_id, OpStatus.CANCELLED, every, "closed"))
+                self._ended.append(OpResult.cancelled(op.op_id, op.pages, "closed"))
             self._lock.notify()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
