@@ -109,7 +109,8 @@ def content_before(folder: Path, since_ns: int) -> str:
 
 
 def process_start_ns() -> int:
-    """Unix time at which this process began."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
+    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late: what was written
+    right before it counts as old, and no engine reads an adapter so soon."""
+    ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - age_ns

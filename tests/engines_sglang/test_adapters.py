@@ -1,0 +1,66 @@
+"""What names the adapters of `--lora-paths`, with SGLang's own records of them.
+
+SGLang 0.5.23 runs no adapter on a CPU (its LoRA layers take pinned memory), so no engine is started here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from build_support.sglang_environment import FOLDER
+from demo.sglang_process import ENVIRONMENT, ROOT
+from tests.engines.lora_files import write_lora
+
+DEADLINE_S = 600.0
+
+PROGRAM = """
+import json, sys
+from types import SimpleNamespace
+from sglang.srt.lora.lora_registry import LoRARef
+from flexkv.adapters.sglang import identity
+from flexkv.errors import ConfigError
+
+path = sys.argv[1]
+number = LoRARef.deterministic_id("mine", path)
+ref = LoRARef(lora_id=number, lora_name="mine", lora_path=path)
+identity.get_lora = lambda: SimpleNamespace(lora_paths=[ref])
+known = identity._adapters()
+with open(path + "/adapter_config.json", "a") as settings:
+    settings.write(" ")
+try:
+    identity._adapters()
+    said = ""
+except ConfigError as error:
+    said = str(error)
+print(json.dumps({"number": number, "known": known, "changed": said}), flush=True)
+"""
+
+
+def ask(folder: Path) -> dict[str, object]:
+    """What a process that starts now says: SGLang's number of the adapter, our name, and what of a later change."""
+    environ = {**os.environ, **ENVIRONMENT}
+    environ.pop("PYTHONPATH", None)
+    command = [str(FOLDER / "bin" / "python"), "-W", "ignore", "-c", PROGRAM, str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_an_adapter_trained_anew_has_another_name_under_the_same_number(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    write_lora(folder, 1)
+    first = ask(folder)
+    shutil.rmtree(folder)
+    write_lora(folder, 2)
+    second = ask(folder)
+    assert first["number"] == second["number"], "what SGLang's page hashes hold"
+    assert first["known"] != second["known"]
+    assert list(first["known"]) == list(second["known"]) == [f"mine={folder}"]  # type: ignore[call-overload]
+    assert "changed after the engine's start" in str(first["changed"])

@@ -1,0 +1,115 @@
+"""Pages in SGLang's order on disk, under a stand-in of TensorRT-LLM's executor that checks every number it reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace
+from flexkv.cache.keys import TokenChain
+from flexkv.config import load_config
+from flexkv.layout.sglang import SglangHandler
+from tests.unit.tensorrt_llm.executor import LONG_S, Pool, Request
+from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE, lookup
+from tests.unit.tensorrt_llm.world import SHAPE, World, arguments, settings
+
+PAGES = WHOLE // SHAPE.tokens
+
+
+def test_what_sglang_stored_is_loaded(
+    make_world: Callable[..., World], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    given = arguments(tokens=SHAPE.tokens, model=model(tmp_path))
+    common = {
+        "FLEXKV_KEYS_SCHEME": "common",
+        "FLEXKV_DISK_FOLDERS": str(disk),
+        "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB",
+        "FLEXKV_DISK_COMPUTE_IF_FASTER": "false",
+    }
+    store_as_sglang_does(common, EngineArguments.of(given), spoiled=False)
+    world = make_world(common, llm_args=given)
+    world.warm_up()
+    wait_for_the_disk(world)
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def test_wrong_numbers_would_be_seen(make_world: Callable[..., World], tmp_path: Path) -> None:
+    """The control: one number of one page is another."""
+    given = arguments(tokens=SHAPE.tokens, model=model(tmp_path))
+    common = {
+        "FLEXKV_KEYS_SCHEME": "common",
+        "FLEXKV_DISK_FOLDERS": str(tmp_path / "disk"),
+        "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB",
+        "FLEXKV_DISK_COMPUTE_IF_FASTER": "false",
+    }
+    store_as_sglang_does(common, EngineArguments.of(given), spoiled=True)
+    world = make_world(common, llm_args=given)
+    world.warm_up()
+    wait_for_the_disk(world)
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    assert world.executor.wrong
+
+
+def model(folder: Path) -> str:
+    """The model's own file, which says how many heads the pool's blocks have."""
+    shape = {
+        "num_hidden_layers": SHAPE.layers,
+        "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.heads,
+        "head_dim": SHAPE.size,
+        "hidden_size": SHAPE.heads * SHAPE.size,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
+
+
+def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, spoiled: bool) -> None:
+    """Puts the prompt's true KV into a pool of SGLang's order, and its pages on disk under SGLang's page hashes."""
+    s = SHAPE
+    config = load_config(None, {**{k: v for k, v in os.environ.items() if k == "PATH"}, **settings(**common)})
+    words = torch.zeros(2, s.layers, (PAGES + 1) * s.tokens, s.heads, s.size, dtype=torch.int32)
+    truth = Pool(s, 0).truth(Request(1, list(PROMPT)), 0, WHOLE).astype(np.uint32)
+    # [layers, K and V, heads, positions, size] to K and V, layers, token slots, heads, size; page 0 is reserved.
+    words[:, :, s.tokens :] = torch.from_numpy(truth.view(np.int32).copy()).permute(1, 0, 3, 2, 4)
+    if spoiled:
+        words[1, 2, 3 * s.tokens + 1, 0, 5] += 1
+    pool = words.view(torch.float32)
+    k, v = list(pool[0]), list(pool[1])
+    handler = SglangHandler(s.tokens, k_buffers=k, v_buffers=v)
+    namespace = engine_namespace(arguments_of, config, s.tokens, "float32")
+    cache = RankCache(
+        config,
+        handler.view(),
+        str(handler.format_id()),
+        (*k, *v),
+        PAGES + 1,
+        s.tokens,
+        UnitOwner("model", namespace, "dp0.pp0of1.tp0of1"),
+        stream_of=lambda device: 0,
+        heads=s.heads,
+    )
+    chain = TokenChain(s.tokens)
+    chain.extend(PROMPT)
+    hashes = [digest.tobytes().hex() for digest in chain.digests]
+    cache.store("s", cache.keys(hashes), np.arange(1, PAGES + 1, dtype=np.int32), lambda done: None, None)
+    assert cache.quiesce(LONG_S)
+    cache.close()
+
+
+def wait_for_the_disk(world: World) -> None:
+    ends_s = time.monotonic() + LONG_S
+    while lookup(world) < WHOLE:
+        assert time.monotonic() < ends_s, "what lies on disk never came up"
+        time.sleep(0.005)
