@@ -4,7 +4,8 @@ Each round runs every method once, in random order, so that noise falls on all a
 GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
 passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
 fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `layerwise` loads
-32,768 tokens at once, page by page and in ranges of layers. `cold` is a start with 1M blocks.
+32,768 tokens at once, page by page and in ranges of layers. `streamed` loads to an engine's pool in plain memory, each
+page when it is up, and beside it all pages when the last is up. `cold` is a start with 1M blocks.
 """
 
 from __future__ import annotations
@@ -23,17 +24,29 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, Rig
+from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, WAIT_S, Rig
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk_index import DiskIndex as CachedIndex
 from flexkv.storage.index import DiskIndex
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import (
+    NO_READS,
+    OpId,
+    OpKind,
+    OpStatus,
+    Priority,
+    ReadIds,
+    TransferGraph,
+    TransferOp,
+)
 
 PAGES = (2 * MIB, 64 * KIB)
 FILLS = 3
 """New slabs, each filled once: a first pass cannot be repeated."""
 LOAD_PAGES = 512
 """32,768 tokens in blocks of 64 tokens of 32 KiB: a model of 16 layers, 8 KV heads of 64, 16 bits."""
+STREAM_BYTES = 256 * MIB
 COLD_BLOCKS = 1_000_000
 COLD_READ = 1000
 
@@ -142,6 +155,56 @@ def layerwise(folder: Path, rounds: int) -> dict[str, float]:
     }
 
 
+def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
+    """Medians: milliseconds of a load from disk to an engine's pool, streamed and not, and of its copy alone."""
+    count = STREAM_BYTES // page_bytes
+    rig = Rig(folder, page_bytes, count, count)
+    pages = np.arange(count, dtype=np.int32)
+    rig.write(pages)
+    memory = np.zeros((count, page_bytes), np.uint8)
+    view = c_ext.KvView(np.array([[memory.ctypes.data, page_bytes, page_bytes, 0, 0]]), count, page_bytes)
+    device = TransferEngine()
+    device.attach_view(0, view, rig.pool, 0, owners=[memory])
+    numbers = iter(range(1, 1_000_000))
+
+    def copy(reads: ReadIds, read: Callable[[], object] = lambda: None) -> None:
+        op = TransferOp(OpId(next(numbers)), OpKind.H2D, 0, Priority.LOAD, pages, pages, reads=reads)
+        ticket = device.submit(TransferGraph((op,)))
+        assert ticket is not None
+        read()
+        assert device.wait(ticket, WAIT_S)
+        assert all(result.status is OpStatus.OK for result in device.poll())
+
+    def read_all() -> None:
+        rig.finish(rig.submit(OpKind.DISK_READ, pages, pages))
+
+    def load_then() -> None:
+        read_all()
+        copy(NO_READS)
+
+    def load_streamed() -> None:
+        # Ops are numbered one by one: the next is the read.
+        copy(np.full(count, next(rig.op_ids) + 1, np.int64), read_all)
+
+    methods: dict[str, Callable[[], None]] = {
+        "whole": load_then,
+        "streamed": load_streamed,
+        "copy": lambda: copy(NO_READS),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(rounds + 1):
+        for name in methods if number % 2 else reversed(methods):
+            start = time.perf_counter()
+            methods[name]()
+            taken[name].append(time.perf_counter() - start)
+    assert device.close(WAIT_S)
+    rig.close()
+    # The first round touches the pool's memory.
+    ratios = [s / w for s, w in zip(taken["streamed"][1:], taken["whole"][1:], strict=True)]
+    times = {f"{name}_ms": statistics.median(seconds[1:]) * 1e3 for name, seconds in taken.items()}
+    return {**times, "streamed_over_whole": statistics.median(ratios)}
+
+
 def cold_start(folder: Path) -> dict[str, float]:
     """A start with an index of COLD_BLOCKS blocks of 4 KiB, of which the COLD_READ that are read were written."""
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
@@ -217,6 +280,14 @@ def main() -> None:
         f"load of {LOAD_PAGES} pages: {loads['pages_ms']:.0f} ms by pages, {loads['layers_ms']:.0f} ms by layers "
         f"({loads['layers_over_pages']:.2f}x), its first layer after {loads['first_layer_of_total']:.1%}"
     )
+    for page_bytes in PAGES:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            found_streamed = streamed(Path(folder), page_bytes, arguments.rounds)
+        report[f"streamed {page_bytes // KIB} KiB"] = found_streamed
+        print(
+            f"load to the engine's pool, {page_bytes // KIB} KiB pages: {found_streamed['whole_ms']:.0f} ms, streamed "
+            f"{found_streamed['streamed_ms']:.0f} ms ({found_streamed['streamed_over_whole']:.2f}x)"
+        )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         report["cold"] = cold = cold_start(Path(folder))
     print(
