@@ -67,7 +67,7 @@ def open_siblings(
                 continue
             try:
                 sibling = _open(path, identity, group, heads)
-            except (DiskError, GeometryError) as error:
+            except (DiskError, GeometryError, OSError) as error:
                 logger.warning("%s: its pages are not used here: %s", path.parent, error)
                 continue
             held = int((sibling.rows["generation"] != 0).sum())

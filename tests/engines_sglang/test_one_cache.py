@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
-from demo.model import prompt_tokens
 from demo.sglang_process import SglangProcess, linker
 from flexkv import c_ext
 from flexkv.storage.header import DIGEST_AT, read_header
+from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, request
 
 BLOCK_TOKENS = 32
 """The smallest block of vLLM on a CPU; SGLang takes it as its page size."""
 
-OUTPUT_TOKENS = 8
-PROMPTS = {"one": prompt_tokens(200, 51), "two": prompt_tokens(333, 52)}
-CACHED = {name: (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name, ids in PROMPTS.items()}
+NAMES = ("a", "b")
+CACHED = {name: (len(PROMPTS[name]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in NAMES}
 SETTINGS = {
     "host.bytes": 48 << 20,
     "keys.scheme": "common",
@@ -37,19 +36,16 @@ COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX"
 
 
 class Sglang:
-    """A SGLang engine over the folder; without one it has no flexkv and no cache."""
+    """A SGLang engine over the folder."""
 
-    def __init__(self, model: Path, log: Path, disk: Path | None) -> None:
+    def __init__(self, model: Path, log: Path, disk: Path) -> None:
         settings: dict[str, Any] = {key.replace(".", "__"): value for key, value in SETTINGS.items()}
-        arguments = (
-            {"disable_radix_cache": True} if disk is None else linker(**settings, disk__folders=str(disk))
-        )
+        arguments = linker(**settings, disk__folders=str(disk))
         self.process = SglangProcess(model, log, {**arguments, "page_size": BLOCK_TOKENS})
 
     def ask(self, name: str) -> tuple[list[int], int]:
         """The tokens, and how many of the prompt's were not computed."""
-        asked = {"ids": PROMPTS[name], "tokens": OUTPUT_TOKENS}
-        [answer] = self.process.call("generate", requests=[asked])
+        [answer] = self.process.call("generate", requests=[request(name)])
         assert answer["finish"] == "length", answer
         return answer["tokens"], answer["cached"]
 
@@ -83,10 +79,8 @@ class Vllm:
 
 
 @contextmanager
-def running(
-    kind: type[Sglang] | type[Vllm], model: Path, log: Path, disk: Path | None
-) -> Iterator[Sglang | Vllm]:
-    engine = kind(model, log, disk)
+def over(disk: Path | None, engine: Sglang | Vllm) -> Iterator[Sglang | Vllm]:
+    """Ends the engine when what it stored is on disk."""
     try:
         yield engine
         if disk is not None:
@@ -95,31 +89,31 @@ def running(
         engine.process.close()
 
 
-def test_each_engine_is_served_what_the_other_stored(model: Path, tmp_path: Path) -> None:
+def test_each_engine_is_served_what_the_other_stored(
+    model: Path, reference: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     disk, spoiled = tmp_path / "disk", tmp_path / "spoiled"
-    engines: dict[str, type[Sglang] | type[Vllm]] = {"vllm": Vllm, "sglang": Sglang}
-    expected: dict[str, dict[str, list[int]]] = {}
-    for name, kind in engines.items():
-        with running(kind, model, tmp_path / f"{name}-plain.log", None) as plain:
-            expected[name] = {prompt: plain.ask(prompt)[0] for prompt in PROMPTS}
+    expected = {"sglang": {name: reference[name]["tokens"] for name in NAMES}}
+    with over(None, Vllm(model, tmp_path / "vllm-plain.log", None)) as plain:
+        expected["vllm"] = {name: plain.ask(name)[0] for name in NAMES}
 
-    with running(Sglang, model, tmp_path / "sglang-stores.log", disk) as sglang:
-        assert sglang.ask("one") == (expected["sglang"]["one"], 0)
+    with over(disk, Sglang(model, tmp_path / "sglang-stores.log", disk)) as sglang:
+        assert sglang.ask("a") == (expected["sglang"]["a"], 0)
     shutil.copytree(disk, spoiled)
 
-    with running(Vllm, model, tmp_path / "vllm-loads.log", disk) as vllm:
-        assert vllm.ask("one") == (expected["vllm"]["one"], CACHED["one"])
-        assert vllm.ask("two") == (expected["vllm"]["two"], 0)
+    with over(disk, Vllm(model, tmp_path / "vllm-loads.log", disk)) as vllm:
+        assert vllm.ask("a") == (expected["vllm"]["a"], CACHED["a"])
+        assert vllm.ask("b") == (expected["vllm"]["b"], 0)
 
-    with running(Sglang, model, tmp_path / "sglang-loads.log", disk) as sglang:
-        assert sglang.ask("two") == (expected["sglang"]["two"], CACHED["two"])
+    with over(disk, Sglang(model, tmp_path / "sglang-loads.log", disk)) as sglang:
+        assert sglang.ask("b") == (expected["sglang"]["b"], CACHED["b"])
 
     # The control: were pages rewritten in a wrong order, the answer would be another one.
     say_another_order(spoiled)
-    with running(Vllm, model, tmp_path / "vllm-spoiled.log", spoiled) as vllm:
-        tokens, cached = vllm.ask("one")
-        assert cached == CACHED["one"]
-        assert tokens != expected["vllm"]["one"]
+    with over(spoiled, Vllm(model, tmp_path / "vllm-spoiled.log", spoiled)) as vllm:
+        tokens, cached = vllm.ask("a")
+        assert cached == CACHED["a"]
+        assert tokens != expected["vllm"]["a"]
 
 
 def say_another_order(disk: Path) -> None:
