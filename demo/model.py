@@ -66,7 +66,7 @@ class ModelShape:
 PRESETS = {
     # Starts and prefills in moments: for tests and the demo.
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
-    # A cold 4k-token prefill takes about a second on two cores: long enough to measure a hit against.
+    # A cold 4k-token prefill takes seconds on two cores: long enough to measure a hit against.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
     # A layer has 101,000 weights for each number of its queries, about as many as a Llama of 70B (104,000; "medium" has
     # 6,000): products with weights and attention share the time of a prompt as they do in a large model.

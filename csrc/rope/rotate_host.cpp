@@ -15,6 +15,7 @@ constexpr int64_t kStreamMinBytes = 4 << 20;
 // Unit: bytes. How far ahead of the rotation to prefetch, in whole rows: the hardware's prefetcher starts
 // blind at each row that lies elsewhere, and at each 4 KiB page.
 constexpr int64_t kPrefetchBytes = 8192;
+// Unit: bytes. Of a cache line.
 constexpr int64_t kLineBytes = 64;
 
 template <typename Element, Pairing kPairing, avx2::Write kWrite>

@@ -33,8 +33,8 @@ class DiskDriver:
     Args:
         plane: runs DISK_READ and DISK_WRITE; it is closed with the driver.
         tier: is closed with the driver.
-        fail_read: tells loads that wait for a read (host slots and number) that it will never be made; the lane tells
-            them of all that it was given.
+        fail_read: tells loads that wait for a read (host slots and number) that it will never be made. Of reads that
+            were submitted, the plane or the reader says itself how they end.
         reader: carries out the reads of siblings' pages, and is closed with the driver; None where there are none.
     """
 

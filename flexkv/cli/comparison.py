@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PAGE_LAYERS = 80
+"""Of the pages that are moved from disk, and through the layout transform."""
+
+PAGE_RUN_BYTES = (4096, 16384, 65536)
+"""Lengths of one layer's K or V of a block of theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:

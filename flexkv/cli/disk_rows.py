@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.cli.comparison import ComparisonRow
+from flexkv.cli.comparison import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
+from flexkv.cli.transfer_bench import NULL_STREAM, WAIT_S
 from flexkv.config import GdsConfig
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
@@ -35,13 +36,9 @@ from flexkv.transfer.graph import (
 )
 from flexkv.transfer.host_pool import HostPool
 
-LAYERS = 80
-RUN_SIZES = (4096, 16384, 65536)
-"""Bytes of one layer's K or V of a block."""
 KV = 2
+"""Runs of a layer: K and V."""
 BLOCK_TOKENS = 16
-WAIT_S = 120.0
-NULL_STREAM = 0
 NO_IDS = np.empty(0, np.int32)
 
 Ids = NDArray[np.int32]
@@ -59,9 +56,9 @@ def disk_rows(device: int | None, folder: Path, total_bytes: int, repeats: int) 
         ConfigError: the folder or the device cannot be used. CapacityError: the memory or the space is not there.
     """
     rows = []
-    for run_bytes in RUN_SIZES:
+    for run_bytes in PAGE_RUN_BYTES:
         # The layers of a pool of one block lie in a row: it would be block-first.
-        pages = max(2, total_bytes // (LAYERS * KV * run_bytes))
+        pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
             ways = _DiskWays(Path(made), device, run_bytes, pages)
             try:
@@ -76,8 +73,8 @@ class _DiskWays:
 
     def __init__(self, folder: Path, device: int | None, run_bytes: int, pages: int) -> None:
         self._device, self._run, self._pages = device, run_bytes, pages
-        self._stripe = LAYERS * KV * run_bytes
-        runs = np.array([(i * run_bytes, run_bytes, i // KV) for i in range(LAYERS * KV)], np.int64)
+        self._stripe = PAGE_LAYERS * KV * run_bytes
+        runs = np.array([(i * run_bytes, run_bytes, i // KV) for i in range(PAGE_LAYERS * KV)], np.int64)
         group = DiskGroup("benchmark", (self._stripe,), (runs,), BLOCK_TOKENS)
         image = codec_of(group).image_bytes
         options = DiskOptions(pages * image, preallocate=False)
@@ -166,7 +163,7 @@ class _DiskWays:
             self._memory.append(on_device)
         run, stride = self._run, self._stripe if block_first else self._run
         step = run if block_first else self._pages * run
-        segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(LAYERS * KV)]
+        segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(PAGE_LAYERS * KV)]
         engine = TransferEngine(lanes=[lane], device=self._device)
         self._engines.append(engine)
         engine.attach_view(

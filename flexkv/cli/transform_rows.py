@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 
 from flexkv import c_ext
-from flexkv.cli.comparison import ComparisonRow
+from flexkv.cli.comparison import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
 
-LAYERS = 80
-RUN_SIZES = (4096, 16384, 65536)
 HOST_DEVICE = -1
+"""Number of the device that is plain memory."""
 
 
 def transform_rows(device: int | None, total_bytes: int, repeats: int) -> list[ComparisonRow]:
@@ -20,14 +19,14 @@ def transform_rows(device: int | None, total_bytes: int, repeats: int) -> list[C
         ConfigError: no such device. CapacityError: the memory is not there.
     """
     rows = []
-    for run_bytes in RUN_SIZES:
-        blocks = max(1, total_bytes // (LAYERS * run_bytes))
-        moved = blocks * LAYERS * run_bytes
+    for run_bytes in PAGE_RUN_BYTES:
+        blocks = max(1, total_bytes // (PAGE_LAYERS * run_bytes))
+        moved = blocks * PAGE_LAYERS * run_bytes
         for whole_device in (False,) if device is None else (False, True):
             for direction, into_pool in (("slots to pool", True), ("pool to slots", False)):
                 number = HOST_DEVICE if device is None else device
                 times = c_ext.time_transform(
-                    number, LAYERS, run_bytes, blocks, into_pool, whole_device, repeats
+                    number, PAGE_LAYERS, run_bytes, blocks, into_pool, whole_device, repeats
                 )
                 share = statistics.median(copy / transform for transform, copy in times)
                 grid = (

@@ -63,7 +63,7 @@ def _folders(value: object) -> object:
 
 
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
-"""One layer is filled while another is emptied; more than the most hide no wait that these do not."""
+"""With two, one layer is filled while another is emptied; more than sixteen hide no wait that sixteen do not."""
 
 MAX_COUNT = 2**31 - 1
 """Pages, blocks and slots are numbered in 32 bits."""

@@ -1,6 +1,6 @@
 """Folders with pages of the same model that another unit wrote: another engine's, in another encoding or under another
-name. They are found at the start, and read and never written. Keys mean the same in all of them: those of the
-fingerprint's namespace."""
+name. They are found at the start and read; no page or row of theirs is changed. Keys mean the same in all of them:
+those of the fingerprint's namespace."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class TransferOp:
 
     Attributes:
         group: KV group (attention type); selects the view and the slot pool.
-        blocks: engine blocks, or empty for an op without a device side. Read-only, like `slots`, once it was pickled.
+        blocks: engine blocks, or empty for an op without a device side. Read-only where unpickled, like `slots`.
         slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.

@@ -32,6 +32,7 @@ SETTINGS = {
 }
 REST_DEADLINE_S = 60.0
 
+# torch compiles in vLLM's process and takes CXX for one word; "ccache g++" is for our own build.
 COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}
 
 

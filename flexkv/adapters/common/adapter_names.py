@@ -47,9 +47,9 @@ class Stamp:
 
 
 class AdapterNames:
-    """Names of adapters' contents, one for each path, made when the path is met first.
+    """Names of adapters' contents, one for each path, made when the path is met first or its files have changed.
 
-    Looking costs a few stats a call; content is read once a path: samples of its weights and all of its configuration.
+    Looking costs a few stats a call. To make a name, samples of the weights and all of the configuration are read.
 
     An engine reads an adapter some time after its start, keeps it, and does not say which content it has. So an
     adapter whose files changed after `since_ns`, or that is no folder on this machine, gets a name of this process
@@ -64,7 +64,8 @@ class AdapterNames:
         self._named: dict[str, tuple[Stamp, str]] = {}
 
     def name(self, path: str) -> str:
-        """The name of the content at `path` (a folder, or a hub name): equal for equal content, in every process."""
+        """The name of the content at `path` (a folder, or a hub name): equal for equal content in every process,
+        but for a name of this process alone (see above)."""
         folder = Path(path).expanduser()
         stamp = Stamp.of(folder)
         known = self._named.get(path)
@@ -81,7 +82,7 @@ class AdapterNames:
 
 
 def content_before(folder: Path, since_ns: int) -> str:
-    """A string that differs for adapters of different weights or configuration, of an adapter that is as it was.
+    """A string that differs for adapters of different weights or configuration.
 
     Raises:
         ConfigError: a file changed after `since_ns` (unix time), so that an engine may have read other content; or

@@ -23,7 +23,7 @@ COMMON = "common"
 """`keys.scheme` of this module."""
 
 PLAIN_DTYPES = ("float32", "float16", "bfloat16")
-"""KV that is its numbers. Quantised KV is not without its scales, which each engine keeps where no page has them."""
+"""KV whose numbers say all. Quantised ones mean nothing without scales, which engines keep outside of pages."""
 
 HUB_COMMIT = re.compile(r"hub:.*@([0-9a-f]{40})")
 
@@ -77,8 +77,8 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     return namespace_digest({name: framed(value) for name, value in fields.items()})
 
 
-def refuse_drafts(method: str) -> ConfigError:
-    """For engines with speculative decoding."""
+def draft_refusal(method: str) -> ConfigError:
+    """What an engine with speculative decoding is to raise."""
     return _refusal(
         f"speculative decoding ({method}) keeps KV of the draft in the same blocks, or pairs of tokens in the hashes"
     )

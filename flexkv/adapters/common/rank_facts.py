@@ -21,7 +21,7 @@ class RankFacts:
         format_id: encoding of the pages.
         replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
-        heads: of K and V on this rank; 0 where a block's bytes are none of heads.
+        heads: of K and V on this rank; 0 where a block is not made of heads.
         dtype: of the pool's elements, by name.
     """
 

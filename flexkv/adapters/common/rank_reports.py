@@ -24,7 +24,7 @@ class Ended:
 
 
 class RankReports:
-    """Each is taken once."""
+    """Collects what one rank reports; each result, request and block is taken once."""
 
     def __init__(self) -> None:
         self._ended: list[Ended] = []

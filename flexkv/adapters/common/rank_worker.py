@@ -62,9 +62,9 @@ class RankWorker:
 
         Args:
             owners: the tensors that the view lies in; kept as long as anything may touch them.
-            heads: of K and V on this rank; 0 where a block's bytes are none of heads.
-            dtype: of the pool's elements, by name.
             replicated: all ranks hold the same bytes; only rank 0's are stored then.
+            heads: of K and V on this rank; 0 where a block is not made of heads.
+            dtype: of the pool's elements, by name.
         """
         self.view, self.format_id = view, format_id
         self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated

@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from flexkv.adapters.common.adapter_names import content_before, process_start_ns
-from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.unit_disk import UnitOwner
@@ -89,7 +89,7 @@ def _shared_model(
         ConfigError: this engine cannot take part in the common key scheme; says why.
     """
     if server_args.speculative_algorithm is not None:
-        raise refuse_drafts(str(server_args.speculative_algorithm))
+        raise draft_refusal(str(server_args.speculative_algorithm))
     if model.is_multimodal:
         raise ConfigError(
             "keys.scheme=common: SGLang names an image by 30 bits among its tokens, too few to share pages by; use "

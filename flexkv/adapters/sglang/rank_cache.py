@@ -41,7 +41,7 @@ class RankCache:
         owner: whose pages they are; its namespace is the keys'.
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
-        heads: of K and V; 0 where a page's bytes are none of heads.
+        heads: of K and V; 0 where a page is not made of heads.
 
     Attributes:
         lanes: the rank's transfer engine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
@@ -43,7 +43,7 @@ def engine_namespace(
     weights = settings.identity.model or weights_identity(arguments.model, arguments.revision)
     if settings.keys.scheme == COMMON:
         if arguments.draft:
-            raise refuse_drafts(arguments.draft)
+            raise draft_refusal(arguments.draft)
         shared = SharedModel(arguments.model, weights, pool_dtype, arguments.quant_algo, block_tokens)
         return common_namespace(shared, settings)
     fields = {

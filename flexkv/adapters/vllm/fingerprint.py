@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, refuse_drafts
+from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
@@ -67,7 +67,7 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
     """
     model, overrides = config.model_config, config.model_config.hf_overrides
     if config.speculative_config is not None:
-        raise refuse_drafts(str(config.speculative_config.method))
+        raise draft_refusal(str(config.speculative_config.method))
     if settings.store.mode == "lazy":
         raise ConfigError(
             "keys.scheme=common needs store.mode=eager: lazy stores see vLLM's hash of a block and not its tokens"

@@ -69,7 +69,9 @@ def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
 
 
 @pytest.mark.parametrize("preallocate", [True, False])
-def test_a_slab_that_did_not_get_its_space_is_not_given_it(make_disks: MakeDisks, preallocate: bool) -> None:
+def test_idle_disks_clear_ahead_only_where_slabs_got_their_space(
+    make_disks: MakeDisks, preallocate: bool
+) -> None:
     lane = make_disks(slots=SLOTS, preallocate=preallocate).unit._lane
     assert lane is not None
     assert lane.zero_fill is preallocate
