@@ -7,7 +7,9 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from flexkv.errors import ConfigError, DiskError
@@ -20,6 +22,12 @@ DAMAGED_INDEX_NAME = "index.damaged"
 EPOCH_NAME = "epoch"
 DIGEST_DIGITS = 16
 """Hex digits of a digest in a folder's name; the header holds all of it."""
+
+LOCK_WAIT_S = 2.0
+"""How long a unit that starts waits for its folder: another one may hold it for a moment, to read its index."""
+LOCK_RETRY_S = 0.02
+IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
+"""What flock says when another has the lock."""
 
 UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -52,7 +60,7 @@ class FolderLock:
     """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
 
     Raises:
-        FolderLockedError: somebody has it; names the process.
+        FolderLockedError: somebody has had it for LOCK_WAIT_S; names the process.
         DiskError: the folder cannot be made or written.
     """
 
@@ -65,15 +73,15 @@ class FolderLock:
         except OSError as error:
             raise DiskError(f"{path}: {error.strerror}") from error
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_within(self.fd, LOCK_WAIT_S)
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            holder = os.pread(self.fd, 32, 0).decode(errors="replace").strip()
+            holder = _holder(self.fd)
             os.close(self.fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno in IN_USE:
                 raise FolderLockedError(
-                    f"{folder} is in use by process {holder or 'unknown'}: give each unit a name or a folder of its own"
+                    f"{folder} is in use by process {holder}: give each unit a name or a folder of its own"
                 ) from error
             raise DiskError(f"{path}: {error.strerror}") from error
 
@@ -82,6 +90,49 @@ class FolderLock:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _holder(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _lock_within(fd: int, wait_s: float) -> None:
+    """
+    Raises:
+        OSError: it is another's, also after `wait_s` seconds.
+    """
+    ends_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in IN_USE or time.monotonic() >= ends_s:
+                raise
+        time.sleep(LOCK_RETRY_S)
+
+
+@contextmanager
+def folder_at_rest(folder: Path) -> Iterator[None]:
+    """Keeps the folder's unit from starting, for a moment; several may at once. Nothing in the folder changes.
+
+    Raises:
+        FolderLockedError: its unit uses it.
+        DiskError: it has no lock, or cannot be read.
+    """
+    path = folder / LOCK_NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DiskError(f"{path}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except OSError as error:
+        if error.errno in IN_USE:
+            raise FolderLockedError(f"{folder} is in use by process {_holder(fd)}") from error
+        raise DiskError(f"{folder}: {error.strerror}") from error
+    finally:
+        os.close(fd)
 
 
 def write_epoch(folder: Path, epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -21,6 +22,8 @@ from flexkv.transfer.graph import OpKind, OpResult, OpStatus, PageTags, Transfer
 from flexkv.transfer.host_pool import HostPool
 
 DIGEST = np.dtype("<u8")
+
+logger = logging.getLogger(__name__)
 
 
 class SiblingReader:
@@ -97,7 +100,14 @@ class SiblingReader:
                 if not self._waiting:
                     return
                 op = self._waiting.popleft()
-            result = self._read(op)
+            try:
+                result = self._read(op)
+            except Exception as error:  # an op that never ends would keep its slots for good
+                logger.exception("reading pages of other units")
+                for page in range(op.pages):
+                    self._settle(op, page, False)
+                every = np.arange(op.pages, dtype=np.int32)
+                result = OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
             with self._lock:
                 self._ended.append(result)
 

@@ -5,6 +5,8 @@ those of the fingerprint's namespace."""
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,14 @@ from flexkv.errors import DiskError, GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
 from flexkv.layout.format_id import FormatId
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.folder import DIGEST_DIGITS, INDEX_NAME, FolderLock, read_epoch, slab_name, unit_folder
+from flexkv.storage.folder import (
+    DIGEST_DIGITS,
+    INDEX_NAME,
+    folder_at_rest,
+    read_epoch,
+    slab_name,
+    unit_folder,
+)
 from flexkv.storage.header import SlabHeader, codec_of, read_group
 from flexkv.storage.index import DiskIndex, Rows
 
@@ -128,11 +137,16 @@ def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
     """
     if not (folder / INDEX_NAME).exists():
         raise DiskError("it has no index; its own unit makes one when it starts")
-    lock = FolderLock(folder)
-    try:
-        index = DiskIndex(folder / INDEX_NAME, [slots])
+    with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
+        copy = Path(made) / INDEX_NAME
+        with folder_at_rest(folder):
+            # With what the database's log holds beyond it. Opened where it lies, it would be written to.
+            for path in folder.glob(f"{INDEX_NAME}*"):
+                shutil.copyfile(path, copy.with_name(path.name))
+            written_epoch = read_epoch(folder)
+        index = DiskIndex(copy, [slots])
         try:
-            epoch = max(index.epoch, read_epoch(folder))
+            epoch = max(index.epoch, written_epoch)
             if index.epoch < epoch or epoch % 2:
                 # An odd epoch is of weights that only the process knew that wrote it.
                 index.clear()
@@ -140,5 +154,3 @@ def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
             return index.rows[GROUP][:slots].copy(), epoch
         finally:
             index.close()
-    finally:
-        lock.release()

@@ -144,6 +144,42 @@ def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
     assert other.cache.manager.disk.counts.failed_reads > 0
 
 
+def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+
+    def content() -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in sorted((tmp_path / "disk").rglob("*")) if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    # Rows beyond its end are what a slab that was cut short leaves: its own unit forgets them, nobody else.
+    [slab] = (tmp_path / "disk").rglob("*.slab")
+    with open(slab, "r+b") as file:
+        file.truncate(slab.stat().st_size // 2)
+    before = content()
+    other = start(trtllm(), "other")
+    other.find(PAGES)
+    other.close()
+    after = content()
+    assert before == {path: after[path] for path in before}
+
+
+def test_a_reader_that_breaks_fails_its_op(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(trtllm(), "other")
+
+    def broken(*_: object) -> str:
+        raise ValueError("a fault that nobody thought of")
+
+    monkeypatch.setattr("flexkv.storage.sibling_reader.SiblingReader._bring", broken)
+    assert other.find(PAGES) == 0
+    assert other.cache.manager.disk.counts.failed_reads > 0
+    other.cache.manager.check_integrity()
+
+
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
     """After a reset an engine's pages are of weights that only its process knows."""
     one = start(sglang())

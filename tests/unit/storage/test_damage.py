@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
-from flexkv.storage.folder import FolderLockedError
+from flexkv.storage.folder import FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder, unit_folders
 from flexkv.storage.header import FIXED, parse_header, read_group, read_header
 from flexkv.storage.index import DamagedIndexError, DiskIndex
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import FAIL, IDENTITY, DiskWorld, key_of, keys_of, make_group
+from tests.unit.storage.disk_world import FAIL, GENEROUS_S, IDENTITY, DiskWorld, key_of, keys_of, make_group
 
 MakeDisks = Callable[..., DiskWorld]
 
@@ -236,6 +237,35 @@ def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
         check_folder(world.folder)
     assert world.close()
     assert make_disks().close()
+
+
+def test_a_unit_starts_while_another_reads_its_index(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units of one node start together; each has the others' folders for a moment."""
+    world = make_disks()
+    folder = world.folder
+    assert world.close()
+    held, let_go = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with folder_at_rest(folder), folder_at_rest(folder):
+            held.set()
+            let_go.wait(GENEROUS_S)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert held.wait(GENEROUS_S)
+    monkeypatch.setattr("flexkv.storage.folder.LOCK_WAIT_S", 0.05)
+    with pytest.raises(FolderLockedError, match="is in use by process"):
+        make_disks()
+    monkeypatch.setattr("flexkv.storage.folder.LOCK_WAIT_S", GENEROUS_S)
+    threading.Timer(0.1, let_go.set).start()
+    world = make_disks()
+    reader.join(GENEROUS_S)
+    with pytest.raises(FolderLockedError, match=f"in use by process {os.getpid()}"), folder_at_rest(folder):
+        raise AssertionError("read while its unit writes it")
+    assert world.close()
 
 
 def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> None:
