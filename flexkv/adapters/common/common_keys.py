@@ -25,7 +25,8 @@ COMMON = "common"
 PLAIN_DTYPES = ("float32", "float16", "bfloat16")
 """KV whose numbers say all. Quantised ones mean nothing without scales, which engines keep outside of pages."""
 
-HUB_COMMIT = re.compile(r"hub:.*@([0-9a-f]{40})")
+HUB_COMMIT = re.compile(r"hub:[^/:@]+(?:/[^/:@]+)?(?P<inside>.*)@(?P<commit>[0-9a-f]{40})")
+"""Behind the repository's name may follow which of its models is meant, such as `:Q4_K_M`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
             f"the weights are {model.weights}, which may move; set identity.model, or a commit as revision"
         )
     # One engine may be given the hub's name and another the folder of the same commit.
-    return f"{COMMIT_PREFIX}{commit.group(1)}"
+    return f"{COMMIT_PREFIX}{commit['commit']}{commit['inside']}"
 
 
 def _architecture(path: str) -> Any:

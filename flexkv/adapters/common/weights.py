@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +21,8 @@ PINNED = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
-    """A string that differs for different weights of the model: the hub's commit, else a digest of sampled content.
+    """A string that differs for different weights of the model: the hub's commit and the place in it, else a digest of
+    sampled content.
 
     Args:
         model: a folder, a file, or a hub name; a hub name stands for itself with its commit.
@@ -32,8 +34,10 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
             what to set.
     """
     path = Path(model)
-    if commit := COMMIT.search(str(path)):
-        return f"{COMMIT_PREFIX}{commit.group(1)}"
+    place = os.path.normpath(model)
+    if commit := COMMIT.search(place):
+        # One commit may hold several adapters, or one model in several quantisations.
+        return f"{COMMIT_PREFIX}{commit.group(1)}{place[commit.end(1) :]}"
     if not path.exists():
         commit_of_hub = resolved or (revision if revision and PINNED.fullmatch(revision) else None)
         if commit_of_hub is None:
@@ -43,10 +47,20 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
                 "engine's revision"
             )
         return f"hub:{model}@{commit_of_hub}"
+    return sampled_identity(path)
+
+
+def sampled_identity(path: Path) -> str:
+    """A digest of samples of the weights in a file or folder.
+
+    Raises:
+        ConfigError: the folder holds no weights that we know; says what to set.
+        OSError: a file cannot be read.
+    """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
         raise ConfigError(
-            f"{model} holds no weights ({', '.join(WEIGHT_PATTERNS)}), so nothing tells it from other models; "
+            f"{path} holds no weights ({', '.join(WEIGHT_PATTERNS)}), so nothing tells it from other models; "
             "set identity.model to a name or revision of the weights"
         )
     digest = hashlib.sha256()

@@ -41,8 +41,8 @@ class BlockKeys(ABC):
         blocks = len(hashes) // ratio
         if blocks > known:
             self._extend(known, blocks)
-            if len(self._chain):
-                self._last_hash = hashes[blocks * ratio - 1]
+            if made := len(self._chain):
+                self._last_hash = hashes[made * ratio - 1]
         return self._chain.keys
 
     def _forget(self) -> None:
@@ -50,7 +50,7 @@ class BlockKeys(ABC):
 
     @abstractmethod
     def _extend(self, known: int, blocks: int) -> None:
-        """Adds the keys of blocks [known, blocks)."""
+        """Adds the keys of blocks [known, blocks), or of none."""
 
     @abstractmethod
     def parent(self, block: int) -> bytes | None:
@@ -71,20 +71,20 @@ class EngineBlockKeys(BlockKeys):
 
 
 class TokenBlockKeys(BlockKeys):
-    """From the tokens and the caller's salt. A request whose content is not in its tokens has no keys."""
+    """From the tokens and the caller's salt. Blocks have no keys once the request's content is not in its tokens."""
 
     def __init__(self, request: Request, namespace: bytes, geometry: BlockGeometry) -> None:
         super().__init__(request, namespace, geometry)
         self._block_tokens = geometry.block_tokens
         self._tokens = TokenChain(geometry.block_tokens, chain_seed(None, request.cache_salt or None))
-        self._named = request.prompt_embeds is None and not request.mm_features
 
     def _forget(self) -> None:
         super()._forget()
         self._tokens.truncate(0)
 
     def _extend(self, known: int, blocks: int) -> None:
-        if self._named:
+        # Asked each time: a streaming session may take an image later.
+        if self.request.prompt_embeds is None and not self.request.mm_features:
             first, end = known * self._block_tokens, blocks * self._block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)
             self._chain.extend(self._tokens.digests[known:], start=known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -73,13 +74,113 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
     assert known.name(str(tmp_path / "empty")).startswith("run:")
 
 
-def test_a_commit_of_the_hub_may_be_downloaded_after_the_start(tmp_path: Path) -> None:
-    folder = tmp_path / "snapshots" / ("a" * 40)
+def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Path:
+    """An adapter as the hub's cache keeps it: links to files that are named by what they hold."""
+    held = write(repository / "blobs", weights)
+    folder = repository / "snapshots" / ("a" * 40) / adapter
     folder.mkdir(parents=True)
-    write(folder)
-    assert "a" * 40 in content_before(folder, 0)
+    for file in list(held.glob("adapter_*")):
+        content = file.read_bytes()
+        by_git = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+        name = by_git if file.suffix == ".json" else hashlib.sha256(content).hexdigest()
+        blob = file.rename(held / name)
+        (folder / file.name).symlink_to(os.path.relpath(blob, folder))
+    return folder
+
+
+def test_a_commit_of_the_hub_may_be_downloaded_after_the_start(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    assert content_before(download(tmp_path / "hub"), 0).startswith("sampled:")
     with pytest.raises(ConfigError, match="changed after the engine's start"):
         content_before(write(tmp_path / "a"), 0)
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("through_the_link", [True, False])
+def test_a_commit_that_was_edited_is_like_any_folder(
+    tmp_path: Path, file: str, through_the_link: bool
+) -> None:
+    (tmp_path / "hub").mkdir()
+    folder = download(tmp_path / "hub")
+    before = names().name(str(folder))
+    changed = (folder / file).read_bytes() + b" "
+    if not through_the_link:
+        (folder / file).unlink()
+    (folder / file).write_bytes(changed)
+    with pytest.raises(ConfigError, match="changed after the engine's start"):
+        content_before(folder, 0)
+    assert names().name(str(folder)) != before
+
+
+def test_two_adapters_of_one_commit_have_two_names(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    math = download(tmp_path / "hub", b"math", "math")
+    code = download(tmp_path / "hub", b"code", "code")
+    assert names().name(str(math)) != names().name(str(code))
+
+
+def link_to(target: Path, link: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+
+
+def point_elsewhere(root: Path) -> None:
+    link_to(root / "other", root / "latest")
+
+
+def swap_folders(root: Path) -> None:
+    (root / "first").rename(root / "away")
+    (root / "other").rename(root / "first")
+
+
+def point_files_elsewhere(root: Path) -> None:
+    for file in (root / "linked").iterdir():
+        link_to(root / "other" / file.name, file)
+
+
+@pytest.mark.parametrize(
+    ("path", "swap"),
+    [
+        ("latest", point_elsewhere),
+        ("above/adapter", point_elsewhere),
+        ("first", swap_folders),
+        ("linked", point_files_elsewhere),
+    ],
+)
+@pytest.mark.parametrize("named_before", [True, False])
+def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
+    tmp_path: Path, path: str, swap: Callable[[Path], None], named_before: bool
+) -> None:
+    """Of both every file is as old as the process; which one the engine has read is not known."""
+    for name, weights in (("first", b"one"), ("other", b"two")):
+        write(tmp_path / name, weights)
+    link_to(tmp_path / "first", tmp_path / "latest")
+    (tmp_path / "above").symlink_to(".")
+    (tmp_path / "adapter").symlink_to("latest")
+    (tmp_path / "linked").mkdir()
+    for file in (tmp_path / "first").iterdir():
+        link_to(file, tmp_path / "linked" / file.name)
+    asked = str(tmp_path / path)
+    time.sleep(0.05)
+    known = AdapterNames()
+    if named_before:
+        assert known.name(asked).startswith("sampled:")
+    time.sleep(0.05)
+    swap(tmp_path)
+    assert known.name(asked).startswith("run:")
+
+
+def test_a_path_that_changed_once_is_never_named_by_content_again(tmp_path: Path) -> None:
+    """The engine may still hold any of what lay there."""
+    first, other = write(tmp_path / "first"), write(tmp_path / "other", b"two")
+    link_to(first, tmp_path / "latest")
+    known = names()
+    seen = [known.name(str(tmp_path / "latest"))]
+    for target in (other, first):
+        link_to(target, tmp_path / "latest")
+        seen.append(known.name(str(tmp_path / "latest")))
+        assert seen[-1].startswith("run:")
+    assert len(set(seen)) == 3
 
 
 def test_this_process_began_before_now_and_not_long_ago() -> None:

@@ -72,6 +72,17 @@ def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(
     np.testing.assert_array_equal(tracker.keys(), keys_by_hand([*PROMPT[:5], 70, 80, 90]))
 
 
+def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engine: Make) -> None:
+    """vLLM appends a streaming session's images to the list that the request had from the first."""
+    engine = make_engine(**COMMON)
+    request = make_request(PROMPT[:8], "one")
+    tracker = engine.side.requests.of(request)
+    assert len(tracker.keys()) == 2
+    request.mm_features.append(image("cat", 8, 3))
+    request.append_output_token_ids(PROMPT[8:16])
+    np.testing.assert_array_equal(tracker.keys(), keys_by_hand(PROMPT[:8]))
+
+
 def test_tenants_are_apart_and_what_tokens_do_not_name_is_not_cached(
     make_engine: Make, tmp_path: Path
 ) -> None:
@@ -154,6 +165,18 @@ def test_a_commit_is_the_same_by_hub_name_and_by_folder() -> None:
     by_name = SharedModel("org/model", f"hub:org/model@{commit}", "float16", "None", 16)
     by_folder = SharedModel(f"/cache/snapshots/{commit}", f"commit:{commit}", "float16", "None", 16)
     assert common_namespace(by_name, settings) == common_namespace(by_folder, settings)
+
+
+def test_two_quantisations_in_one_commit_are_two_models() -> None:
+    settings = load_config(COMMON, {})
+    commit = "c" * 40
+    names = [f"hub:org/model{which}@{commit}" for which in ("", ":Q4_K_M", ":Q8_0", "/sub/x.gguf")]
+    names += [f"commit:{commit}/x-Q4_K_M.gguf", f"commit:{commit}/x-Q8_0.gguf"]
+    made = {
+        common_namespace(SharedModel("org/model", weights, "float16", "gguf", 16), settings)
+        for weights in names
+    }
+    assert len(made) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_a_hub_snapshot_is_named_by_its_commit() -> None:
     assert weights_identity(f"/cache/models--x/snapshots/{commit}", None) == f"commit:{commit}"
 
 
+@pytest.mark.parametrize(("one", "other"), [("math", "code"), ("x-Q4_K_M.gguf", "x-Q8_0.gguf"), ("", "sub")])
+def test_what_lies_in_one_commit_side_by_side_is_apart(one: str, other: str) -> None:
+    commit = "/cache/models--x/snapshots/" + "c" * 40
+    assert weights_identity(f"{commit}/{one}", None) != weights_identity(f"{commit}/{other}", None)
+    assert weights_identity(f"{commit}/{one}/", None) == weights_identity(f"{commit}/./{one}", None)
+
+
 def test_a_hub_name_is_taken_with_its_commit() -> None:
     one, other = "a" * 40, "b" * 40
     assert weights_identity("org/model", one) != weights_identity("org/model", other)
