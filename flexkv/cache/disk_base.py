@@ -70,6 +70,14 @@ class Plane(Protocol):
     def close(self, deadline_s: float) -> bool: ...
 
 
+class SiblingPlane(Plane, Protocol):
+    """What it needs of that which reads siblings' pages."""
+
+    @property
+    def down_reason(self) -> str:
+        """Why no more is read, or nothing. Asked now and then, so that a disk that hangs is found."""
+
+
 @dataclass(slots=True)
 class DiskCounts:
     """Running totals of one disk tier, in pages unless they say otherwise.

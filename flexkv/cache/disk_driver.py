@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flexkv.cache.disk_base import Plane
+from flexkv.cache.disk_base import Plane, SiblingPlane
 from flexkv.cache.disk_flow import DiskFlow
 from flexkv.errors import FlexKVError
 from flexkv.observe import get_logger
@@ -45,7 +45,7 @@ class DiskDriver:
         tier: DiskTier,
         clock: Callable[[], float] = time.monotonic,
         fail_read: Callable[[SlotIds, int], None] = lambda slots, read: None,
-        reader: Plane | None = None,
+        reader: SiblingPlane | None = None,
     ) -> None:
         self._flow = flow
         self._plane = plane
@@ -55,6 +55,7 @@ class DiskDriver:
         self._fail_read = fail_read
         self._watch_at_s = 0.0
         self._say_left_at_s = 0.0
+        self._siblings_down = False
         self._closed = False
         self.durable_pages = 0
         self.undurable_pages = 0
@@ -100,7 +101,8 @@ class DiskDriver:
             self._flow.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _take_results(self) -> None:
-        for plane in (self._plane, self._reader):
+        planes: tuple[Plane | None, ...] = (self._plane, self._reader)
+        for plane in planes:
             while plane is not None and (results := plane.poll()):
                 for result in results:
                     self._flow.complete(result)
@@ -116,7 +118,18 @@ class DiskDriver:
             self._flow.index.lose(lost.disk)
         if events.lost and not any(self._tier.alive):
             self._go_down("no disk is left")
+        self._watch_siblings()
         self._say_left()
+
+    def _watch_siblings(self) -> None:
+        siblings = self._flow.siblings
+        if self._reader is None or siblings is None or self._siblings_down:
+            return
+        if reason := self._reader.down_reason:
+            self._siblings_down = True
+            logger.error("pages of other units' folders are out of use: %s", reason)
+            for disk in range(siblings.tier.disks):
+                siblings.lose(disk)
 
     def _say_left(self) -> None:
         left, now_s = self._flow.last_left, self._clock()

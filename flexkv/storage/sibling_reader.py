@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +27,21 @@ DIGEST = np.dtype("<u8")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """The op that is being carried out.
+
+    Attributes:
+        since_s: the clock when its `page` began.
+        failed: pages before that one.
+    """
+
+    op: TransferOp
+    since_s: float
+    page: int = 0
+    failed: list[int] = field(default_factory=list)
+
+
 class SiblingReader:
     """Carries out DISK_READ ops whose places are those of `SiblingPages`, in the order of their submission.
 
@@ -37,16 +53,29 @@ class SiblingReader:
         group: of this unit's pages.
         pool: with slots of this unit's images.
         queue_ops: ops that may wait; beyond it `submit` says None.
+        stuck_s: a page that is not read within so many seconds ends the reader: what was asked for has failed.
     """
 
-    def __init__(self, siblings: Sequence[Sibling], group: DiskGroup, pool: HostPool, queue_ops: int) -> None:
+    def __init__(
+        self,
+        siblings: Sequence[Sibling],
+        group: DiskGroup,
+        pool: HostPool,
+        queue_ops: int,
+        stuck_s: float,
+    ) -> None:
         self._siblings = list(siblings)
         self._group = group
         self._codec = codec_of(group)
         self._pool = pool
         self._queue_ops = queue_ops
+        self._stuck_s = stuck_s
         self._images = [mmap.mmap(-1, sibling.codec.image_bytes) for sibling in siblings]
         self._lock = threading.Condition()
+        self._writing = threading.Lock()
+        """Held while a host slot is written to: an op is given up only while it is free."""
+        self._under_way: UnderWay | None = None
+        self._down = ""
         self._waiting: deque[TransferOp] = deque()
         self._ended: deque[OpResult] = deque()
         self._tickets = 0
@@ -62,7 +91,7 @@ class SiblingReader:
         if any(op.kind is not OpKind.DISK_READ for op in graph.ops):
             raise ContractError("siblings are only read")
         with self._lock:
-            if self._closed or len(self._waiting) + len(graph.ops) > self._queue_ops:
+            if self._closed or self._down or len(self._waiting) + len(graph.ops) > self._queue_ops:
                 return None
             if not self._thread.is_alive():
                 self._thread.start()
@@ -78,15 +107,37 @@ class SiblingReader:
             self._ended.clear()
             return ended
 
+    @property
+    def down_reason(self) -> str:
+        """Why no more is read, or nothing. To be asked now and then: this is what finds a disk that hangs."""
+        with self._lock:
+            moving = self._under_way
+            if self._down or moving is None or time.monotonic() - moving.since_s < self._stuck_s:
+                return self._down
+            if not self._writing.acquire(blocking=False):
+                return ""  # its page has been read
+            self._down = f"a page was not read within {self._stuck_s:.0f} s"
+            self._writing.release()
+            left = np.arange(moving.page, moving.op.pages, dtype=np.int32)
+            for page in left.tolist():
+                self._settle(moving.op, page, False)
+            failed = np.concatenate((np.array(moving.failed, np.int32), left))
+            self._ended.append(OpResult(moving.op.op_id, OpStatus.FAILED, failed, self._down))
+            self._drop_waiting(self._down)
+            return self._down
+
+    def _drop_waiting(self, reason: str) -> None:
+        while self._waiting:
+            op = self._waiting.popleft()
+            for page in range(op.pages):
+                self._settle(op, page, False)
+            self._ended.append(OpResult.cancelled(op.op_id, op.pages, reason))
+
     def close(self, deadline_s: float) -> bool:
         """Drops what waits and ends the thread; False if a read has not ended within `deadline_s` seconds."""
         with self._lock:
             self._closed = True
-            while self._waiting:
-                op = self._waiting.popleft()
-                for page in range(op.pages):
-                    self._settle(op, page, False)
-                self._ended.append(OpResult.cancelled(op.op_id, op.pages, "closed"))
+            self._drop_waiting("closed")
             self._lock.notify()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
@@ -100,27 +151,41 @@ class SiblingReader:
                 if not self._waiting:
                     return
                 op = self._waiting.popleft()
+                moving = self._under_way = UnderWay(op, time.monotonic())
             try:
-                result = self._read(op)
+                result = self._read(moving)
             except Exception as error:  # an op that never ends would keep its slots for good
                 logger.exception("reading pages of other units")
-                for page in range(op.pages):
-                    self._settle(op, page, False)
-                every = np.arange(op.pages, dtype=np.int32)
-                result = OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
+                result = self._broken(moving, error)
             with self._lock:
+                self._under_way = None
+                if self._down:
+                    return  # the op was given up, and its result told
                 self._ended.append(result)
 
-    def _read(self, op: TransferOp) -> OpResult:
-        failed, reason = [], ""
+    def _read(self, moving: UnderWay) -> OpResult:
+        op, reason = moving.op, ""
         for page, (place, slot) in enumerate(zip(op.places.tolist(), op.slots.tolist(), strict=True)):
+            with self._lock:
+                moving.page, moving.since_s = page, time.monotonic()
             why = self._bring(place, slot, op.tags[page])
-            self._settle(op, page, not why)
-            if why:
-                failed.append(page)
-                reason = reason or why
-        status = OpStatus.FAILED if failed else OpStatus.OK
-        return OpResult(op.op_id, status, np.array(failed, np.int32), reason)
+            with self._lock:
+                if self._down:
+                    break
+                self._settle(op, page, not why)
+                if why:
+                    moving.failed.append(page)
+                    reason = reason or why
+        status = OpStatus.FAILED if moving.failed else OpStatus.OK
+        return OpResult(op.op_id, status, np.array(moving.failed, np.int32), reason)
+
+    def _broken(self, moving: UnderWay, error: Exception) -> OpResult:
+        op = moving.op
+        with self._lock:
+            for page in () if self._down else range(op.pages):
+                self._settle(op, page, False)
+        every = np.arange(op.pages, dtype=np.int32)
+        return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
         """Loads that were promised the page while it was on its way may go on, or fail."""
@@ -143,7 +208,10 @@ class SiblingReader:
         )
         if miss != "none":
             return f"{miss}: {reason}"
-        self._write(sibling, np.frombuffer(image, np.uint8), self._pool.slot(slot))
+        with self._writing:
+            if self._down:
+                return self._down  # the slot may be another's by now
+            self._write(sibling, np.frombuffer(image, np.uint8), self._pool.slot(slot))
         return ""
 
     def _write(self, sibling: Sibling, image: np.ndarray, slot: np.ndarray) -> None:

@@ -169,7 +169,9 @@ class UnitDisk:
         plane = TransferEngine(
             queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[tier.lane([pool])]
         )
-        reader = SiblingReader(siblings, group, pool, transfer.queue_ops) if siblings else None
+        reader = None
+        if siblings:
+            reader = SiblingReader(siblings, group, pool, transfer.queue_ops, config.disk.stuck_s)
         self._driver = DiskDriver(self._flow, plane, tier, fail_read=pool.fail_read, reader=reader)
         self._close_s = transfer.close_s
         self._said = DiskCounts()

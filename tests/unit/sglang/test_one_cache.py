@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexkv.storage.sibling_reader import SiblingReader
 from tests.unit.sglang.conftest import hashes_of
 from tests.unit.sglang.sharing_pools import HEADS, LAYERS, POOLS, TOKENS, Engine, EnginePool, sglang, trtllm
 
@@ -178,6 +180,33 @@ def test_a_reader_that_breaks_fails_its_op(start: Start, monkeypatch: pytest.Mon
     assert other.find(PAGES) == 0
     assert other.cache.manager.disk.counts.failed_reads > 0
     other.cache.manager.check_integrity()
+
+
+def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(trtllm(), "other", disk__stuck_s=0.2)
+    hangs, bring = threading.Event(), SiblingReader._bring
+    brought: list[str] = []
+
+    def hang(reader: SiblingReader, *page: Any) -> str:
+        assert hangs.wait(60)
+        brought.append(bring(reader, *page))
+        return brought[-1]
+
+    monkeypatch.setattr(SiblingReader, "_bring", hang)
+    assert other.find(PAGES) == 0
+    disk = other.cache.manager.disk
+    assert not disk.moving, "a read that hangs is waited for"
+    assert other.find(PAGES) == 0
+    assert disk.siblings is not None
+    assert not disk.siblings.present(0, other.keys(PAGES)).any()
+    other.cache.manager.check_integrity()
+    # Its page comes at last, and is left: the slot may be another's by now.
+    hangs.set()
+    other.close()
+    assert "was not read within" in brought[0]
 
 
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
