@@ -17,6 +17,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
+from flexkv.storage.folder import unit_folder
 from flexkv.storage.sibling_reader import SiblingReader
 from flexkv.storage.siblings import Sibling, open_siblings
 from flexkv.storage.unit import DiskUnit
@@ -70,22 +71,33 @@ def disk_limits(config: FlexKVConfig, may_stream: bool) -> DiskLimits:
     )
 
 
-def bytes_per_folder(config: FlexKVConfig) -> int:
+def bytes_per_folder(config: FlexKVConfig, identity: DiskIdentity, group: DiskGroup) -> int:
     """What one unit may fill in each folder: the same in all, because blocks are striped over them.
 
-    What lies in a folder already counts as free, so that the size does not shrink with every start.
+    What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
+    units hold there cannot be had.
     """
     disk = config.disk
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
-    rooms = [_room_bytes(Path(folder)) for folder in disk.folders]
-    return int(min(rooms) * disk.space_share) // config.host.units_per_node
+    rooms = []
+    for root in map(Path, disk.folders):
+        root.mkdir(parents=True, exist_ok=True)
+        free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
+        others = _held_bytes(root) - own
+        rooms.append(share_bytes(free, own, others, disk.space_share, config.host.units_per_node))
+    return min(rooms)
 
 
-def _room_bytes(folder: Path) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    held = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-    return shutil.disk_usage(folder).free + held
+def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
+    """Of a folder with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit may
+    fill, never more than it can have."""
+    fair = share * (free + own + others) / units
+    return int(min(fair, max(own, share * (free + own))))
+
+
+def _held_bytes(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 def open_tier(
@@ -99,10 +111,14 @@ def open_tier(
     """
     group = disk_group(config, block_tokens, said)
     disk = config.disk
+    identity = _identity(owner)
     options = DiskOptions(
-        bytes_per_disk=bytes_per_folder(config), io=disk.io, depth=disk.depth, stuck_s=disk.stuck_s
+        bytes_per_disk=bytes_per_folder(config, identity, group),
+        io=disk.io,
+        depth=disk.depth,
+        stuck_s=disk.stuck_s,
     )
-    return DiskUnit.open(_folders(config), _identity(owner), [group], options)
+    return DiskUnit.open(_folders(config), identity, [group], options)
 
 
 def disk_group(config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts]) -> DiskGroup:

@@ -10,13 +10,15 @@ from threading import Timer
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.common.unit_disk import bytes_per_folder
+from flexkv.adapters.common.unit_disk import bytes_per_folder, share_bytes
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.storage.folder import unit_folder
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.storage.disk_world import IDENTITY, make_group
 from tests.unit.transfer.transfer_world import STALL
 
 Make = Callable[..., MiniEngine]
@@ -258,14 +260,37 @@ def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
 
 
 def test_the_size_of_a_folder(tmp_path: Path) -> None:
+    group = make_group()
     fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
-    assert bytes_per_folder(fixed) == 3 << 20
+    assert bytes_per_folder(fixed, IDENTITY, group) == 3 << 20
     half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
-    before = bytes_per_folder(half)
+    before = bytes_per_folder(half, IDENTITY, group)
     assert before > 0
-    # What the folder holds already is counted in, so that a full cache keeps its size over restarts.
-    (tmp_path / "slab").write_bytes(b"x" * (64 << 20))
-    assert abs(bytes_per_folder(half) - before) < 16 << 20
+    # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
+    own = unit_folder(tmp_path, IDENTITY, [group])
+    own.mkdir(parents=True)
+    (own / "slab").write_bytes(b"x" * (64 << 20))
+    assert abs(bytes_per_folder(half, IDENTITY, group) - before) < 16 << 20
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
+    disk, held = 1000, {"first": 0, "second": 0, "third": 0}
+
+    def start(name: str) -> int:
+        free = disk - sum(held.values())
+        others = sum(held.values()) - held[name]
+        size = share_bytes(free, held[name], others, share, 1)
+        assert size <= free + held[name], "there is no such room"
+        held[name] = size
+        return size
+
+    sizes = [start(name) for name in held]
+    assert sizes[0] == share * disk
+    assert all(sizes)
+    assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
+    # Units that were told of each other have equal shares, whichever starts first.
+    assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)
 
 
 @pytest.mark.parametrize(
