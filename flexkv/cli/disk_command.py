@@ -35,9 +35,10 @@ def ls(folder: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(entries, indent=2))
         return
-    table = Table(
-        "folder", "model", "format", "size", "created", "last used", "state", box=None, pad_edge=False
-    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("folder", overflow="fold")  # whole, on several lines if need be: `drop` asks for it
+    for heading in ("model", "format", "size", "created", "last used", "state"):
+        table.add_column(heading)
     for entry in entries:
         table.add_row(
             str(entry["folder"]),

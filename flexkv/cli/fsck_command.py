@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from flexkv.errors import ConfigError
 from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder, unit_folders
 
 NOT_CLEAN_EXIT_CODE = 1
@@ -26,12 +27,12 @@ NOT_CLEAN_EXIT_CODE = 1
 def command(folder: Path, repair: bool, as_json: bool) -> int:
     """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean."""
     reports = [check_folder(unit, repair) for unit in unit_folders(folder)]
+    if not reports:
+        raise ConfigError(f"{folder}: no slabs lie under it; a disk's folder is one of disk.folders")
     if as_json:
         click.echo(json.dumps([{**asdict(r), "clean": r.clean} for r in reports], indent=2, default=str))
     else:
         console = Console(markup=False, highlight=False, soft_wrap=True)
-        if not reports:
-            console.print(f"no slabs under {folder}")
         for report in reports:
             _show(console, report)
     return 0 if all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE

@@ -123,8 +123,9 @@ def test_fsck_of_a_folder_in_use_is_an_error(
     assert world.close()
 
 
-def test_nothing_there_is_nothing_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fsck", str(tmp_path)]) == 0
-    assert "no slabs" in capsys.readouterr().out
+def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that was mistyped does not look sound."""
+    assert main(["fsck", str(tmp_path)]) == 2
+    assert "no slabs" in capsys.readouterr().err
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
