@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.common.framed import framed
-from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.model_identity import LONG_ROPE, has_long_rope, plain_config
 from flexkv.adapters.common.weights import COMMIT_PREFIX
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
@@ -40,6 +40,7 @@ class SharedModel:
         quantization: of the weights, by name; "None" for none.
         block_tokens: of a block.
         overrides: of the model's configuration, as the engine was asked for them.
+        config: of the model, as the engine has read it.
         apart: whatever else its KV depends on, or a unit holds of it; None where nothing does.
     """
 
@@ -49,6 +50,7 @@ class SharedModel:
     quantization: str
     block_tokens: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     apart: Any = None
 
 
@@ -56,12 +58,18 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     """32 bytes, the same in every engine that would compute the same KV.
 
     Raises:
-        ConfigError: the KV is quantised, or nothing pins the weights down; says what to set.
+        ConfigError: the KV is quantised, engines would compute it by different rules, or nothing pins the weights
+            down; says what to set.
     """
     if model.kv_dtype not in PLAIN_DTYPES:
         raise _refusal(
             f"the KV is {model.kv_dtype}: its numbers mean nothing without scales that no page holds; "
             f"allowed are {', '.join(PLAIN_DTYPES)}"
+        )
+    if has_long_rope(model.config) or has_long_rope(model.overrides):
+        raise _refusal(
+            f"the model's rotary embedding is one of {', '.join(LONG_ROPE)}: vLLM takes its long factors by the "
+            "longest request allowed, SGLang by the positions in a batch, so the same tokens have different KV"
         )
     weights = _weights(model, settings)
     fields = {
@@ -82,6 +90,13 @@ def draft_refusal(method: str) -> ConfigError:
     """What an engine with speculative decoding is to raise."""
     return _refusal(
         f"speculative decoding ({method}) keeps KV of the draft in the same blocks, or pairs of tokens in the hashes"
+    )
+
+
+def other_config_refusal(option: str, path: str) -> ConfigError:
+    """What an engine is to raise that reads the model's configuration elsewhere than beside its weights."""
+    return _refusal(
+        f"{option}={path} is another configuration than the model's own, by which engines are compared"
     )
 
 

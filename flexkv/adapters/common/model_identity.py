@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 VOLATILE_FIELDS = {
@@ -13,6 +14,12 @@ VOLATILE_FIELDS = {
 }
 """Entries of a model's configuration that say where it was read from, and with what, not what it computes."""
 
+LONG_ROPE = ("longrope", "su")
+"""Rotary embeddings with one set of factors for short requests and another for long ones, by name."""
+
+FIRST_LENGTH = "original_max_position_embeddings"
+"""Tokens up to which the short factors hold."""
+
 
 def plain_config(value: Any) -> Any:
     """A model's configuration as plain values, without what does not change its KV."""
@@ -23,3 +30,29 @@ def plain_config(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     return str(value)
+
+
+def has_long_rope(config: Mapping[str, Any]) -> bool:
+    """Whether the KV of a token depends on how long requests are, as Phi-3's with 128k tokens does."""
+    return any(value in LONG_ROPE for value in _values(config, ("rope_type", "type")))
+
+
+def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
+    """Which factors an engine takes that chooses once, by the longest request it allows; None without a choice.
+
+    Args:
+        longest: request, in tokens.
+    """
+    if not has_long_rope(config):
+        return None
+    first_lengths = sorted({value for value in _values(config, (FIRST_LENGTH,)) if isinstance(value, int)})
+    return [longest > tokens for tokens in first_lengths] or longest
+
+
+def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    """Of all entries with one of these names, however deep."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if name in names:
+                yield value
+            yield from _values(value, names)

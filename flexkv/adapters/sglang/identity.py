@@ -11,7 +11,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from flexkv.adapters.common.adapter_names import content_before, process_start_ns
-from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
+from flexkv.adapters.common.common_keys import (
+    COMMON,
+    SharedModel,
+    common_namespace,
+    draft_refusal,
+    other_config_refusal,
+)
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.unit_disk import UnitOwner
@@ -90,6 +96,8 @@ def _shared_model(
     """
     if server_args.speculative_algorithm is not None:
         raise draft_refusal(str(server_args.speculative_algorithm))
+    if server_args.decrypted_config_file:
+        raise other_config_refusal("decrypted_config_file", str(server_args.decrypted_config_file))
     if model.is_multimodal:
         raise ConfigError(
             "keys.scheme=common: SGLang names an image by 30 bits among its tokens, too few to share pages by; use "
@@ -108,6 +116,7 @@ def _shared_model(
         quantization=str(model.quantization),
         block_tokens=pool.page_size,
         overrides=json.loads(server_args.json_model_override_args or "{}"),
+        config=model.hf_text_config.to_dict(),
         apart=apart if any(value is not None for value in apart.values()) else None,
     )
 

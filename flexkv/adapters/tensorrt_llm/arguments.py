@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class EngineArguments:
         draft: a draft model may have layers in the same pool.
         architecture: the model's own configuration.
         quant_algo: of the weights, by name; "None" for none.
+        overrides: of the model's configuration (`model_kwargs`).
     """
 
     model: str
@@ -44,6 +45,7 @@ class EngineArguments:
     draft: str
     architecture: Mapping[str, Any]
     quant_algo: str = "None"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -76,6 +78,7 @@ class EngineArguments:
             draft=str(getattr(llm_args, "speculative_config", None) or ""),
             architecture=architecture,
             quant_algo=str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)),
+            overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:

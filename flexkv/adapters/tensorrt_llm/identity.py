@@ -44,12 +44,21 @@ def engine_namespace(
     if settings.keys.scheme == COMMON:
         if arguments.draft:
             raise draft_refusal(arguments.draft)
-        shared = SharedModel(arguments.model, weights, pool_dtype, arguments.quant_algo, block_tokens)
+        shared = SharedModel(
+            path=arguments.model,
+            weights=weights,
+            kv_dtype=pool_dtype,
+            quantization=arguments.quant_algo,
+            block_tokens=block_tokens,
+            overrides=arguments.overrides,
+            config=arguments.architecture,
+        )
         return common_namespace(shared, settings)
     fields = {
         "engine": "tensorrt-llm",
         "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),
+        "overrides": plain_config(dict(arguments.overrides)),
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,
         "kv_dtype": arguments.kv_dtype,

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
+from flexkv.adapters.common.common_keys import (
+    COMMON,
+    SharedModel,
+    common_namespace,
+    draft_refusal,
+    other_config_refusal,
+)
 from flexkv.adapters.common.framed import framed
-from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import weights_identity
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.keys import namespace_digest
@@ -72,6 +78,8 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
         raise ConfigError(
             "keys.scheme=common needs store.mode=eager: lazy stores see vLLM's hash of a block and not its tokens"
         )
+    if model.hf_config_path and model.hf_config_path != model.model:
+        raise other_config_refusal("hf_config_path", str(model.hf_config_path))
     if not isinstance(overrides, dict):
         raise ConfigError(
             "keys.scheme=common: hf_overrides is a function, which no other engine could be compared by"
@@ -88,6 +96,7 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
         quantization=str(model.quantization),
         block_tokens=geometry.block_tokens,
         overrides=overrides,
+        config=model.hf_text_config.to_dict(),
         apart=model.seed if str(config.load_config.load_format) == "dummy" else None,
     )
 
@@ -102,6 +111,7 @@ def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig)
         # Random weights are the same only for the same seed.
         "random_weights": model.seed if str(config.load_config.load_format) == "dummy" else None,
         "architecture": plain_config(model.hf_text_config.to_dict()),
+        "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),

@@ -21,7 +21,7 @@ from flexkv.cache.keys import EngineKeyChain
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
 from tests.unit.adapters.mini_engine import NAMESPACE, MiniEngine
-from tests.unit.adapters.test_fingerprint import config, ngram
+from tests.unit.adapters.test_fingerprint import TextConfig, config, ngram
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, embeddings, image, lora, make_request
 from tests.unit.tensorrt_llm.world import arguments
 
@@ -188,6 +188,9 @@ def test_two_quantisations_in_one_commit_are_two_models() -> None:
         ({"settings": {"store.mode": "lazy"}}, "store.mode=eager"),
         ({"overrides": lambda given: given}, "is a function"),
         ({"model": "org/model"}, "which may move"),
+        ({"config_path": "/elsewhere"}, "hf_config_path=/elsewhere"),
+        ({"text": TextConfig(rope_scaling={"type": "su"})}, "longrope"),
+        ({"overrides": {"rope_parameters": {"rope_type": "longrope"}}}, "longrope"),
     ],
 )
 def test_engines_whose_pages_others_could_not_use_are_refused(
@@ -195,3 +198,25 @@ def test_engines_whose_pages_others_could_not_use_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         vllm(folder, **changes)
+
+
+def test_the_models_own_path_as_that_of_its_configuration_changes_nothing(folder: Path) -> None:
+    assert vllm(folder, config_path=str(folder)) == vllm(folder)
+
+
+def test_what_tensorrt_llm_changes_in_the_models_configuration_is_in_it(folder: Path) -> None:
+    changed = EngineArguments.of(arguments(model=str(folder), model_kwargs={"rope_theta": 5e5}))
+    plain = EngineArguments.of(arguments(model=str(folder), model_kwargs=None))
+    for settings in (load_config(COMMON, {}), load_config({}, {})):
+        one, other = (namespace_of_tensorrt_llm(of, settings, 16, "float16") for of in (plain, changed))
+        assert one != other
+    assert namespace_of_tensorrt_llm(changed, load_config(COMMON, {}), 16, "float16") == vllm(
+        folder, overrides={"rope_theta": 5e5}
+    )
+
+
+def test_long_rope_is_refused_of_tensorrt_llm(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"rope_scaling": {"type": "longrope"}}))
+    given = EngineArguments.of(arguments(model=str(folder)))
+    with pytest.raises(ConfigError, match="longrope"):
+        namespace_of_tensorrt_llm(given, load_config(COMMON, {}), 16, "float16")

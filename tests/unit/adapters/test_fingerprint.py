@@ -44,6 +44,8 @@ def config(folder: Path, **changes: Any) -> Any:
         "scales": False,
         "commit": None,
         "text": TextConfig(),
+        "config_path": None,
+        "max_tokens": 4096,
     } | changes
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -53,6 +55,8 @@ def config(folder: Path, **changes: Any) -> Any:
             dtype=values["dtype"],
             quantization=values["quantization"],
             hf_text_config=values["text"],
+            hf_config_path=values["config_path"],
+            max_model_len=values["max_tokens"],
             hf_config=SimpleNamespace(_commit_hash=values["commit"]),
         ),
         cache_config=SimpleNamespace(
@@ -109,6 +113,29 @@ def namespace(folder: Path, geometry: BlockGeometry = GEOMETRY, extra: Any = Non
 )
 def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict) -> None:
     assert namespace(folder, **changes) != namespace(folder)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": {"full": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}},
+    ],
+)
+def test_the_longest_request_decides_the_factors_of_long_rope(folder: Path, rope: dict[str, Any]) -> None:
+    """vLLM takes the long factors for all positions where requests may be longer than in the first training."""
+    text = TextConfig(**rope)
+    short, long = (namespace(folder, text=text, max_tokens=tokens) for tokens in (4096, 4097))
+    assert short != long
+    assert namespace(folder, text=text, max_tokens=100) == short
+    assert namespace(folder, text=text, max_tokens=131072) == long
+    assert namespace(folder, max_tokens=100) == namespace(folder, max_tokens=131072)
+
+
+def test_long_rope_that_does_not_say_its_first_length_is_apart_by_the_longest_request(folder: Path) -> None:
+    text = TextConfig(rope_parameters={"rope_type": "longrope"})
+    assert namespace(folder, text=text, max_tokens=100) != namespace(folder, text=text, max_tokens=200)
 
 
 def test_where_the_model_was_read_from_does_not_count(folder: Path) -> None:
