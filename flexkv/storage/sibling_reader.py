@@ -119,8 +119,7 @@ class SiblingReader:
             self._down = f"a page was not read within {self._stuck_s:.0f} s"
             self._writing.release()
             left = np.arange(moving.page, moving.op.pages, dtype=np.int32)
-            for page in left.tolist():
-                self._settle(moving.op, page, False)
+            self._pool.fail_read(moving.op.slots[moving.page :], moving.op.op_id)
             failed = np.concatenate((np.array(moving.failed, np.int32), left))
             self._ended.append(OpResult(moving.op.op_id, OpStatus.FAILED, failed, self._down))
             self._drop_waiting(self._down)
@@ -129,8 +128,7 @@ class SiblingReader:
     def _drop_waiting(self, reason: str) -> None:
         while self._waiting:
             op = self._waiting.popleft()
-            for page in range(op.pages):
-                self._settle(op, page, False)
+            self._pool.fail_read(op.slots, op.op_id)
             self._ended.append(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def close(self, deadline_s: float) -> bool:
@@ -182,8 +180,8 @@ class SiblingReader:
     def _broken(self, moving: UnderWay, error: Exception) -> OpResult:
         op = moving.op
         with self._lock:
-            for page in () if self._down else range(op.pages):
-                self._settle(op, page, False)
+            if not self._down:
+                self._pool.fail_read(op.slots, op.op_id)
         every = np.arange(op.pages, dtype=np.int32)
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 

@@ -186,7 +186,7 @@ class HostPool:
     def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
         """`read` will never fill these slots: loads that wait for it fail those pages.
 
-        For reads that no lane has taken; the lane tells how all others end.
+        For reads that no lane carries out; a lane tells how its own end.
 
         Raises:
             BlockRangeError: a slot is not in [0, ready_slots).
