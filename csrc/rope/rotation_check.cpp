@@ -1,5 +1,6 @@
 #include "rope/rotation_check.h"
 
+#include <cmath>
 #include <string>
 
 #include "base/error.h"
@@ -31,6 +32,19 @@ void check_row(const Region& region, int64_t row) {
   }
 }
 
+// What is no number would turn keys into what is none, and not into the same one on every processor.
+void check_turns(const RotationRows& rows, int64_t turns) {
+  const int64_t count = turns * rows.rotary_dim;
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) finite &= std::isfinite(rows.turns[i]);
+  if (finite) return;
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::isfinite(rows.turns[i])) continue;
+    throw GeometryError("turn " + std::to_string(i / rows.rotary_dim) + " has a " +
+                        std::to_string(rows.turns[i]) + " among its cosines and sines; all must be finite");
+  }
+}
+
 }  // namespace
 
 void check_rotation_shape(const RotationRows& rows, ElementType type) {
@@ -59,6 +73,7 @@ void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src
   const auto row_bytes = [&](int64_t stride) { return (rows.heads - 1) * stride + rows.head_dim * element; };
   const Region src{"the source", rows.src_offsets, src_bytes, row_bytes(rows.src_head_stride), element};
   const Region dst{"the destination", rows.dst_offsets, dst_bytes, row_bytes(rows.dst_head_stride), element};
+  check_turns(rows, turns);
   const bool apart = rows.dst + dst_bytes <= rows.src || rows.src + src_bytes <= rows.dst;
   for (int64_t row = 0; row < rows.rows; ++row) {
     const int32_t turn = rows.turn_of_row[row];

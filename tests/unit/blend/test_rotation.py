@@ -199,3 +199,18 @@ def test_what_is_refused() -> None:
         rotation.apply(keys, places, other, places, TurnTable.copies(3))
     with pytest.raises(GeometryError, match="dtype"):
         KeyRotation(spec_of(head_dim=8), 2, "int8").apply(keys, places, other, places, copies)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_turn_that_is_no_number_is_refused(value: float) -> None:
+    rotation = KeyRotation(spec_of(head_dim=8), 2, "float32")
+    keys, places = np.ones((4, 2, 8), np.float32), dense(rotation, 4)
+    table = rotation.table(np.arange(4), np.arange(4) + 3)
+    before, turns = np.full_like(keys, 7), table.turns.copy()
+    target = before.copy()
+    turns[-1, 1, 2] = value
+    with pytest.raises(GeometryError, match=rf"turn {len(turns) - 1} has a {value} among"):
+        rotation.apply(keys, places, target, places, TurnTable(table.of_row, turns))
+    np.testing.assert_array_equal(target, before)
+    rotation.apply(keys, places, target, places, table)
+    assert (target != before).any()
