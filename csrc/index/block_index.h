@@ -71,7 +71,8 @@ class BlockIndex {
 
   // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
   // removed. One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became
-  // ready; these get `leases` more.
+  // ready; these get `leases` more. All or none: an entry without a lease to drop, or too many leases, throws
+  // ContractError and changes nothing.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
   // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in
@@ -141,7 +142,12 @@ class BlockIndex {
   // Evicts until `keys` have a slot each, or `max_new` of those that are unknown.
   void make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                  std::vector<BlockKey>& evicted);
+  bool is_leased(EntryId id) const {
+    return id >= table_.first() && id < table_.end() && table_[id].pins() > 0;
+  }
   void check_pinned(EntryId id) const;
+  // Throws what `finish` would throw half way; changes nothing.
+  void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
   void free_entry(EntryId id) {
     groups_[table_[id].group()].pool.give_back(table_[id].slot);

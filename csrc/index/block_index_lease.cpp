@@ -47,7 +47,7 @@ void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
 }
 
 void BlockIndex::check_pinned(EntryId id) const {
-  if (id >= table_.first() && id < table_.end() && table_[id].pins() > 0) return;
+  if (is_leased(id)) return;
   throw ContractError("entry " + std::to_string(id) + " is not leased");
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
 
 #include "base/error.h"
 #include "index/block_index.h"
@@ -89,19 +90,42 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   return result;
 }
 
+void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases) {
+  // Ends each lease and gives it back: an entry that is named more often than it is leased shows up here,
+  // while nothing has changed.
+  std::string wrong;
+  size_t ended = 0;
+  while (ended < entries.size()) {
+    const EntryId id = entries[ended];
+    if (!is_leased(id)) {
+      wrong = "entry " + std::to_string(id) + " is not leased, or not as often as it is named";
+      break;
+    }
+    Entry& entry = table_[id];
+    const bool gains = entry.state() == EntryState::kPending && ok[ended] != 0;
+    if (gains && entry.pins() > Entry::kMaxPins - leases) {
+      wrong = "entry " + std::to_string(id) + " has too many leases";
+      break;
+    }
+    --entry.meta;
+    ++ended;
+  }
+  while (ended > 0) ++table_[entries[--ended]].meta;
+  if (!wrong.empty()) throw ContractError("finish: " + wrong);
+}
+
 void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published,
                         uint32_t leases) {
   if (leases > Entry::kMaxPins / 2) {
     throw ContractError("finish: " + std::to_string(leases) + " leases; allowed are " +
                         std::to_string(Entry::kMaxPins / 2));
   }
+  check_finish(entries, ok, leases);
   for (size_t i = 0; i < entries.size(); ++i) {
-    check_pinned(entries[i]);
     Entry& entry = table_[entries[i]];
     published[i] = entry.state() == EntryState::kPending && ok[i];
     if (entry.state() != EntryState::kPending) continue;
     if (ok[i]) {
-      if (entry.pins() > Entry::kMaxPins - leases) throw ContractError("finish: a block has too many leases");
       entry.set_state(EntryState::kReady);
       entry.meta += leases;
     } else {

@@ -246,6 +246,25 @@ TEST_CASE("misuse is refused and changes nothing") {
   index.check_integrity({});
 }
 
+TEST_CASE("a write's end that is wrong in one entry ends none") {
+  FullIndex index(8);
+  const auto chain = keys(3, 17);
+  const std::vector<EntryId> ready = store(index, keys(1, 18));
+  const std::vector<EntryId> pending = index.insert(0, chain, 3).entries;
+  const std::vector<uint8_t> ok = {1, 0, 1, 1};
+  std::vector<uint8_t> published(ok.size());
+  for (const EntryId wrong : {ready[0], pending[0], EntryId{1'000'000}}) {  // no lease, or one for two
+    std::vector<EntryId> entries = pending;
+    entries.push_back(wrong);
+    CHECK_THROWS_AS(index.finish(entries, ok.data(), published.data(), 1), ContractError);
+    index.check_integrity(pending);
+    CHECK(match(index, chain).empty());
+  }
+  index.finish(pending, ok.data(), published.data(), 1);
+  CHECK(published == std::vector<uint8_t>{1, 0, 1, 0});
+  index.check_integrity({std::vector<EntryId>{pending[0], pending[2]}});
+}
+
 TEST_CASE("thousands of random steps keep every invariant") {
   std::mt19937 random(15);
   BlockIndex index({300, 100}, "lru", 7);
