@@ -1,6 +1,7 @@
 #include "transfer/host_pool.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -75,6 +76,7 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const P
     registry()[pool->header_->token] = pool;
   }
   pool->bring_up_thread_ = std::thread(&HostPool::bring_up, pool.get());
+  pthread_setname_np(pool->bring_up_thread_.native_handle(), "flexkv-bringup");
   return pool;
 }
 

@@ -1,4 +1,5 @@
 // How a host pool gets its memory, and how that is made known to a device: the work of its two threads.
+#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -113,6 +114,7 @@ void HostPool::pin(std::shared_ptr<Registrar> registrar) {
   if (registrar_ || closed()) return;
   registrar_ = std::move(registrar);
   pin_thread_ = std::thread(&HostPool::register_extents, this);
+  pthread_setname_np(pin_thread_.native_handle(), "flexkv-pin");
 }
 
 void HostPool::register_extents() {

@@ -1,4 +1,5 @@
-"""What flexkv says about itself: the table of metrics, counters that travel between processes, and logging.
+"""What flexkv says about itself: the table of metrics, counters that travel between processes, logging, and
+threads by name.
 
 A leaf: every package may use it, it uses none.
 """
@@ -6,5 +7,16 @@ A leaf: every package may use it, it uses none.
 from flexkv.observe.counters import Counters
 from flexkv.observe.log import configure_logging, get_logger, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
+from flexkv.observe.named_thread import NamedThread, name_this_thread
 
-__all__ = ["METRICS", "Counters", "Metric", "MetricKind", "configure_logging", "get_logger", "warn_once"]
+__all__ = [
+    "METRICS",
+    "Counters",
+    "Metric",
+    "MetricKind",
+    "NamedThread",
+    "configure_logging",
+    "get_logger",
+    "name_this_thread",
+    "warn_once",
+]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
+from flexkv.observe import NamedThread
 from flexkv.storage.folder import write_epoch
 from flexkv.storage.index import DiskIndex
 
@@ -99,7 +100,7 @@ class Journal:
         self._oldest = 0.0
         self._stopping = False
         self.failure = ""
-        self._thread = threading.Thread(target=self._run, name="flexkv-journal", daemon=True)
+        self._thread = NamedThread("flexkv-journal", self._run)
         self._thread.start()
 
     def put(self, record: Record, rows: int) -> bool:

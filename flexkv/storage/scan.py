@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.observe import name_this_thread
 from flexkv.storage.index import ROW, Rows
 from flexkv.storage.tags import TAG
 
@@ -85,7 +86,7 @@ def read_slots(
         reader = SlotReader(slab, slab_id, codec, data)
         return [reader.read(slot) for slot in range(first, min(slots, first + BATCH_SLOTS))]
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=name_this_thread, initargs=("flexkv-scan",)) as pool:
         for reports in pool.map(batch, range(0, slots, BATCH_SLOTS)):
             yield from reports
 

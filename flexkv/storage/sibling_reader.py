@@ -15,6 +15,7 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import ContractError
+from flexkv.observe import NamedThread
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.header import codec_of
 from flexkv.storage.siblings import Sibling
@@ -80,7 +81,7 @@ class SiblingReader:
         self._ended: deque[OpResult] = deque()
         self._tickets = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="flexkv-siblings", daemon=True)
+        self._thread = NamedThread("flexkv-siblings", self._run)
 
     def submit(self, graph: TransferGraph) -> int | None:
         """Takes the ops of `graph`, or none: None when the queue is full.

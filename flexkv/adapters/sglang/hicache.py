@@ -25,7 +25,7 @@ from flexkv.adapters.sglang.weight_watch import watch_weights
 from flexkv.cache.base import Completion
 from flexkv.config import load_config
 from flexkv.errors import ContractError, GeometryError
-from flexkv.observe import get_logger
+from flexkv.observe import NamedThread, get_logger
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ class FlexKVHiCache(HiCacheStorage):
             owner,
             stream_of=_no_stream,
         )
-        threading.Thread(target=self._write_to_disk, name="flexkv-disk", daemon=True).start()
+        NamedThread("flexkv-hicache", self._write_to_disk).start()
         if not watch_weights(self):
             raise ContractError(
                 "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"

@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 from flexkv.config.sections import SMALL_MACHINE_CPUS
 from flexkv.errors import ClosedError
+from flexkv.observe import NamedThread
 from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
+
+ONE_THREAD = "layers"
+"""What all streams are where they share a thread."""
 
 
 class HostEvent(Event):
@@ -73,7 +77,7 @@ class HostStream(Stream):
 
 
 class HostDevice(LayerDevice):
-    """Streams are threads, `flexkv-layer-<name>`, started with the first stream and ended by `close`.
+    """Streams are threads, `flexkv-<name>`, started with the first stream and ended by `close`.
 
     Args:
         one_thread: all streams share one, in the order in which they were given work. Copies then take one CPU's time
@@ -94,12 +98,10 @@ class HostDevice(LayerDevice):
         with self._lock:
             if self._closed:
                 raise ClosedError("the layerwise host device was closed")
-            name = "all" if self._one_thread else name
+            name = ONE_THREAD if self._one_thread else name
             if name not in self._queues:
                 queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-                thread = threading.Thread(
-                    target=_work, args=(queue,), name=f"flexkv-layer-{name}", daemon=True
-                )
+                thread = NamedThread(f"flexkv-{name}", _work, (queue,))
                 thread.start()
                 self._queues[name] = queue
                 self._threads.append(thread)

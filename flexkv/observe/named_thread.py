@@ -1,0 +1,40 @@
+"""Threads whose name the system shows, in `top -H` and /proc, beside those of the native core."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LONGEST = 15
+"""Characters of a thread's name that Linux keeps (TASK_COMM_LEN, with a zero at its end)."""
+
+
+class NamedThread(threading.Thread):
+    """A daemon thread with its name in the system too, which Python tells the system from 3.14 on only.
+
+    Args:
+        name: `flexkv-...`, at most LONGEST characters.
+    """
+
+    def __init__(self, name: str, target: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
+        check_name(name)
+        super().__init__(target=target, args=args, name=name, daemon=True)
+
+    def run(self) -> None:
+        name_this_thread(self.name)
+        super().run()
+
+
+def name_this_thread(name: str) -> None:
+    """Gives the calling thread its name in the system; for pools, as the initializer of their threads."""
+    check_name(name)
+    with contextlib.suppress(OSError):  # no /proc: the thread works without a name
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
+
+def check_name(name: str) -> None:
+    assert name.startswith("flexkv-"), name
+    assert len(name) <= LONGEST, name
