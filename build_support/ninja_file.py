@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from build_support.cuda_toolkit import CudaToolkit, select_toolkit
+from build_support.ninja_progress import run_ninja
 from build_support.preflight import compiler
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +160,7 @@ class NinjaFile:
         return self.variant.folder / "native_tests"
 
     def run(self) -> None:
-        """Writes build.ninja and runs it; MAX_JOBS bounds the jobs.
+        """Writes build.ninja and runs it, saying how far it is; MAX_JOBS bounds the jobs.
 
         Raises:
             subprocess.CalledProcessError: a compile or link step failed.
@@ -173,4 +173,4 @@ class NinjaFile:
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would write the same objects
             (folder / "build.ninja").write_text("\n".join([*self.lines, ""]))
-            subprocess.check_call([*command, "-C", str(folder), *jobs])
+            run_ninja([*command, "-C", str(folder), *jobs], f"compiling {self.variant.name}")

