@@ -722,6 +722,9 @@ def time_transform(
         ConfigError: no such device. CapacityError: the memory is not there.
     """
 
+def gpudirect_refusal() -> str:
+    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where it does."""
+
 class GdsLane(Lane):
     """GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
 

@@ -60,6 +60,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCod
 
 void bind_gds_lane(py::module_& m) {
   const GdsOptions defaults;
+  m.def("gpudirect_refusal", &gpudirect_refusal, py::call_guard<py::gil_scoped_release>());
   py::class_<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
       .def(py::init(&make_gds_lane), py::arg("codecs"), py::arg("stripe"), py::arg("slabs"), py::kw_only(),
            py::arg("threads_per_device") = defaults.threads_per_device,

@@ -32,4 +32,11 @@ std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
   return std::make_shared<CufileIo>(cufile, std::move(files), std::move(bounced));
 }
 
+std::string gpudirect_refusal() {
+  std::string why;
+  const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
+  if (cufile == nullptr) return why;
+  return cufile->mode() == CufileMode::kDirect ? std::string() : cufile->describe();
+}
+
 }  // namespace flexkv

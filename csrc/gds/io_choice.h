@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "base/export.h"
 #include "gds/file_io.h"
@@ -19,5 +20,9 @@ FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(
 // For plain memory POSIX calls; for a GPU cuFile, or POSIX calls with a copy where cuFile cannot be had.
 FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                                 const std::shared_ptr<TransformDevice>& device);
+
+// Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where it does. Opens cuFile
+// where there is a GPU.
+FLEXKV_EXPORT std::string gpudirect_refusal();
 
 }  // namespace flexkv

@@ -24,6 +24,15 @@ class DiskMode(Enum):
     """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
 
 
+class Straight(Enum):
+    """When pages on disk are loaded without a page of host memory."""
+
+    NEVER = "never"
+    WHERE_FASTER = "where_faster"
+    """Than through host memory, as both were measured lately."""
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
     """Bounds of one unit's disk tier.
@@ -39,6 +48,8 @@ class DiskLimits:
         stream: whole blocks are promised as soon as their read is planned; their load waits for each page. Only for an
             engine that computes what a load did not bring.
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
+        straight: when whole blocks are loaded from disk without a page of host memory. Only for such an engine, whose
+            workers have the lane for it.
     """
 
     mode: DiskMode = DiskMode.THROUGH
@@ -50,6 +61,7 @@ class DiskLimits:
     compute_if_faster: bool = True
     stream: bool = False
     ttl_s: int | None = None
+    straight: Straight = Straight.NEVER
 
     def check(self) -> None:
         """
@@ -98,6 +110,7 @@ class DiskCounts:
         left: lookups of which a part was left to the engine, because it computes that sooner.
         left_pages: pages of those.
         streamed: pages loaded that had been promised while they were on their way up.
+        straight: pages loaded from disk and verified without a page of host memory.
     """
 
     written: int = 0
@@ -115,3 +128,4 @@ class DiskCounts:
     left: int = 0
     left_pages: int = 0
     streamed: int = 0
+    straight: int = 0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
-from flexkv.cache.disk_base import DiskCounts, DiskLimits
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, Straight
 from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
 from flexkv.cache.disk_ops import HostSide
 from flexkv.cache.disk_rates import DiskRates
@@ -17,6 +17,7 @@ from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
+from flexkv.cache.straight_loads import StraightLoads, StraightPages
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, TransferGraph
 
 
@@ -62,10 +63,12 @@ class Looked:
     Attributes:
         reads: reads that the request now waits for.
         coming: what may be promised at once; None for nothing.
+        straight: per group, what may be promised and is loaded straight from disk; leased.
     """
 
     reads: int = 0
     coming: Coming | None = None
+    straight: Sequence[StraightPages] | None = None
 
 
 NOTHING_FOUND = Looked()
@@ -111,6 +114,10 @@ class DiskFlow:
         """The last choice to leave pages on disk and compute them."""
         self.reads = DiskReads(host, disk, limits, self._orders, self.rates, clock, siblings)
         self.writes = DiskWrites(host, disk, limits, self._orders)
+        self.straight: StraightLoads | None = None
+        """Loads without a page of host memory; None where there are none."""
+        if limits.straight is not Straight.NEVER:
+            self.straight = StraightLoads(disk, limits.straight, self.rates, clock)
         self.down = ""
         """Why the disks cannot be used any more; empty while they can."""
 
@@ -173,6 +180,12 @@ class DiskFlow:
         wanted = self._wanted(keys, start_block, blocks, room_pages)
         if not wanted.parts and tail is not None:
             wanted = self._wanted_tail(tail, start_block + blocks, tail_tokens)
+        if self.straight is not None and wanted.whole_blocks and not tail_tokens:
+            pages = sum(len(part) for _, part in wanted.parts)
+            if self.straight.wants(pages, self.reads.ops.pages, now_s):
+                straight = self.straight.lease(wanted.parts)
+                if straight is not None:
+                    return self._straight(request_id, wanted, straight, now_s)
         worth = self._worth(wanted, now_s)
         ops: set[OpId] = set()
         for group, group_keys in worth.parts:
@@ -186,6 +199,26 @@ class DiskFlow:
         if worth is not wanted:
             self.reads.leave_rest(request_id, now_s)
         return Looked(len(ops))
+
+    def _straight(
+        self, request_id: str, wanted: Wanted, straight: Sequence[StraightPages], now_s: float
+    ) -> Looked:
+        """What was leased, unless the engine computes it sooner."""
+        assert self.straight is not None
+        pages, loading = sum(map(len, straight)), self.straight.pages
+        if not self._limits.compute_if_faster or self.rates.straight_is_worth(
+            pages, wanted.tokens, loading, now_s
+        ):
+            return Looked(straight=straight)
+        for leased in straight:
+            self.straight.release(leased)
+        self.counts.left += 1
+        self.counts.left_pages += pages
+        self.last_left = LeftToEngine(
+            pages, self.rates.straight_s(pages, loading), self.rates.compute_s(wanted.tokens)
+        )
+        self.reads.leave_rest(request_id, now_s)
+        return NOTHING_FOUND
 
     def _coming(self, wanted: Wanted) -> Coming:
         """The leading blocks of `wanted` that are in host memory or on their way up."""
@@ -384,8 +417,11 @@ class DiskFlow:
         held = [entries for wait in self.reads.waits.values() for _, entries in wait.held]
         return [*held, *(op.host for op in self.reads.ops), *(op.host for op in self.writes.ops)]
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, straight: Sequence[EntryIds] = ()) -> None:
         """
+        Args:
+            straight: entries of the unit's own disks that promises and loads lease, each once.
+
         Raises:
             ContractError: an invariant of the disk index is broken.
         """
@@ -394,6 +430,7 @@ class DiskFlow:
                 pinned = [
                     op.disk for ops in (self.reads.ops, self.writes.ops) for op in ops if op.source is index
                 ]
+                pinned += straight if index is self.index else ()
                 index.entries.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
 
 

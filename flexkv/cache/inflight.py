@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flexkv.cache.base import OpRole
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus
+from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, SlotIds
 
 WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 """Statuses under which no page of the op counts, whatever the result lists."""
@@ -28,6 +28,7 @@ class InflightOp:
         begun_s: the clock when it was planned; kept for loads in front of a disk tier.
         ahead: pages of its role that were in flight then.
         coming: of a load, pages that were on their way up from disk when it was planned; None when there were none.
+        places: of a load straight from disk, where its pages lie; `entries` are then of the disk index.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
@@ -47,6 +48,7 @@ class InflightOp:
     begun_s: float = 0.0
     ahead: int = 0
     coming: NDArray[np.bool_] | None = None
+    places: SlotIds | None = None
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)
@@ -89,7 +91,9 @@ class InflightOp:
         whole = result.status in WHOLE_OP_STATUSES or not listed.size
         pages: slice | NDArray[np.int64] = slice(None) if whole else listed.astype(np.int64)
         self.failed[pages] = True
-        if result.status is not OpStatus.CANCELLED:
+        # That a lane is down says nothing of a disk, as it says nothing of what was not issued.
+        innocent = result.status is not OpStatus.FAILED and self.places is not None
+        if result.status is not OpStatus.CANCELLED and not innocent:
             self.suspect[pages] = True
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")

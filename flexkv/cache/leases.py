@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.transfer.graph import ReadIds, SlotIds
+
+if TYPE_CHECKING:
+    from flexkv.cache.straight_loads import StraightPages
 
 EntryIds = NDArray[np.uint32]
 """Entries of the native block index, each pinned once for every lease that names it."""
@@ -21,11 +25,12 @@ class GroupLease:
     """One group's share of a promise: whole blocks, then (in the same arrays) the partial tail if there is one.
 
     Attributes:
-        entries: uint32 [pages].
+        entries: of what is in host memory, or on its way there, uint32 [pages].
         slots: int32 [pages].
         first_block: number in the request of the first block.
-        blocks: whole blocks; `len(entries)` is one more when there is a tail.
+        blocks: whole blocks; `pages` is one more when there is a tail.
         reads: int64 [pages], of each page the read from disk that brings it, or 0; None when all are there.
+        straight: the blocks that follow and go straight from disk to the engine; then there is no tail.
     """
 
     entries: EntryIds
@@ -33,10 +38,15 @@ class GroupLease:
     first_block: int
     blocks: int
     reads: ReadIds | None = None
+    straight: StraightPages | None = None
+
+    @property
+    def pages(self) -> int:
+        return len(self.entries) + (0 if self.straight is None else len(self.straight))
 
     @property
     def has_tail(self) -> bool:
-        return len(self.entries) > self.blocks
+        return self.pages > self.blocks
 
 
 @dataclass(slots=True)
@@ -52,7 +62,7 @@ class Lease:
 
     @property
     def pages(self) -> int:
-        return sum(len(group.entries) for group in self.groups)
+        return sum(group.pages for group in self.groups)
 
 
 class LeaseTable:

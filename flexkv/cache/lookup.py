@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from flexkv.cache.checks import as_block_ids
 from flexkv.cache.disk_flow import Coming
 from flexkv.cache.leases import EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
+from flexkv.cache.straight_loads import StraightPages
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.graph import BlockIds, SlotIds
 
@@ -150,6 +151,17 @@ class Lookup:
         blocks = found.blocks + coming.blocks
         longer = Found(found.start_block, blocks, 0, tuple(group.entries for group in groups), found.cut)
         return longer, Lease(tuple(groups), lease.since_s)
+
+    def extend_straight(
+        self, found: Found, lease: Lease, straight: Sequence[StraightPages]
+    ) -> tuple[Found, Lease]:
+        """A lease of whole blocks alone, with the blocks that follow and are loaded straight from disk."""
+        more = len(straight[0])
+        groups = tuple(
+            replace(group, blocks=group.blocks + more, straight=pages)
+            for group, pages in zip(lease.groups, straight, strict=True)
+        )
+        return replace(found, blocks=found.blocks + more), Lease(groups, lease.since_s)
 
     def result(self, request_id: str, found: Found, lease: Lease, reads: int = 0) -> MatchResult:
         matches = tuple(

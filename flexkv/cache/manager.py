@@ -36,10 +36,20 @@ from flexkv.cache.lookup import Lookup
 from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES, reserve_pages
 from flexkv.cache.stats import Counters, ManagerStats
+from flexkv.cache.straight_loads import StraightPages
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.base import DiskTier, StoredPages
-from flexkv.transfer.graph import NO_READS, BlockIds, OpResult, ReadIds, TransferGraph
+from flexkv.transfer.graph import (
+    NO_READS,
+    BlockIds,
+    OpResult,
+    OpStatus,
+    ReadIds,
+    SlotIds,
+    TransferGraph,
+    TransferOp,
+)
 
 
 class LocalCacheManager(CacheManager):
@@ -152,6 +162,8 @@ class LocalCacheManager(CacheManager):
                 reads = looked.reads
                 if looked.coming is not None:
                     found, lease = self._lookup.extend(found, lease, looked.coming)
+                if looked.straight is not None:
+                    found, lease = self._lookup.extend_straight(found, lease, looked.straight)
         if lease.pages:
             self._leases.add(request_id, lease)
         trails = self._trails.of(request_id)
@@ -200,6 +212,12 @@ class LocalCacheManager(CacheManager):
         if lease is not None:
             for group in lease.groups:
                 self._index.unpin(group.entries)
+                if group.straight is not None:
+                    self._release_straight(group.straight)
+
+    def _release_straight(self, pages: StraightPages) -> None:
+        assert self.disk.straight is not None
+        self.disk.straight.release(pages)
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
 
@@ -217,10 +235,11 @@ class LocalCacheManager(CacheManager):
         self._leases.pop(request_id)
         if self._disk is not None:
             self._disk.reads.drop(request_id)
-        kept = [np.flatnonzero(target != NO_BLOCK) for target in targets]
+        in_host = [target[: len(group.entries)] for target, group in zip(targets, lease.groups, strict=True)]
+        kept = [np.flatnonzero(target != NO_BLOCK) for target in in_host]
         graph = self._planner.load(
             (g, target[kept[g]], lease.groups[g].slots[kept[g]], _reads_of(lease.groups[g], kept[g]))
-            for g, target in enumerate(targets)
+            for g, target in enumerate(in_host)
             if len(kept[g])
         )
         begun_s = self._clock() if self._disk is not None else 0.0
@@ -247,7 +266,46 @@ class LocalCacheManager(CacheManager):
         for group, used in zip(lease.groups, kept, strict=True):
             if len(used) < len(group.entries):
                 self._index.unpin(np.delete(group.entries, used))
-        return graph if graph.ops else None
+        straight = [
+            self._begin_straight(request_id, g, group, targets[g][len(group.entries) :], begun_s)
+            for g, group in enumerate(lease.groups)
+            if group.straight is not None
+        ]
+        ops = (*graph.ops, *(op for op in straight if op is not None))
+        return TransferGraph(ops) if ops else None
+
+    def _begin_straight(
+        self, request_id: str, number: int, group: GroupLease, target: BlockIds, begun_s: float
+    ) -> TransferOp | None:
+        """The op that loads what of a promise lies on disk to these engine blocks; lets go of what none takes."""
+        pages, loads = group.straight, self.disk.straight
+        assert pages is not None
+        assert loads is not None
+        kept = np.flatnonzero(target != NO_BLOCK)
+        used = pages.at(kept)
+        if len(used) < len(pages):
+            loads.release(pages.at(np.setdiff1d(np.arange(len(pages)), kept)))
+        if not len(used):
+            return None
+        op = self._planner.straight(number, target[kept], used.places, used.tags)
+        self._inflight.add(
+            InflightOp(
+                op.op_id,
+                request_id,
+                OpRole.LOAD,
+                number,
+                op.blocks,
+                used.entries,
+                group.first_block,
+                kept + len(group.entries),
+                self._epoch,
+                begun_s=begun_s,
+                ahead=loads.pages,
+                places=used.places,
+            )
+        )
+        loads.begin(used)
+        return op
 
     def begin_store(
         self,
@@ -301,6 +359,8 @@ class LocalCacheManager(CacheManager):
             raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
         op = self._inflight.get(result.op_id)
         op.report(rank, result)
+        if result.status is OpStatus.LANE_DOWN and op.places is not None and self.disk.straight is not None:
+            self.disk.straight.rest(f"rank {rank}: {result.reason}")
         if op.role is OpRole.LOAD and op.failed.any():
             self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
         if len(op.reported) < self._limits.ranks:
@@ -311,7 +371,28 @@ class LocalCacheManager(CacheManager):
         return done
 
     def _end_load(self, op: InflightOp) -> Completion:
-        counters = self._counters
+        if op.places is None:
+            self._end_load_from_host(op)
+        else:
+            self._end_load_from_disk(op, op.places)
+        self._mark_used(op)
+        if op.epoch != self._epoch:
+            op.failed[:] = True
+            op.reasons.append("the cache was reset while the load was in flight")
+        failed_pages = int(np.count_nonzero(op.failed))
+        self._counters.failed_load_pages += failed_pages
+        self._counters.loaded_pages += len(op.entries) - failed_pages
+        return self._completion(op, op.failed, np.empty(0, np.int32))
+
+    def _end_load_from_disk(self, op: InflightOp, places: SlotIds) -> None:
+        straight = self.disk.straight
+        assert straight is not None
+        if op.epoch != self._epoch:
+            # What the places held was forgotten by the reset; a failure says nothing about what is there now.
+            op.suspect[:] = False
+        straight.end(op.group, op.entries, places, op.failed, op.suspect, op.begun_s, op.ahead)
+
+    def _end_load_from_host(self, op: InflightOp) -> None:
         if self._disk is not None:
             keys = self._index.keys_of(op.entries)
             if op.coming is not None:
@@ -324,16 +405,8 @@ class LocalCacheManager(CacheManager):
                 now_s = self._clock()
                 self._disk.rates.load.see(op.ahead + len(op.entries), now_s - op.begun_s, now_s)
         if op.suspect.any():
-            counters.forgotten_blocks += self._remove(op.group, op.entries[op.suspect])
+            self._counters.forgotten_blocks += self._remove(op.group, op.entries[op.suspect])
         self._index.unpin(op.entries)
-        self._mark_used(op)
-        if op.epoch != self._epoch:
-            op.failed[:] = True
-            op.reasons.append("the cache was reset while the load was in flight")
-        failed_pages = int(np.count_nonzero(op.failed))
-        counters.failed_load_pages += failed_pages
-        counters.loaded_pages += len(op.entries) - failed_pages
-        return self._completion(op, op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: InflightOp) -> Completion:
         good = ~op.failed & ~op.barred
@@ -453,15 +526,23 @@ class LocalCacheManager(CacheManager):
     def check_integrity(self) -> None:
         self._inflight.check_integrity()
         leased = [group.entries for lease in self._leases for group in lease.groups]
-        if sum(map(len, leased)) != self._leases.reserved_pages:
+        straight = [
+            group.straight.entries
+            for lease in self._leases
+            for group in lease.groups
+            if group.straight is not None
+        ]
+        reserved = sum(map(len, (*leased, *straight)))
+        if reserved != self._leases.reserved_pages:
             raise ContractError(
-                f"{self._leases.reserved_pages} pages are counted as reserved, not {sum(map(len, leased))}"
+                f"{self._leases.reserved_pages} pages are counted as reserved, not {reserved}"
             )
         if self._room_for_loads() < 0:
             raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
-        pinned = [*leased, *(op.entries for op in self._inflight)]
+        pinned = [*leased, *(op.entries for op in self._inflight if op.places is None)]
         if self._disk is not None:
-            self._disk.check_integrity()
+            straight += [op.entries for op in self._inflight if op.places is not None]
+            self._disk.check_integrity(straight)
             pinned += self._disk.pinned_in_host()
         self._index.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
 

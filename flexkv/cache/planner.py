@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 
 from flexkv.transfer.graph import (
+    NO_PLACES,
     BlockIds,
     OpId,
     OpKind,
@@ -40,6 +41,13 @@ class Planner:
                 )
                 for group, blocks, slots, reads in pages
             )
+        )
+
+    def straight(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
+        """One GDS_READ op."""
+        number = OpId(next(self._numbers))
+        return TransferOp(
+            number, OpKind.GDS_READ, group, Priority.LOAD, blocks, NO_PLACES, places=places, tags=tags
         )
 
     def store(self, group: int, blocks: BlockIds, slots: SlotIds) -> TransferGraph:

@@ -6,7 +6,7 @@ in use that is given away, a publish of what was not written, an overwrite that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,16 @@ class SimDiskTier(DiskTier):
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
+    def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
+        """These pages of an op did not hold what it asked for: nothing may say that they do."""
+        wanted = identities(op)
+        for page in pages:
+            row = self.journal[op.group].get(int(op.places[page]))
+            require(
+                row is None or row[1] != wanted[page][1],
+                "a page that could not be read is still in the index on disk",
+            )
+
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
         """Whether the page was written; it replaces what was there, of which nothing may be found after a crash."""
         require(
@@ -220,6 +230,7 @@ class SimDiskLane:
 
     Attributes:
         slot_states: of a group and host slot, the read that ended it last and whether its page is good.
+        straight: loads by the ranks themselves, whose places must keep their pages.
     """
 
     def __init__(
@@ -235,6 +246,7 @@ class SimDiskLane:
         self.ops: dict[int, TransferOp] = {}
         self.failed: dict[int, list[int]] = {}
         self.slot_states: dict[tuple[int, int], tuple[int, bool]] = {}
+        self.straight: dict[int, TransferOp] = {}
 
     def submit(self, op: TransferOp) -> None:
         """Takes an op over; its places must not be in use by another."""
@@ -242,7 +254,7 @@ class SimDiskLane:
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
         self._tier.check_places(op.places)
-        for other in self.ops.values():
+        for other in (*self.ops.values(), *self.straight.values()):
             if other.group == op.group and OpKind.DISK_WRITE in (op.kind, other.kind):
                 shared = set(op.places.tolist()) & set(other.places.tolist())
                 require(not shared, "a place on disk was given away while an op uses it")

@@ -8,7 +8,7 @@ from flexkv.cache.base import OpRole
 from flexkv.cache.simulated_disk import identities
 from flexkv.cache.simulated_model import Key, ModelOp, require
 from flexkv.cache.simulated_world import World
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
 
 SAME_PACE_S = 5.0
 """How long the engine computes at one pace; 500 steps."""
@@ -78,19 +78,8 @@ class DiskMoves:
         self._started.discard(result.op_id)
         world.manager.disk.complete(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
-        if op.kind is OpKind.DISK_READ:
-            self._check_forgotten(op, result)
-
-    def _check_forgotten(self, op: TransferOp, result: OpResult) -> None:
-        if result.status is not OpStatus.FAILED:
-            return
-        for page in result.failed.tolist():
-            place = int(op.places[page])
-            row = self.world.disk.journal[op.group].get(place)
-            require(
-                row is None or row[1] != identities(op)[page][1],
-                "a page that could not be read is still in the index on disk",
-            )
+        if op.kind is OpKind.DISK_READ and result.status is OpStatus.FAILED:
+            world.disk.require_forgotten(op, result.failed.tolist())
 
     def measure_step(self) -> None:
         """A few of the engine's prefill steps were measured: this minute a token takes long, the next it does not."""

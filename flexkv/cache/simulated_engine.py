@@ -170,6 +170,15 @@ class SimEngine:
         movement.left.remove(page)
         movement.failed.append(page)
 
+    def bring_page(self, rank: Rank, movement: Movement, page: int, symbol: Symbol, fails: bool) -> None:
+        """A page comes from disk; a failing one leaves garbage behind."""
+        movement.started = True
+        movement.left.remove(page)
+        movement.arrived[page] = self.garbage() if fails else symbol
+        rank.block[movement.op.group][int(movement.op.blocks[page])] = movement.arrived[page]
+        if fails:
+            movement.failed.append(page)
+
     def move_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> None:
         """Moves a page; a failing one leaves garbage behind."""
         movement.started = True

@@ -15,6 +15,9 @@ from flexkv.transfer.graph import OpResult, OpStatus
 Key = tuple[int, bytes]
 """Group and block key."""
 
+NO_SLOT = -1
+"""Of a page that is loaded from where it lies on disk."""
+
 
 class RuleBroken(ContractError):
     """The manager did what the rules forbid, or not what they demand."""
@@ -91,7 +94,7 @@ class Model:
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] == group}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
             held.update(slot for key, slot in zip(op.keys, op.slots, strict=True) if key[0] == group)
-        return held | self.waiting_slots(group)
+        return (held | self.waiting_slots(group)) - {NO_SLOT}
 
     def load_pages(self) -> int:
         leased = sum(map(len, self.leases.values()))
@@ -132,10 +135,12 @@ class Model:
         return max(stored, default=0)
 
     def lease(self, request_id: str, pages: list[tuple[Key, int]], streamed: bool = False) -> None:
-        """Applies what `match` promised. `streamed`: pages that a read is bringing up count too."""
+        """Applies what `match` promised. `streamed`: pages on disk count too, in NO_SLOT or where a read brings
+        them."""
         for key, slot in pages:
             require(
-                self.visible.get(key) == slot or (streamed and self._coming_to(key) == slot),
+                self.visible.get(key) == slot
+                or (streamed and (slot == NO_SLOT or self._coming_to(key) == slot)),
                 f"match of {request_id} names slot {slot}, not the key's own",
             )
         room = self.limits.inflight_load_pages - self.load_pages()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from flexkv.cache.base import OpRole
+from flexkv.cache.simulated_disk import identities
 from flexkv.cache.simulated_engine import Compute, Movement, Rank
 from flexkv.cache.simulated_model import ModelOp, require
 from flexkv.cache.simulated_requests import Requests
 from flexkv.cache.simulated_world import World
-from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferOp
 
 
 class Ranks:
@@ -69,6 +70,9 @@ class Ranks:
         """Moves the first page that can be moved; a page whose read failed ends without. False if there is none."""
         world = self.world
         op = movement.op
+        if op.kind is OpKind.GDS_READ and movement.left:
+            self._bring_page(rank, movement, movement.left[0])
+            return True
         for page in movement.left:
             read = int(op.reads[page]) if len(op.reads) else 0
             there = world.disk_lane.arrived(op.group, int(op.slots[page]), read) if read else True
@@ -83,9 +87,22 @@ class Ranks:
             return True
         return False
 
+    def _bring_page(self, rank: Rank, movement: Movement, page: int) -> None:
+        """Moves a page from disk, if that is what lies there."""
+        world, op = self.world, movement.op
+        symbols = world.disk.read(op.group, int(op.places[page]), identities(op)[page])
+        if symbols is None:
+            world.engine.fail_page(movement, page)
+            return
+        fails = world.random.random() < world.config.failure_rate
+        symbol = symbols[world.engine.ranks.index(rank)]
+        world.engine.bring_page(rank, movement, page, symbol, fails)
+
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason = OpStatus.OK, movement.failed, ""
-        if len(failed) == movement.op.pages and self.world.random.random() < 0.5:
+        # A lane that is down would end all loads straight from disk for the rest of the run.
+        may_go_down = movement.op.kind is not OpKind.GDS_READ
+        if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
         elif failed:
             status, reason = OpStatus.FAILED, "page failed"
@@ -105,6 +122,8 @@ class Ranks:
         if completion is None:
             return
         op = world.ops.pop(op_id)
+        if world.disk_lane.straight.pop(op_id, None) is not None and model_op.epoch == world.model.epoch:
+            world.disk.require_forgotten(op, model_op.suspect)
         require(completion.blocks.tolist() == op.blocks.tolist(), "a completion names other blocks")
         if model_op.role is OpRole.LOAD:
             self._load_ended(model_op, op, completion.failed_blocks.tolist())

@@ -32,6 +32,11 @@ def _off_is_a_word(value: object) -> object:
     return "off" if value is False else value
 
 
+def _on_and_off_are_words(value: object) -> object:
+    """YAML 1.1 reads a bare `on` as true and a bare `off` as false."""
+    return "on" if value is True else _off_is_a_word(value)
+
+
 def _none_is_a_word(value: object) -> object:
     """An environment variable has no null."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value
@@ -284,6 +289,13 @@ class DiskConfig(Section):
         description="Promise blocks that are on disk as soon as their read is planned, and copy each to the engine "
         "when it is up and verified, so that reading and loading overlap; a page that fails is computed. The request "
         "holds its engine blocks meanwhile. Only with vLLM, `kv_load_failure_policy` recompute and `load.mode` async.",
+    )
+    gds: Annotated[Literal["off", "auto", "on"], BeforeValidator(_on_and_off_are_words)] = Field(
+        "auto",
+        description="Load blocks that are on disk straight to the engine's pool, without a page of host memory. "
+        "`auto`: where the ranks have GPUDirect Storage, and while that is measured to be faster than reading to host "
+        "memory and copying; `on`: always, also with POSIX calls. Only with vLLM, `kv_load_failure_policy` recompute "
+        "and `load.mode` async.",
     )
     write_pages: Count = Field(
         4096,

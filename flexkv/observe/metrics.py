@@ -174,11 +174,18 @@ _TABLE = (
         "Pages loaded that had been promised while the disk brought them up (`disk.stream`).",
     ),
     Metric(
+        "flexkv_disk_straight_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages loaded from disk and verified without a page of host memory (`disk.gds`).",
+    ),
+    Metric(
         "flexkv_disk_page_seconds",
         MetricKind.GAUGE,
         "seconds",
-        "What a page more adds to a read from disk, and to a load from host memory, as measured lately.",
-        (("what", ("read", "load")),),
+        "What a page more adds to a read from disk, to a load from host memory, and to a load straight from disk, as "
+        "measured lately.",
+        (("what", ("read", "load", "straight")),),
     ),
     Metric(
         "flexkv_compute_token_seconds",

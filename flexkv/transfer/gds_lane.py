@@ -48,5 +48,13 @@ def make_gds_lane(
     return lane
 
 
+def gpudirect_refusal() -> str:
+    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty where it does.
+
+    The first call opens cuFile's driver where there is a GPU.
+    """
+    return c_ext.gpudirect_refusal()
+
+
 def _tables(runs: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
     return [np.ascontiguousarray(table, np.int64) for table in runs]

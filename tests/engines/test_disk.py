@@ -21,6 +21,7 @@ DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
 DURABLE = "vllm:flexkv_disk_durable_pages_total"
 FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
+STRAIGHT = "vllm:flexkv_disk_straight_pages_total"
 STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
@@ -150,6 +151,64 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.metric(FAILED_READS) > 0
     session.forget()
     assert session.check_one(first).cached == first.whole_blocks, "computed again, it was stored again"
+
+
+def test_what_is_on_disk_goes_straight_to_the_engines_pool(
+    engines: Engines, stream: int, folder: Path
+) -> None:
+    """With POSIX calls, and fewer staging slots than a prompt has blocks."""
+    first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
+    straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4}
+    session = start(engines, folder, **straight)
+    for prompt in (first, second):
+        assert session.check_one(prompt).cached == 0
+
+    session = start(engines, folder, **straight)
+    answers = session.check(first, second)
+    assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
+    session.settle()
+    pages = (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
+    assert session.metric(STRAIGHT) == pages
+    assert session.metric(DISK_READS) == 0, "nothing came up to host memory"
+    engines.close_others()
+
+    # The control: the same slab and the same prompts through host memory.
+    session = start(engines, folder, disk__gds="off")
+    assert session.check_one(first).cached == first.whole_blocks
+    session.settle()
+    assert session.metric(STRAIGHT) == 0
+    assert session.metric(DISK_READS) == first.whole_blocks // BLOCK_TOKENS
+    engines.close_others()
+
+    # From a damaged slab the engine is told which blocks did not come, and computes them: the same tokens.
+    spoil(folder)
+    session = start(engines, folder, **straight)
+    session.check_one(first)
+    session.settle()
+    assert session.metric(STRAIGHT) == 0
+    assert session.metric(FAILED_READS) == first.whole_blocks // BLOCK_TOKENS
+    engines.close_others()
+    session = start(engines, folder, **straight)
+    assert session.check_one(first).cached == first.whole_blocks, "computed again, it was stored again"
+    assert session.metric(STRAIGHT) == first.whole_blocks // BLOCK_TOKENS
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, stream: int, folder: Path) -> None:
+    deployed: dict[str, Any] = {
+        "environment": {**SEPARATE_CORE, **TWO_RANKS},
+        "tensor_parallel_size": 2,
+        "disk__gds": "on",
+    }
+    prompt = Prompt.of(601, stream, max_tokens=4)
+    session = start(engines, folder, **deployed)
+    assert session.check_one(prompt).cached == 0
+    session = start(engines, folder, **deployed)
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    # The engine tells its metrics when it steps.
+    session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
+    assert session.metric(STRAIGHT) == prompt.whole_blocks // BLOCK_TOKENS
+    assert session.metric(DISK_READS) == 0
 
 
 @pytest.mark.timeout(600)

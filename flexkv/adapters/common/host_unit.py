@@ -14,9 +14,11 @@ from flexkv.adapters.common.unit_disk import (
     disk_limits,
     find_siblings,
     open_tier,
+    when_straight,
 )
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
+from flexkv.cache.disk_base import Straight
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
@@ -25,6 +27,7 @@ from flexkv.storage.base import DiskTier
 from flexkv.storage.sibling_pages import SiblingPages
 from flexkv.storage.siblings import Sibling
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
+from flexkv.transfer.slab_map import SlabMap
 from flexkv.transfer.trailer import digest_areas
 
 logger = get_logger(__name__)
@@ -83,6 +86,7 @@ class HostUnit:
         slots: of the pool, once all of it is up.
         usable: False after a rank could not use the pool: then nothing is promised and nothing stored.
         disk: None without a disk tier.
+        slabs: for workers that load from the disks without a page of host memory; None where none does.
     """
 
     pool: HostPool
@@ -93,6 +97,7 @@ class HostUnit:
     usable: bool = True
     workers_pin: bool = False
     disk: UnitDisk | None = None
+    slabs: SlabMap | None = None
     _up: int = 0
     _evictions_said: int = 0
     _expire_at_s: float = 0.0
@@ -157,6 +162,7 @@ class HostUnit:
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
+        straight = when_straight(config, may_stream, said)
         limits = ManagerLimits(
             ranks=ranks,
             inflight_store_pages=config.store.inflight_pages,
@@ -169,7 +175,7 @@ class HostUnit:
             policy=config.index.policy,
             listener=listener,
             disk=tier,
-            disk_limits=disk_limits(config, may_stream),
+            disk_limits=disk_limits(config, may_stream, straight),
             siblings=SiblingPages(siblings) if siblings else None,
         )
         logger.info(
@@ -184,6 +190,8 @@ class HostUnit:
         if tier is not None:
             group = disk_group(config, block_tokens, said)
             unit.disk = UnitDisk(config, tier, pool, manager, siblings, group)
+            if straight is not Straight.NEVER:
+                unit.slabs = tier.slab_map()
             logger.info(
                 "disk tier: %d places of %d bytes on %d disk(s), %d blocks there already",
                 tier.slots(0),
@@ -200,7 +208,7 @@ class HostUnit:
             on_device: the engine's pool lies on devices, whose processes register the memory before they use it.
         """
         self.workers_pin = on_device
-        return PoolGrant(self.pool.descriptor(), self.places)
+        return PoolGrant(self.pool.descriptor(), self.places, self.slabs)
 
     def heard(self, ready: Mapping[int, int]) -> None:
         """Ranks said how many slots they can use."""

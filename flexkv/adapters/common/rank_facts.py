@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.transfer.slab_map import SlabMap
+
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
@@ -23,6 +25,7 @@ class RankFacts:
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
         heads: of K and V on this rank; 0 where a block is not made of heads.
         dtype: of the pool's elements, by name.
+        gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class RankFacts:
     replicated: bool = False
     heads: int = 0
     dtype: str = ""
+    gpudirect: bool = False
 
     @classmethod
     def of_view(
@@ -77,7 +81,9 @@ class PoolGrant:
     Attributes:
         descriptor: `HostPool.descriptor()`.
         places: of each rank.
+        slabs: of the unit's disks, for ranks that load from them straight; None where none does.
     """
 
     descriptor: Any
     places: tuple[RankPlace, ...]
+    slabs: SlabMap | None = None

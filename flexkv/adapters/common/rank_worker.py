@@ -13,6 +13,7 @@ from flexkv.errors import FlexKVError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabMap
 
 logger = get_logger(__name__)
 
@@ -86,8 +87,12 @@ class RankWorker:
             self._dtype,
         )
 
-    def attach(self, pool: HostPool, place: RankPlace) -> None:
-        """Starts the lanes between the engine's pool and the unit's host pool."""
+    def attach(self, pool: HostPool, place: RankPlace, slabs: SlabMap | None = None) -> None:
+        """Starts the lanes between the engine's pool and the unit's host pool, and `slabs` if there are any.
+
+        Raises:
+            GeometryError, ConfigError: see `open_lanes`.
+        """
         engine = open_lanes(
             self._config,
             self.view,
@@ -96,6 +101,8 @@ class RankWorker:
             place,
             stream_of=self._current_stream,
             mover=self.make_mover(),
+            slabs=slabs,
+            stripe=0 if self._replicated else self.rank,
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
 
@@ -104,7 +111,7 @@ class RankWorker:
         if self._ops.engine is not None or self._ops.refusal:
             return
         try:
-            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank])
+            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank], grant.slabs)
         except FlexKVError as error:
             # The engine can live without a cache; the scheduler's side is told and promises nothing.
             self._ops.refusal = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.common.rank_facts import RankFacts
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, Straight
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig
@@ -31,6 +31,12 @@ OPS_SHARE = 2
 have not been polled yet still holds theirs."""
 
 
+PROMISES_NEED = (
+    "it needs an engine that computes what a load did not bring and goes on meanwhile: vLLM with "
+    '"kv_load_failure_policy":"recompute" and load.mode=async'
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitOwner:
     """Whose pages the disks hold.
@@ -46,7 +52,25 @@ class UnitOwner:
     unit: str
 
 
-def disk_limits(config: FlexKVConfig, may_stream: bool) -> DiskLimits:
+def when_straight(config: FlexKVConfig, may_stream: bool, said: Sequence[RankFacts]) -> Straight:
+    """When the ranks load from the unit's disks without a page of host memory: `disk.gds` as this engine can have it.
+
+    Args:
+        may_stream: see `disk_limits`.
+    """
+    disk = config.disk
+    if disk.gds == "off" or not disk.folders:
+        return Straight.NEVER
+    if not may_stream:
+        if disk.gds == "on":
+            logger.warning("disk.gds=on is off here: %s", PROMISES_NEED)
+        return Straight.NEVER
+    if disk.gds == "on":
+        return Straight.ALWAYS
+    return Straight.WHERE_FASTER if all(rank.gpudirect for rank in said) else Straight.NEVER
+
+
+def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Straight.NEVER) -> DiskLimits:
     """The bounds of the unit's traffic with its disks.
 
     Args:
@@ -54,10 +78,7 @@ def disk_limits(config: FlexKVConfig, may_stream: bool) -> DiskLimits:
     """
     disk = config.disk
     if disk.stream and disk.folders and not may_stream:
-        logger.warning(
-            "disk.stream is off here: it needs an engine that computes what a load did not bring and goes on "
-            'meanwhile: vLLM with "kv_load_failure_policy":"recompute" and load.mode=async'
-        )
+        logger.warning("disk.stream is off here: %s", PROMISES_NEED)
     return DiskLimits(
         mode=DiskMode(disk.mode),
         write_pages=disk.write_pages,
@@ -68,6 +89,7 @@ def disk_limits(config: FlexKVConfig, may_stream: bool) -> DiskLimits:
         compute_if_faster=disk.compute_if_faster,
         stream=disk.stream and may_stream,
         ttl_s=disk.ttl_s,
+        straight=straight,
     )
 
 
@@ -225,6 +247,7 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
+        counters.add("flexkv_disk_straight_pages_total", new["straight"])
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries
@@ -232,7 +255,7 @@ class UnitDisk:
         counters.set("flexkv_disk_slots_used", len(entries))
         counters.set("flexkv_disks", sum(self._tier.alive))
         rates = self._flow.rates
-        for what, line in (("read", rates.read), ("load", rates.load)):
+        for what, line in (("read", rates.read), ("load", rates.load), ("straight", rates.straight)):
             counters.set("flexkv_disk_page_seconds", line.line()[1], what=what)
         counters.set("flexkv_compute_token_seconds", rates.compute.line()[1])
 

@@ -60,9 +60,11 @@ class Loads:
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
         """The load's op has ended on every rank; `tracker` is that of its request, if that still lives."""
-        self._jobs.pop(op_id, None)
+        job = self._jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
-            tracker.loading = None
+            # A load from both tiers has two ops; by either of them all of it is called off.
+            others = () if job is None else (op.op_id for op in job.ops if op.op_id in self._jobs)
+            tracker.loading = next(iter(others), None)
 
     def __contains__(self, op_id: OpId) -> bool:
         return op_id in self._jobs

@@ -154,7 +154,7 @@ class SchedulerSide:
             may_stream=self._use.recomputes and self._config.load.mode == "async",
         )
         for worker in workers:
-            worker.attach(unit.pool, unit.places[worker.rank])
+            worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)
         unit.grant = None if workers else unit.make_grant(not current_device_is_host())
         lookups = Lookups(
             unit.manager,

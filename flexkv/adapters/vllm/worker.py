@@ -17,10 +17,15 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMe
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.layout.tensor import dtype_name
+from flexkv.observe import get_logger
+from flexkv.transfer.engine import cuda_device_of
+from flexkv.transfer.gds_lane import gpudirect_refusal
 from flexkv.transfer.graph import OpResult
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
 """How long a forward waits for the copy out of a block it is about to write. Beyond it the page counts as failed: a
@@ -68,9 +73,18 @@ class WorkerSide(RankWorker):
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
         said = self.facts()
-        return (
-            Handshake(**{field.name: getattr(said, field.name) for field in fields(said)}) if said else None
-        )
+        if said is None:
+            return None
+        plain = {field.name: getattr(said, field.name) for field in fields(said)}
+        return Handshake(**plain | {"gpudirect": self._has_gpudirect()})
+
+    def _has_gpudirect(self) -> bool:
+        disk = self._config.disk
+        if disk.gds != "auto" or not disk.folders or cuda_device_of(self._owners) is None:
+            return False
+        if refusal := gpudirect_refusal():
+            logger.info("disk.gds=auto: blocks on disk are loaded through host memory: %s", refusal)
+        return not refusal
 
     # --- one step, in the order in which the engine calls ---
 

@@ -237,6 +237,45 @@ class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
         return super().complete(rank, result)
 
 
+class ReusesPlacesBeingLoaded(LocalCacheManager):
+    """Places are free for the next write while a load straight from them is under way."""
+
+    def _begin_straight(self, *args: Any) -> Any:
+        op = super()._begin_straight(*args)
+        if op is not None:
+            entries = self._inflight.get(op.op_id).entries
+            self.disk.index.remove(op.group, entries)
+            self.disk.index.entries.unpin(entries)
+        return op
+
+    def _end_load_from_disk(self, op: Any, places: Any) -> None:
+        loads = self.disk.straight
+        assert loads is not None
+        loads.pages -= len(places)
+
+
+class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
+    def complete(self, rank: int, result: OpResult) -> Any:
+        if self._inflight.get(result.op_id).places is not None and result.status is OpStatus.FAILED:
+            result = OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32))
+        return super().complete(rank, result)
+
+
+class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
+    def _begin_straight(self, *args: Any) -> Any:
+        op = super()._begin_straight(*args)
+        return (
+            op if op is None else replace(op, places=np.roll(op.places, 1), tags=np.roll(op.tags, 1, axis=0))
+        )
+
+
+BROKEN_STRAIGHT_LOADS = [
+    ReusesPlacesBeingLoaded,
+    TakesFailedLoadsFromDiskAsGood,
+    LoadsOnePageIntoAnothersBlock,
+    KeepsDamagedPages,
+]
+
 BROKEN_STREAMS = [
     LoadsWithoutWaiting,
     WaitsForAnEarlierRead,

@@ -202,6 +202,13 @@ def test_empty_files_and_sections_set_nothing(tmp_path: Path, text: str) -> None
     assert load_config(None, write(tmp_path, text)).host == FlexKVConfig().host
 
 
+def test_bare_on_and_off_in_yaml_are_words(tmp_path: Path) -> None:
+    for word in ("on", "off", "auto"):
+        assert load_config(None, write(tmp_path, f"disk:\n  gds: {word}\n")).disk.gds == word
+    with pytest.raises(ConfigError, match=r"disk\.gds.*'sometimes'"):
+        load_config({"disk.gds": "sometimes"}, {})
+
+
 def test_a_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:
     assert load_config(None, write(tmp_path, "host:\n  huge_pages: off\n")).host.huge_pages == "off"
 

@@ -1,0 +1,311 @@
+"""Loads that go from disk to the engine without a page of host memory, outcome by outcome, and when they are chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import NO_BLOCK, Completion, GroupSpec, ManagerLimits, MatchResult, TailCandidates
+from flexkv.cache.disk_base import DiskLimits, Straight
+from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
+from flexkv.cache.straight_loads import REST_S
+from flexkv.errors import ContractError
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
+
+ALWAYS = DiskLimits(straight=Straight.ALWAYS)
+FASTER = DiskLimits(straight=Straight.WHERE_FASTER)
+
+
+def written(keys: np.ndarray, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWorld:
+    """A world in which `keys` are on disk and not in host memory."""
+    world = DiskWorld(limits=limits, **kwargs)  # type: ignore[arg-type]
+    world.store(keys)
+    world.run()
+    world.drop_host()
+    return world
+
+
+def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:
+    result = world.manager.match(name, [keys], 0)
+    world.manager.check_integrity()
+    return result
+
+
+def begin(world: DiskWorld, blocks: list[int], name: str = "r") -> TransferGraph:
+    graph = world.manager.begin_load(name, [np.array(blocks, np.int32)])
+    assert graph is not None
+    world.manager.check_integrity()
+    return graph
+
+
+def load(world: DiskWorld, blocks: int, name: str = "r") -> TransferOp:
+    """The only op of a load."""
+    (op,) = begin(world, list(range(blocks)), name).ops
+    return op
+
+
+def end(
+    world: DiskWorld, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
+) -> Completion:
+    status = status or (OpStatus.FAILED if failed else OpStatus.OK)
+    done = world.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
+    assert done is not None
+    world.manager.check_integrity()
+    return done
+
+
+def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
+    keys = chain(6)
+    world = written(keys)
+    world.store(keys[:2])
+    result = look(world, keys)
+    assert (result.blocks, result.reads, len(result.groups[0].slots)) == (6, 0, 2)
+    assert world.take() == [], "nothing is read to host memory"
+    in_host, straight = begin(world, [10, 11, 12, 13, 14, 15]).ops
+    assert (in_host.kind, in_host.blocks.tolist()) == (OpKind.H2D, [10, 11])
+    assert (straight.kind, straight.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
+    assert len(straight.slots) == 0
+    assert [bytes(key) for key in tag_fields(straight.tags)["key"]] == [bytes(key) for key in keys[2:]]
+    # The places are those that hold these pages.
+    for place, key in zip(straight.places.tolist(), keys[2:], strict=True):
+        content = world.disk.content[0][place]
+        assert content[0][0] == bytes(key)
+    end(world, in_host)
+    assert end(world, straight).failed_blocks.tolist() == []
+    assert world.manager.disk.counts.straight == 4
+    assert world.manager.disk.counts.read == 0
+
+
+def test_without_the_setting_it_comes_up_through_host_memory() -> None:
+    keys = chain(4)
+    world = written(keys, limits=DiskLimits())
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (0, 1)
+
+
+def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    assert end(world, load(world, 4), failed=[2]).failed_blocks.tolist() == [2]
+    assert len(world.manager.disk.index) == 3
+    counts = world.manager.disk.counts
+    assert (counts.straight, counts.failed_reads) == (3, 1)
+    assert look(world, keys).blocks == 2
+
+
+@pytest.mark.parametrize("status", [OpStatus.CANCELLED, OpStatus.LANE_DOWN])
+def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    assert len(end(world, load(world, 4), failed=[0, 1, 2, 3], status=status).failed_blocks) == 4
+    assert len(world.manager.disk.index) == 4
+    assert world.manager.disk.counts.failed_reads == 0
+
+
+def test_after_a_lane_went_down_pages_go_through_host_memory_for_a_while() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    end(world, load(world, 4), failed=[0, 1, 2, 3], status=OpStatus.LANE_DOWN)
+    assert look(world, keys, "soon").reads == 1
+    world.run()
+    world.manager.release("soon")
+    world.drop_host()
+    world.now_s += REST_S + 1
+    result = look(world, keys, "later")
+    assert (result.blocks, result.reads) == (4, 0)
+
+
+def test_places_are_kept_until_every_rank_has_reported() -> None:
+    keys = chain(6)
+    world = written(keys, places=6, manager_limits=ManagerLimits(ranks=1))
+    look(world, keys)
+    op = load(world, 6)
+    # No place is free, and none may be taken.
+    world.store(chain(2, seed=5), name="other")
+    world.run()
+    assert {bytes(key) for key in keys} <= {row[0] for row in world.disk.journal[0].values()}
+    end(world, op)
+    world.drop_host()
+    world.store(chain(2, seed=6), name="other")
+    world.run()
+    left = {row[0] for row in world.disk.journal[0].values()}
+    assert len({bytes(key) for key in keys} & left) == 4
+
+
+def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None:
+    keys = chain(6)
+    world = written(keys)
+    look(world, keys)
+    world.manager.release("r")
+    world.manager.check_integrity()
+    look(world, keys)
+    (op,) = begin(world, [5, NO_BLOCK, 7]).ops
+    assert op.blocks.tolist() == [5, 7]
+    end(world, op)
+    assert world.manager.disk.straight is not None
+    assert world.manager.disk.straight.pages == 0
+
+
+def test_a_lease_that_expires() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    world.now_s += 61
+    assert world.manager.expire() == 1
+    world.manager.check_integrity()
+    with pytest.raises(ContractError, match="no lease"):
+        world.manager.begin_load("r", [np.zeros(1, np.int32)])
+
+
+def test_promises_share_the_room_for_loads() -> None:
+    keys = chain(6)
+    world = written(keys, manager_limits=ManagerLimits(inflight_load_pages=8))
+    assert look(world, keys, "one").blocks == 6
+    assert look(world, keys, "two").blocks == 2
+    world.manager.release("one")
+    assert look(world, keys, "three").blocks == 6
+
+
+def test_a_reset_fails_the_load_and_forgets_the_pages() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    op = load(world, 4)
+    look(world, keys, "promised")
+    world.manager.reset()
+    world.manager.check_integrity()
+    assert len(end(world, op, failed=[1]).failed_blocks) == 4
+    assert look(world, keys).blocks == 0
+    assert world.manager.disk.counts.failed_reads == 0
+
+
+def test_a_store_waits_for_the_load_that_it_was_computed_from() -> None:
+    keys = chain(6)
+    world = written(keys[:4])
+    look(world, keys)
+    op = load(world, 4)
+    plan = world.manager.begin_store("r", 0, keys[4:], np.array([8, 9], np.int32), 4)
+    assert plan.graph is not None
+    end(world, op, failed=[3])
+    done = world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, np.empty(0, np.int32)))
+    assert done is not None
+    assert done.published.tolist() == []
+
+
+def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
+    keys = chain(5)
+    world = written(np.delete(keys, 3, axis=0))
+    world.store(keys[3:4], first=3)
+    for graph in world.manager.disk.take_orders():
+        for op in graph.ops:
+            world.lane.submit(op)
+    # Block 3 is in host memory alone, its write has not ended.
+    world.manager.disk.pump()
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (0, 1)
+
+
+def test_a_tail_is_waited_for_as_ever() -> None:
+    keys = chain(4)
+    world = written(keys[:3])
+    world.store(keys[3:], first=3, tokens=2)
+    world.run()
+    world.drop_host()
+    tail = TailCandidates(keys[3:], np.array([2], np.int32), 3)
+    result = world.manager.match("r", [keys[:3]], 0, [tail])
+    assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 0)
+
+
+def test_groups_of_one_request_are_loaded_together() -> None:
+    keys = [chain(4), chain(4, seed=1)]
+    groups = (GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8))
+    world = DiskWorld(limits=ALWAYS, groups=groups)
+    for group in range(2):
+        world.store(keys[group], group=group)
+    world.run()
+    world.drop_host()
+    assert world.manager.match("r", keys, 0).blocks == 4
+    graph = world.manager.begin_load("r", [np.arange(4, dtype=np.int32)] * 2)
+    assert graph is not None
+    assert [(op.kind, op.group) for op in graph.ops] == [(OpKind.GDS_READ, 0), (OpKind.GDS_READ, 1)]
+    world.load_ended(graph)
+    world.manager.check_integrity()
+
+
+# --- which way ---
+
+
+def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
+    """A load of `keys` that takes so long, whichever way it goes; whether it went straight."""
+    world.drop_host()
+    result = look(world, keys)
+    if result.reads:
+        (read,) = world.take()
+        world.now_s += seconds / 2
+        world.end(read)
+        result = look(world, keys)
+    assert result.blocks == len(keys)
+    op = load(world, len(keys))
+    straight = op.kind is OpKind.GDS_READ
+    world.now_s += seconds if straight else seconds / 2
+    end(world, op)
+    return straight
+
+
+def test_both_ways_are_tried_then_the_faster_is_taken() -> None:
+    keys = chain(4)
+    for straight_s, through_s in ((0.1, 0.4), (0.4, 0.1)):
+        world = written(keys, FASTER)
+        for _ in range(MIN_SAMPLES):
+            assert through(world, keys, straight_s)
+        for _ in range(MIN_SAMPLES):
+            assert not through(world, keys, through_s)
+        for _ in range(3):
+            assert through(world, keys, min(straight_s, through_s)) == (straight_s < through_s)
+
+
+def test_the_slower_way_is_tried_again_when_nothing_was_heard_of_it_for_long() -> None:
+    keys = chain(4)
+    world = written(keys, FASTER)
+    for seconds in [0.4] * MIN_SAMPLES + [0.1] * MIN_SAMPLES:
+        through(world, keys, seconds)
+    ways = []
+    for _ in range(12):
+        # The disk is now faster straight than through host memory.
+        straight = through(world, keys, 0.05)
+        ways.append(straight)
+        world.now_s += BELIEVED_S / 6
+    assert not ways[0]
+    assert ways.count(True) >= 1
+
+
+def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
+    keys = chain(4)
+    world = written(keys, FASTER)
+    for _ in range(MIN_SAMPLES):
+        through(world, keys, 1.0)
+        world.manager.disk.rates.compute.see(100, 0.01, world.now_s)
+    for _ in range(MIN_SAMPLES):
+        through(world, keys, 5.0)
+        world.manager.disk.rates.compute.see(100, 0.01, world.now_s)
+    world.drop_host()
+    result = look(world, keys)
+    assert (result.blocks, result.reads) == (0, 0)
+    assert world.manager.disk.counts.left_pages >= 4
+    world.manager.check_integrity()
+
+
+def test_a_choice_counts_what_is_queued_before() -> None:
+    rates = DiskRates()
+    for _ in range(MIN_SAMPLES):
+        rates.straight.see(10, 0.10, 0.0)
+        rates.read.see(10, 0.09, 0.0)
+        rates.load.see(10, 0.02, 0.0)
+    assert rates.straight_is_faster(10, 0, 0, 0.0)
+    assert not rates.straight_is_faster(10, 40, 0, 0.0)
+    assert rates.straight_is_faster(10, 40, 80, 0.0)
