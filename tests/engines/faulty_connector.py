@@ -54,6 +54,13 @@ class CarelessConnector(FaultyConnector):
         super().update_connector_output(connector_output)
 
 
+class ForgetfulConnector(FaultyConnector):
+    """Says that it was reset, and was not: the control of the tests of new weights."""
+
+    def reset_cache(self) -> bool:
+        return True
+
+
 class ImpatientWorker(FaultyWorker):
     """Says that it waited for a layer, and has not."""
 

@@ -61,16 +61,37 @@ def abort(
     return {"aborted": True, "statuses": seen, "after_abort": kept, "requests": tracker.results()}
 
 
+def _embed_anew(worker: Any) -> None:
+    """Runs in each worker: another embedding for each token, and so other KV in every layer."""
+    weight = next(
+        value for name, value in worker.model_runner.model.named_parameters() if "embed_tokens" in name
+    )
+    weight.data.copy_(weight.data.roll(1, 0))
+
+
+def load_new_weights(llm: Any) -> dict[str, Any]:
+    """Gives a running engine other weights, as training does between two rounds. Tells nobody."""
+    llm.collective_rpc(_embed_anew)
+    return {}
+
+
 def reset_while_running(
-    llm: Any, requests: list[dict[str, Any]], steps: int, connector: bool, running: bool
+    llm: Any,
+    requests: list[dict[str, Any]],
+    steps: int,
+    connector: bool,
+    running: bool,
+    new_weights: bool = False,
 ) -> dict[str, Any]:
-    """Resets the caches after some engine steps of the requests, then runs these to their end."""
+    """Resets the caches after some engine steps of the requests, maybe on new weights, then runs them to their end."""
     tracker = RequestTracker(llm)
     for number, request in enumerate(requests):
         tracker.add(f"w{number}-{time.monotonic_ns()}", request)
     for _ in range(steps):
         tracker.step()
     done = llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+    if new_weights:
+        load_new_weights(llm)
     while tracker.step():
         pass
     return {"done": bool(done), "requests": tracker.results()}
@@ -111,6 +132,7 @@ def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -
 
 OPERATIONS: dict[str, Operation] = {
     "abort": abort,
+    "load_new_weights": load_new_weights,
     "reset_while_running": reset_while_running,
     "requests_held": requests_held,
     "ask_embeddings": ask_embeddings,

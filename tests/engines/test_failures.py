@@ -63,12 +63,12 @@ def test_every_page_of_a_load_fails(engines: Engines, stream: int, load_mode: st
     ]
 
 
-LAYER_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "layer": 2, "page": 3}]
+PAGE_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 3}]
 
 
 def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """A load fails at layer 2, and the same step computes new blocks from it. Returns the prompt of all these blocks;
-    the engine has gone back and answered right, and has nothing of it in its own cache."""
+    """A page of a load fails, and the step that has it computes new blocks from it. Returns the prompt of all these
+    blocks; the engine has gone back and answered right, and has nothing of it in its own cache."""
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
     session.check_one(prompt)
@@ -81,7 +81,7 @@ def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
 
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
 def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: int, load_mode: str) -> None:
-    session = faulty(engines, LAYER_FAILS, load__mode=load_mode)
+    session = faulty(engines, PAGE_FAILS, load__mode=load_mode)
     longer = compute_from_a_failed_load(session, stream)
     session.check_one(longer)
     session.forget()
@@ -90,7 +90,7 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
 
 def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
     """What the test above would see if nothing were barred."""
-    session = faulty(engines, LAYER_FAILS, CARELESS, load__mode="sync")
+    session = faulty(engines, PAGE_FAILS, CARELESS, load__mode="sync")
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
     assert answer.cached == longer.whole_blocks

@@ -7,22 +7,25 @@ from pathlib import Path
 
 from .conftest import Engines, connector
 from .lora_files import write_lora
-from .session import Prompt
+from .session import EngineSession, Prompt
 
 
 def test_prompts_given_as_embeddings(engines: Engines) -> None:
-    """All have the same token ids, zeros. An engine without connector has nothing to compare: the first run counts."""
+    """All have the same token ids, zeros."""
     session = engines.get(connector(store__partial_blocks=True), enable_prompt_embeds=True)
+    alone = engines.another(None, enable_prompt_embeds=True, enable_prefix_caching=False)
 
-    def ask(*seeds: int) -> list[tuple[list[int], int]]:
-        reply = session.call("ask_embeddings", seeds=list(seeds), tokens=150, max_tokens=12)
+    def ask(*seeds: int, of: EngineSession = session) -> list[tuple[list[int], int]]:
+        reply = of.call("ask_embeddings", seeds=list(seeds), tokens=150, max_tokens=12)
         return [(result["tokens"], result["cached"]) for result in reply["requests"]]
 
     first, second = ask(1, 2)
     assert first[0] != second[0]
+    wanted = [tokens for tokens, _ in ask(1, 2, 3, of=alone)]
+    assert [first[0], second[0]] == wanted[:2]
     session.forget()
     third, first_again, second_again = ask(3, 1, 2)
-    assert third[1] == 0
+    assert third == (wanted[2], 0)
     assert first_again == (first[0], 128)
     assert second_again == (second[0], 128)
     session.forget()
@@ -32,13 +35,12 @@ def test_prompts_given_as_embeddings(engines: Engines) -> None:
 
 def test_adapters(engines: Engines, stream: int, tmp_path: Path) -> None:
     session = engines.get(connector(store__partial_blocks=True), enable_lora=True, max_lora_rank=8)
+    alone = engines.another(None, enable_lora=True, max_lora_rank=8, enable_prefix_caching=False)
     one, two = (str(write_lora(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))
     prompt = Prompt.of(150, stream)
 
-    def ask(folder: str, number: int) -> tuple[list[int], int]:
-        [result] = session.call("ask_with_lora", request=prompt.wire(), folder=folder, number=number)[
-            "requests"
-        ]
+    def ask(folder: str, number: int, of: EngineSession = session) -> tuple[list[int], int]:
+        [result] = of.call("ask_with_lora", request=prompt.wire(), folder=folder, number=number)["requests"]
         return result["tokens"], result["cached"]
 
     with_one, _ = ask(one, 1)
@@ -49,6 +51,7 @@ def test_adapters(engines: Engines, stream: int, tmp_path: Path) -> None:
     assert with_one != with_two
     assert without not in (with_one, with_two)
     assert tuple(without) == session.reference.tokens(prompt)
+    assert [with_one, with_two] == [ask(folder, n, of=alone)[0] for n, folder in ((1, one), (2, two))]
     for folder, number, tokens in ((two, 2, with_two), (one, 1, with_one), ("", 0, without)):
         session.forget(number)
         answer, cached = ask(folder, number)

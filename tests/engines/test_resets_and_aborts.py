@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from .conftest import Engines, connector
-from .session import Prompt
+from .session import EngineSession, Prompt, Reference
 from .test_failures import FAULTY
 
 
@@ -23,11 +24,12 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
     assert session.check_one(prompt).cached == prompt.whole_blocks
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_reset_with_stores_in_flight_serves_nothing_old(engines: Engines, stream: int, steps: int) -> None:
-    """The copies are slow enough to be under way when the weights would change."""
-    rules = [{"action": "delay", "kind": "store", "delay_s": 0.01}]
-    session = engines.get(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)})
+SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "delay_s": 0.01}])}
+"""Slow enough to be under way when the reset comes."""
+
+
+def reset_during_stores(session: EngineSession, stream: int, steps: int, **how: Any) -> list[Prompt]:
+    """Resets while the prompts' blocks are being stored; all have been asked for when this returns."""
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     reply = session.call(
         "reset_while_running",
@@ -35,17 +37,62 @@ def test_a_reset_with_stores_in_flight_serves_nothing_old(engines: Engines, stre
         steps=steps,
         connector=True,
         running=True,
+        **how,
     )
     assert reply["done"]
-    for prompt, result in zip(prompts, reply["requests"], strict=True):
-        assert tuple(result["tokens"]) == session.reference.tokens(prompt)
+    if not how:
+        for prompt, result in zip(prompts, reply["requests"], strict=True):
+            assert tuple(result["tokens"]) == session.reference.tokens(prompt)
     session.forget()
+    return prompts
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_reset_with_stores_in_flight(engines: Engines, stream: int, steps: int) -> None:
+    session = engines.get(connector(FAULTY), SLOW_STORES)
+    session.check(*reset_during_stores(session, stream, steps))
+
+
+@pytest.fixture
+def retrained(engines: Engines) -> Reference:
+    """An engine without a connector that has the new weights too."""
+    session = engines.another(None, enable_prefix_caching=False)
+    session.call("load_new_weights")
+    return Reference(session.process)
+
+
+def test_new_weights_with_stores_in_flight(engines: Engines, stream: int, retrained: Reference) -> None:
+    """Nothing that the old weights computed is served, also what was still on its way when they went."""
+    engines.close()
+    session = engines.get(connector(FAULTY), SLOW_STORES)
+    old = Prompt.of(700, stream + 7)
+    session.check_one(old)
+    prompts = reset_during_stores(session, stream, steps=2, new_weights=True)
+    session.reference = retrained
+    assert session.check_one(old).cached == 0
     session.check(*prompts)
+    session.forget()
+    # The new weights' blocks are stored and served as the old ones' were.
+    assert [answer.cached for answer in session.check(old, *prompts)] == [
+        prompt.whole_blocks for prompt in (old, *prompts)
+    ]
+
+
+def test_control_without_a_reset_old_weights_answer(
+    engines: Engines, stream: int, retrained: Reference
+) -> None:
+    session = engines.get(connector(FAULTY | {"kv_connector": "ForgetfulConnector"}), SLOW_STORES)
+    old = Prompt.of(700, stream + 7)
+    session.check_one(old)
+    reset_during_stores(session, stream, steps=2, new_weights=True)
+    [answer] = session.ask(old)
+    assert answer.cached == old.whole_blocks
+    assert answer.tokens != retrained.tokens(old)
+    engines.close()
 
 
 def test_a_reset_right_after_the_last_token(engines: Engines, stream: int) -> None:
-    rules = [{"action": "delay", "kind": "store", "delay_s": 0.01}]
-    session = engines.get(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)})
+    session = engines.get(connector(FAULTY), SLOW_STORES)
     prompt = Prompt.of(1000, stream, max_tokens=1)
     session.check_one(prompt)
     assert session.call("reset", connector=True)["done"]

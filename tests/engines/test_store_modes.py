@@ -52,7 +52,10 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     session = engines.get(connector(BUILT_IN))
     prompt = Prompt.of(700, stream, max_tokens=40)
     answer = session.check_one(prompt)
-    session.forget()
+    # No step follows the last one: what is stored was stored within it, before its blocks are spoiled.
+    assert session.call("reset")["done"]
+    spoiled = session.call("scribble")
+    assert spoiled["blocks"] == spoiled["free"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.forget()
     # Its reduced mode stores prompt blocks only.

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
-from flexkv.adapters.vllm.connector import SYNC_LOADS_NEED
+from flexkv.adapters.vllm.connector import SYNC_LOADS_NEED, warn_of_policy
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -76,6 +76,7 @@ class FlexKVConnectorV1Impl:
             self._worker = WorkerSide(self._settings, 0, 1)
             local_link.announce(self._engine_id, self._worker)
         else:
+            warn_of_policy(transfer)
             logger.warning(
                 "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
                 "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "

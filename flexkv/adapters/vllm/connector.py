@@ -27,7 +27,7 @@ from flexkv.observe import Counters, configure_logging, get_logger
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -48,6 +48,17 @@ SYNC_LOADS_NEED = (
 LAYERWISE_NEEDS = (
     "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
 )
+
+
+def warn_of_policy(transfer: KVTransferConfig) -> None:
+    """Says what a failed load costs, unless vLLM is told to recompute it."""
+    policy = transfer.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose load fails ends with an error. "
+            'Set "kv_load_failure_policy":"recompute" in --kv-transfer-config to compute it instead',
+            policy,
+        )
 
 
 def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
@@ -101,7 +112,7 @@ class FlexKVConnector(KVConnectorBase_V1):
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
             local_link.announce(engine_id, self.worker)
             return
-        self._warn_of_policy()
+        warn_of_policy(self._kv_transfer_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
         settings = _with_load_mode(settings, possible_load_mode(settings.load.mode, vllm_config))
         self.scheduler = SchedulerSide(
@@ -121,15 +132,6 @@ class FlexKVConnector(KVConnectorBase_V1):
             model=str(vllm_config.model_config.model),
             unit_name=f"dp{parallel.data_parallel_index}",
         )
-
-    def _warn_of_policy(self) -> None:
-        policy = self._kv_transfer_config.kv_load_failure_policy
-        if policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose load fails ends with an error. "
-                'Set "kv_load_failure_policy":"recompute" in --kv-transfer-config to compute it instead',
-                policy,
-            )
 
     # --- both sides ---
 

@@ -1,0 +1,113 @@
+"""What vLLM's built-in connector class is refused and warned of. Its hits are a test of the real engine."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
+from flexkv.adapters.vllm.connector import FlexKVConnector, possible_load_mode
+from flexkv.errors import ConfigError, KeySchemeError
+
+
+def engine(**changes: Any) -> Any:
+    """An engine's configuration, as far as the connector reads it; changes are `section__field`."""
+    sections: dict[str, dict[str, Any]] = {
+        "kv_transfer_config": {
+            "kv_connector_extra_config": {},
+            "kv_load_failure_policy": "recompute",
+            "engine_id": "e",
+        },
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "cache_config": {"prefix_caching_hash_algo": "sha256"},
+        "scheduler_config": {"async_scheduling": False},
+    }
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        sections[section][field] = value
+    fields = {name: SimpleNamespace(**values) for name, values in sections.items()}
+    return SimpleNamespace(**fields, speculative_config=None)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"parallel_config__tensor_parallel_size": 2},
+            ConfigError,
+            "tensor_parallel_size is 2.*works with 1",
+        ),
+        ({"parallel_config__pipeline_parallel_size": 3}, ConfigError, "pipeline_parallel_size is 3"),
+        ({"scheduler_config__async_scheduling": True}, ConfigError, "--no-async-scheduling"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, KeySchemeError, "xxhash"),
+        ({"kv_transfer_config__kv_connector_extra_config": {"stor.mode": 1}}, ConfigError, "stor.mode"),
+    ],
+)
+def test_what_it_cannot_do_safely_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        FlexKVConnectorV1Impl(engine(**changes), KVConnectorRole.SCHEDULER)
+
+
+def test_async_scheduling_is_safe_where_failed_requests_end() -> None:
+    ends = engine(scheduler_config__async_scheduling=True, kv_transfer_config__kv_load_failure_policy="fail")
+    FlexKVConnectorV1Impl(ends, KVConnectorRole.SCHEDULER).shutdown()
+
+
+def test_it_warns_of_resets_and_of_a_policy_that_loses_requests(said: pytest.LogCaptureFixture) -> None:
+    FlexKVConnectorV1Impl(engine(), KVConnectorRole.SCHEDULER).shutdown()
+    assert "does not forward cache resets" in said.text
+    assert "kv_load_failure_policy" not in said.text
+    FlexKVConnectorV1Impl(
+        engine(kv_transfer_config__kv_load_failure_policy="fail"), KVConnectorRole.SCHEDULER
+    ).shutdown()
+    assert "kv_load_failure_policy is 'fail'" in said.text
+
+
+def test_settings_that_it_cannot_keep_are_named(said: pytest.LogCaptureFixture) -> None:
+    asked = {"store.mode": "lazy", "store.partial_blocks": True, "load.mode": "async", "disk.folders": "/d"}
+    FlexKVConnectorV1Impl(
+        engine(kv_transfer_config__kv_connector_extra_config=asked), KVConnectorRole.SCHEDULER
+    ).shutdown()
+    for name in asked:
+        assert f"{name}=" in said.text
+    said.clear()
+    FlexKVConnectorV1Impl(engine(), KVConnectorRole.SCHEDULER).shutdown()
+    assert "store.mode" not in said.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "async_scheduling", "drafts", "given"),
+    [
+        ("async", True, True, "async"),
+        ("sync", False, False, "sync"),
+        ("sync", True, False, "async"),
+        ("layerwise", True, False, "async"),
+        ("layerwise", False, True, "sync"),
+        ("layerwise", False, False, "layerwise"),
+    ],
+)
+def test_the_load_mode_that_an_engine_can_have(
+    asked: str, async_scheduling: bool, drafts: bool, given: str, said: pytest.LogCaptureFixture
+) -> None:
+    config = engine(scheduler_config__async_scheduling=async_scheduling)
+    config.speculative_config = object() if drafts else None
+    assert possible_load_mode(asked, config) == given
+    assert (f"load.mode={asked}" in said.text) == (asked != given)
+
+
+@pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("sync", False), ("async", False)])
+def test_waits_for_layers_stay_out_of_whole_graphs(mode: str, piecewise: bool) -> None:
+    assert FlexKVConnector.requires_piecewise_for_cudagraph({"load.mode": mode}) is piecewise
