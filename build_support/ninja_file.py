@@ -7,6 +7,7 @@ never links a stale object.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import sys
@@ -62,6 +63,11 @@ def warnings_are_errors() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"FLEXKV_WERROR={value!r}: allowed are '1' and '0'")
     return value == "1"
+
+
+def interface_id() -> str:
+    """Of the interface between Python and the native core: flexkv/native_core.py compares what was built in."""
+    return hashlib.sha256((ROOT / "flexkv" / "c_ext.pyi").read_bytes()).hexdigest()[:12]
 
 
 def _gencode(archs: str) -> str:
@@ -143,6 +149,8 @@ class NinjaFile:
     def _object(self, source: Path) -> str:
         name = source.relative_to(ROOT).as_posix().replace("/", ".") + ".o"
         self.lines.append(f"build {name}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}")
+        if source.parts[-2:] == ("bindings", "module.cpp"):
+            self.lines.append(f"  cxxflags = $cxxflags '-DFLEXKV_INTERFACE=\"{interface_id()}\"'")
         return name
 
     def add_extension(self, file_name: str) -> Path:

@@ -14,6 +14,9 @@ class Buffer(Protocol):
 __variant__: str
 """`cpu` or `cuda`, with `-address` or `-thread` for a sanitizer build."""
 
+__interface__: str
+"""A digest of this file as it was at the build; `flexkv/native_core.py` holds it against the package's."""
+
 def build_info() -> dict[str, bool | str | int]:
     """What this module was built with: cuda, sanitizer, compiler, cpp_standard."""
 

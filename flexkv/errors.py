@@ -31,6 +31,10 @@ class KeySchemeError(FlexKVError, ValueError):
     """Block keys have the wrong length, or come from a hash that is not cryptographic."""
 
 
+class NativeCoreError(FlexKVError, ImportError):
+    """The native core was built from another version of the source than the package that imports it; names both."""
+
+
 class ClosedError(FlexKVError, RuntimeError):
     """The engine, pool or manager was closed before this call."""
 
