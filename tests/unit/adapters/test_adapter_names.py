@@ -20,6 +20,7 @@ from tests.unit.adapters.vllm_objects import lora, make_request
 PROMPT = list(range(100, 120))
 HIT = 19
 LATER_NS = 60 * 10**9
+DEADLINE_S = 60.0
 
 
 def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') -> Path:
@@ -32,6 +33,18 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
 def names() -> AdapterNames:
     """Of an engine that starts when all that the test has written is old."""
     return AdapterNames(time.time_ns() + LATER_NS)
+
+
+def wait_for_clock(folder: Path, moment_ns: int) -> None:
+    """Until what is written counts as changed after `moment_ns`: the clock of files goes in steps of milliseconds."""
+    probe = folder / "probe"
+    ends_s = time.monotonic() + DEADLINE_S
+    while True:
+        probe.touch()
+        if probe.stat().st_ctime_ns > moment_ns:
+            return
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
 
 
 def test_the_same_content_has_one_name_in_every_process_and_folder(tmp_path: Path) -> None:
@@ -52,10 +65,11 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     """The engine may hold the old content, the new one, or each for some requests."""
     folder = write(tmp_path / "a")
     old = os.stat(folder / "adapter_model.safetensors")
-    known = AdapterNames(time.time_ns() + 1)
+    start_ns = time.time_ns() + 1
+    known = AdapterNames(start_ns)
     first = known.name(str(folder))
     assert not first.startswith("run:")
-    time.sleep(0.05)
+    wait_for_clock(tmp_path, start_ns)
     shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
     # A copy that keeps the time of content is noticed too.
     os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
@@ -161,11 +175,10 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     for file in (tmp_path / "first").iterdir():
         link_to(file, tmp_path / "linked" / file.name)
     asked = str(tmp_path / path)
-    time.sleep(0.05)
     known = AdapterNames()
     if named_before:
         assert known.name(asked).startswith("sampled:")
-    time.sleep(0.05)
+    wait_for_clock(tmp_path, time.time_ns())
     swap(tmp_path)
     assert known.name(asked).startswith("run:")
 

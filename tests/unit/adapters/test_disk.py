@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
 
 import pytest
 
@@ -58,14 +57,17 @@ def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) ->
 
 def test_a_store_that_ends_while_the_engine_ends_is_kept(make_disk_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=int(OpKind.D2H)))
-    engine = make_disk_engine(worker_class=slow)
+
+    class Ending(slow):  # type: ignore[misc,valid-type]
+        def close(self) -> None:
+            self.movers[self.rank].release()
+            super().close()
+
+    engine = make_disk_engine(worker_class=Ending)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     assert slow.movers[0].wait_stalled(1, 60.0)
-    release = Timer(0.05, slow.movers[0].release)
-    release.start()
     engine = make_disk_engine()
-    release.join()
     assert engine.run(make_request(PROMPT, "two")) == 20
 
 
