@@ -155,7 +155,8 @@ class Completion:
     Attributes:
         blocks: the engine blocks of the op (all of its pages).
         failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
-        published: for a store, the positions of the op's pages that became visible.
+        published: for a store, the positions of the op's pages that became visible, or do when their places on disk
+            have been sealed.
     """
 
     op_id: OpId

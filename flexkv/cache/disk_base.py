@@ -50,6 +50,7 @@ class DiskLimits:
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
         straight: when whole blocks are loaded from disk without a page of host memory. Only for such an engine, whose
             workers have the lane for it.
+        straight_stores: blocks are stored on disk without a page of host memory, and not in host memory.
     """
 
     mode: DiskMode = DiskMode.THROUGH
@@ -62,6 +63,7 @@ class DiskLimits:
     stream: bool = False
     ttl_s: int | None = None
     straight: Straight = Straight.NEVER
+    straight_stores: bool = False
 
     def check(self) -> None:
         """
@@ -111,6 +113,7 @@ class DiskCounts:
         left_pages: pages of those.
         streamed: pages loaded that had been promised while they were on their way up.
         straight: pages loaded from disk and verified without a page of host memory.
+        straight_written: pages written without one; they are among `written`.
     """
 
     written: int = 0
@@ -129,3 +132,4 @@ class DiskCounts:
     left_pages: int = 0
     streamed: int = 0
     straight: int = 0
+    straight_written: int = 0

@@ -18,6 +18,7 @@ from flexkv.cache.disk_writes import DiskWrites
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.cache.straight_loads import StraightLoads, StraightPages
+from flexkv.cache.straight_stores import StraightStores
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, TransferGraph
 
 
@@ -118,6 +119,10 @@ class DiskFlow:
         """Loads without a page of host memory; None where there are none."""
         if limits.straight is not Straight.NEVER:
             self.straight = StraightLoads(disk, limits.straight, self.rates, clock)
+        self.straight_stores: StraightStores | None = None
+        """Stores without a page of host memory; None where stores go there."""
+        if limits.straight_stores:
+            self.straight_stores = StraightStores(disk, host.planner, self._orders, limits.write_pages)
         self.down = ""
         """Why the disks cannot be used any more; empty while they can."""
 
@@ -128,7 +133,8 @@ class DiskFlow:
     @property
     def moving(self) -> bool:
         """Whether a read or write is in flight."""
-        return bool(len(self.reads.ops) or len(self.writes.ops))
+        seals = 0 if self.straight_stores is None else len(self.straight_stores)
+        return bool(len(self.reads.ops) or len(self.writes.ops) or seals)
 
     @property
     def busy(self) -> bool:
@@ -388,7 +394,10 @@ class DiskFlow:
         """
         if result.status is OpStatus.LANE_DOWN:
             self.go_down(result.reason or "the disk lane is down")
-        (self.reads if result.op_id in self.reads.ops else self.writes).complete(result)
+        if self.straight_stores is not None and result.op_id in self.straight_stores:
+            self.straight_stores.complete(result)
+        else:
+            (self.reads if result.op_id in self.reads.ops else self.writes).complete(result)
 
     def go_down(self, reason: str) -> None:
         """The disks cannot be used any more: what they hold is a miss, and nothing is written."""
@@ -430,7 +439,9 @@ class DiskFlow:
                 pinned = [
                     op.disk for ops in (self.reads.ops, self.writes.ops) for op in ops if op.source is index
                 ]
-                pinned += straight if index is self.index else ()
+                if index is self.index:
+                    seals = self.straight_stores
+                    pinned += [*straight, *(seals.pinned() if seals is not None else ())]
                 index.entries.check_integrity(np.concatenate(pinned) if pinned else NO_ENTRIES)
 
 

@@ -74,20 +74,28 @@ class DiskOp:
         Raises:
             ContractError: the result lists pages that the op has not.
         """
-        if result.status is OpStatus.OK:
-            return np.ones(len(self.host), np.bool_)
-        good = np.zeros(len(self.host), np.bool_)
-        listed = np.asarray(result.failed)
-        if listed.size and (listed.min() < 0 or listed.max() >= len(self.host)):
-            raise ContractError(
-                f"op {self.op_id} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to "
-                f"{len(self.host) - 1}"
-            )
-        # A failure that names no page is taken as a failure of all: never a page too few.
-        if result.status not in WHOLE_OP_STATUSES and listed.size:
-            good[:] = True
-            good[listed] = False
-        return good
+        return good_pages(result, len(self.host))
+
+
+def good_pages(result: OpResult, pages: int) -> NDArray[np.bool_]:
+    """Which pages of an op of so many arrived.
+
+    Raises:
+        ContractError: the result lists pages that the op has not.
+    """
+    if result.status is OpStatus.OK:
+        return np.ones(pages, np.bool_)
+    good = np.zeros(pages, np.bool_)
+    listed = np.asarray(result.failed)
+    if listed.size and (listed.min() < 0 or listed.max() >= pages):
+        raise ContractError(
+            f"op {result.op_id} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to {pages - 1}"
+        )
+    # A failure that names no page is taken as a failure of all: never a page too few.
+    if result.status not in WHOLE_OP_STATUSES and listed.size:
+        good[:] = True
+        good[listed] = False
+    return good
 
 
 class DiskOps:

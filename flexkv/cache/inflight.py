@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flexkv.cache.base import OpRole
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, SlotIds
+from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, RunDigests, SlotIds, TransferOp
 
 WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 """Statuses under which no page of the op counts, whatever the result lists."""
@@ -28,7 +28,10 @@ class InflightOp:
         begun_s: the clock when it was planned; kept for loads in front of a disk tier.
         ahead: pages of its role that were in flight then.
         coming: of a load, pages that were on their way up from disk when it was planned; None when there were none.
-        places: of a load straight from disk, where its pages lie; `entries` are then of the disk index.
+        places: of a load straight from disk, or a store straight to it, where its pages lie; `entries` are then of
+            the disk index.
+        straight_store: the op of such a store.
+        digests: of such a store, of each rank that has reported some, its run digests of every page.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
@@ -49,6 +52,8 @@ class InflightOp:
     ahead: int = 0
     coming: NDArray[np.bool_] | None = None
     places: SlotIds | None = None
+    straight_store: TransferOp | None = None
+    digests: dict[int, RunDigests] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)
@@ -85,6 +90,8 @@ class InflightOp:
         if result.status is OpStatus.OK and listed.size:
             raise ContractError(f"op {self.op_id}: rank {rank} says OK and lists {listed.size} failed pages")
         self.reported.add(rank)
+        if result.digests.size:
+            self.digests[rank] = result.digests
         if result.status is OpStatus.OK:
             return
         # A failure that names no page is taken as a failure of all: never a page too few.

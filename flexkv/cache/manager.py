@@ -41,6 +41,7 @@ from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.base import DiskTier, StoredPages
 from flexkv.transfer.graph import (
+    NO_DIGESTS,
     NO_READS,
     BlockIds,
     OpResult,
@@ -323,6 +324,8 @@ class LocalCacheManager(CacheManager):
         if first_block < 0:
             raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
         room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
+        if self._disk is not None and self._disk.straight_stores is not None and not self._disk.down:
+            return self._begin_straight_store(request_id, group, keys, sources, first_block, tokens, room)
         positions, entries, slots, evicted, known, dropped = self._index.insert(group, keys, room)
         self._count_evicted(group, evicted)
         self._counters.busy_pages += dropped
@@ -352,6 +355,50 @@ class LocalCacheManager(CacheManager):
         self._trails.of(request_id)[group].put_at(first_block, positions, entries)
         return StorePlan(graph, stored, known, dropped)
 
+    def _begin_straight_store(
+        self,
+        request_id: str,
+        group: int,
+        keys: Keys,
+        sources: BlockIds,
+        first_block: int,
+        tokens: int | None,
+        room: int,
+    ) -> StorePlan:
+        """A store to disk alone, of what is on neither tier."""
+        flow = self.disk
+        stores = flow.straight_stores
+        assert stores is not None
+        known = flow.index.known(group, keys) | (self._index.find(group, keys, ready_only=False) != NO_ENTRY)
+        new = np.flatnonzero(~known)
+        whole = self._specs[group].block_tokens
+        valid = whole if tokens is None else tokens
+        flow.index.any_partial |= valid != whole
+        at, entries, op = stores.begin(group, np.ascontiguousarray(keys[new]), sources[new], valid, room)
+        dropped = len(new) - len(at)
+        self._counters.busy_pages += dropped
+        stored = new[at].astype(np.int32)
+        if op is None:
+            return StorePlan(None, stored, len(keys) - len(new), dropped)
+        loads = tuple(load.op_id for load in self._inflight.of_request(request_id, OpRole.LOAD))
+        self._inflight.add(
+            InflightOp(
+                op.op_id,
+                request_id,
+                OpRole.STORE,
+                group,
+                op.blocks,
+                entries,
+                first_block,
+                stored,
+                self._epoch,
+                loads,
+                places=op.places,
+                straight_store=op,
+            )
+        )
+        return StorePlan(TransferGraph((op,)), stored, len(keys) - len(new), dropped)
+
     # --- completions --------------------------------------------------------------------------------------------------
 
     def complete(self, rank: int, result: OpResult) -> Completion | None:
@@ -359,7 +406,8 @@ class LocalCacheManager(CacheManager):
             raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
         op = self._inflight.get(result.op_id)
         op.report(rank, result)
-        if result.status is OpStatus.LANE_DOWN and op.places is not None and self.disk.straight is not None:
+        lane_down = result.status is OpStatus.LANE_DOWN and op.role is OpRole.LOAD
+        if lane_down and op.places is not None and self.disk.straight is not None:
             self.disk.straight.rest(f"rank {rank}: {result.reason}")
         if op.role is OpRole.LOAD and op.failed.any():
             self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
@@ -412,6 +460,8 @@ class LocalCacheManager(CacheManager):
         good = ~op.failed & ~op.barred
         if op.epoch != self._epoch or any(load in self._inflight for load in op.waits_for):
             good[:] = False
+        if op.straight_store is not None:
+            return self._end_straight_store(op, op.straight_store, good)
         published = self._index.finish(op.entries, good.view(np.uint8)).view(np.bool_)
         positions = np.flatnonzero(published).astype(np.int32)
         counters = self._counters
@@ -426,6 +476,26 @@ class LocalCacheManager(CacheManager):
                 self._disk.stored(op.group, keys)
         self._mark_used(op)
         return self._completion(op, ~published, positions)
+
+    def _end_straight_store(self, op: InflightOp, stripes: TransferOp, good: NDArray[np.bool_]) -> Completion:
+        """The ranks have written their stripes: the good pages are sealed, and visible when that has ended."""
+        stores = self.disk.straight_stores
+        assert stores is not None
+        if op.digests:
+            # One row a page, of all ranks' runs side by side; a rank whose stripe is another's has reported none.
+            digests = np.concatenate([op.digests[rank] for rank in sorted(op.digests)], axis=1)[good]
+        else:
+            good = np.zeros_like(good)
+            digests = NO_DIGESTS
+        stores.stripes_ended(stripes, op.entries, good, np.ascontiguousarray(digests))
+        positions = np.flatnonzero(good).astype(np.int32)
+        counters = self._counters
+        counters.stored_pages += len(positions)
+        failed_pages = int(np.count_nonzero(op.failed))
+        self.disk.counts.failed_writes += failed_pages
+        counters.failed_store_pages += failed_pages
+        counters.discarded_pages += len(op.entries) - failed_pages - len(positions)
+        return self._completion(op, ~good, positions)
 
     def _say_published(self, group: int, keys: Keys) -> None:
         if self._listener:
@@ -473,7 +543,10 @@ class LocalCacheManager(CacheManager):
             op.barred |= pages
             barred += count
             # Out of the map at once, so that the recomputed blocks can be stored under the same keys.
-            self._remove(op.group, op.entries[pages])
+            if op.places is None:
+                self._remove(op.group, op.entries[pages])
+            else:
+                self.disk.index.entries.remove(op.entries[pages])
         return barred
 
     # --- forgetting ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from flexkv.transfer.graph import (
     PageTags,
     Priority,
     ReadIds,
+    RunDigests,
     SlotIds,
     TransferGraph,
     TransferOp,
@@ -48,6 +49,27 @@ class Planner:
         number = OpId(next(self._numbers))
         return TransferOp(
             number, OpKind.GDS_READ, group, Priority.LOAD, blocks, NO_PLACES, places=places, tags=tags
+        )
+
+    def straight_store(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
+        """One GDS_WRITE op."""
+        number = OpId(next(self._numbers))
+        return TransferOp(
+            number, OpKind.GDS_WRITE, group, Priority.STORE, blocks, NO_PLACES, places=places, tags=tags
+        )
+
+    def seal(self, group: int, places: SlotIds, tags: PageTags, digests: RunDigests) -> TransferOp:
+        """One DISK_SEAL op."""
+        return TransferOp(
+            OpId(next(self._numbers)),
+            OpKind.DISK_SEAL,
+            group,
+            Priority.STORE,
+            NO_BLOCKS,
+            NO_PLACES,
+            places=places,
+            tags=tags,
+            digests=digests,
         )
 
     def store(self, group: int, blocks: BlockIds, slots: SlotIds) -> TransferGraph:

@@ -297,6 +297,12 @@ class DiskConfig(Section):
         "memory and copying; `on`: always, also with POSIX calls. Only with vLLM, `kv_load_failure_policy` recompute "
         "and `load.mode` async.",
     )
+    gds_stores: bool = Field(
+        False,
+        description="Store blocks straight from the engine's pool on disk, and not in host memory; for machines whose "
+        "host memory is dearer than their disks' bandwidth. Needs `disk.gds` on, `disk.mode` through and `store.mode` "
+        "eager.",
+    )
     write_pages: Count = Field(
         4096,
         description="Pages being written at once at most; each keeps its slot of host memory from eviction.",

@@ -177,7 +177,8 @@ _TABLE = (
         "flexkv_disk_straight_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages loaded from disk and verified without a page of host memory (`disk.gds`).",
+        "Pages loaded from disk and verified, or stored there, without a page of host memory (`disk.gds`).",
+        (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_disk_page_seconds",

@@ -189,7 +189,7 @@ class DiskUnit(DiskTier):
             self._options.depth,
             self._options.stuck_s,
             self._faults,
-            self._options.preallocate,
+            self._options.preallocate and not self._options.sealed_apart,
         )
         return self._lane
 

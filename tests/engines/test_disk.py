@@ -21,7 +21,8 @@ DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
 DURABLE = "vllm:flexkv_disk_durable_pages_total"
 FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
-STRAIGHT = "vllm:flexkv_disk_straight_pages_total"
+STRAIGHT = "vllm:flexkv_disk_straight_pages_total{direction=read}"
+STRAIGHT_WRITES = "vllm:flexkv_disk_straight_pages_total{direction=write}"
 STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
@@ -191,6 +192,38 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     session = start(engines, folder, **straight)
     assert session.check_one(first).cached == first.whole_blocks, "computed again, it was stored again"
     assert session.metric(STRAIGHT) == first.whole_blocks // BLOCK_TOKENS
+
+
+def test_stores_go_straight_from_the_engines_pool_to_disk(
+    engines: Engines, stream: int, folder: Path
+) -> None:
+    """No page of host memory either way; what is durable outlives a process that is killed."""
+    straight: dict[str, Any] = {"disk__gds": "on", "disk__gds_stores": True, "gds__max_staging_blocks": 4}
+    prompt = Prompt.of(601, stream)
+    pages = prompt.whole_blocks // BLOCK_TOKENS
+    session = start(engines, folder, **straight)
+    assert session.check_one(prompt).cached == 0
+    session.settle()
+    wait_durable(session)
+    assert session.metric(STRAIGHT_WRITES) == session.metric(DISK_WRITES) >= pages
+    assert session.metric("vllm:flexkv_host_slots_used") == 0
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    session.settle()
+    assert session.metric(STRAIGHT) == pages
+    session.process.kill()
+
+    # Read by the manager's own lane, through host memory: the pages are like any others.
+    session = start(engines, folder, disk__gds="off")
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    session.settle()
+    assert session.metric(DISK_READS) >= pages
+    engines.close_others()
+    spoil(folder)
+    session = start(engines, folder, **straight)
+    session.check_one(prompt)
+    session.settle()
+    assert (session.metric(STRAIGHT), session.metric(FAILED_READS)) == (0, pages)
 
 
 @pytest.mark.timeout(600)

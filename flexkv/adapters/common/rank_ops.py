@@ -287,9 +287,8 @@ class RankOps:
             torn = np.fromiter(op.torn, dtype=np.int32)
             failed = np.union1d(result.failed, torn).astype(np.int32)
             status = OpStatus.FAILED if result.status is OpStatus.OK else result.status
-            result = OpResult(
-                result.op_id, status, failed, result.reason or "the engine reused the block too soon"
-            )
+            reason = result.reason or "the engine reused the block too soon"
+            result = OpResult(result.op_id, status, failed, reason, result.digests)
         self.reports.add(result, op.step, op.load)
         self._count(op, result)
         job = op.load

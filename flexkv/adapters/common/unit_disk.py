@@ -14,7 +14,7 @@ from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, Straight
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig
-from flexkv.errors import GeometryError
+from flexkv.errors import ConfigError, GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
 from flexkv.storage.folder import unit_folder
@@ -70,11 +70,32 @@ def when_straight(config: FlexKVConfig, may_stream: bool, said: Sequence[RankFac
     return Straight.WHERE_FASTER if all(rank.gpudirect for rank in said) else Straight.NEVER
 
 
+def stores_straight(config: FlexKVConfig, straight: Straight) -> bool:
+    """Whether stores go to the disks without a page of host memory: `disk.gds_stores` as this engine can have it.
+
+    Raises:
+        ConfigError: it is set beside a setting that it does not work with.
+    """
+    disk = config.disk
+    if not disk.gds_stores or not disk.folders:
+        return False
+    needed = (("disk.gds", disk.gds, "on"), ("disk.mode", disk.mode, "through"))
+    for key, value, allowed in (*needed, ("store.mode", config.store.mode, "eager")):
+        if value != allowed:
+            raise ConfigError(f"disk.gds_stores with {key}={value!r}: allowed is {allowed!r}")
+    if straight is Straight.NEVER:
+        logger.warning("disk.gds_stores is off here: %s", PROMISES_NEED)
+    return straight is not Straight.NEVER
+
+
 def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Straight.NEVER) -> DiskLimits:
     """The bounds of the unit's traffic with its disks.
 
     Args:
         may_stream: the engine computes what a load did not bring, and does not stand still while a load waits.
+
+    Raises:
+        ConfigError: see `stores_straight`.
     """
     disk = config.disk
     if disk.stream and disk.folders and not may_stream:
@@ -90,6 +111,7 @@ def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Str
         stream=disk.stream and may_stream,
         ttl_s=disk.ttl_s,
         straight=straight,
+        straight_stores=stores_straight(config, straight),
     )
 
 
@@ -139,6 +161,7 @@ def open_tier(
         io=disk.io,
         depth=disk.depth,
         stuck_s=disk.stuck_s,
+        sealed_apart=disk.gds_stores,
     )
     return DiskUnit.open(_folders(config), identity, [group], options)
 
@@ -247,7 +270,8 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
-        counters.add("flexkv_disk_straight_pages_total", new["straight"])
+        counters.add("flexkv_disk_straight_pages_total", new["straight"], direction="read")
+        counters.add("flexkv_disk_straight_pages_total", new["straight_written"], direction="write")
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries

@@ -38,7 +38,7 @@ def make_straight(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def straight(engine: MiniEngine) -> float:
-    return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get("", 0)
+    return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get("read", 0)
 
 
 def read(engine: MiniEngine) -> float:

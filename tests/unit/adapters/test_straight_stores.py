@@ -1,0 +1,169 @@
+"""Stores from the engine's pool straight to real slabs, under the connector's two sides, with POSIX calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapters.vllm.scheduler import Use
+from flexkv.errors import ConfigError
+from flexkv.transfer.graph import OpKind
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.test_disk_stream import PROMPT, SLAB_BYTES
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+
+
+@pytest.fixture
+def make_straight(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines that store straight to the test's folder; each ends the one before."""
+    engines: list[MiniEngine] = []
+
+    def make(**settings: object) -> MiniEngine:
+        if engines:
+            engines.pop().close()
+        fixed = {
+            "disk.folders": str(tmp_path),
+            "disk.bytes_per_folder": SLAB_BYTES,
+            "disk.gds": "on",
+            "disk.gds_stores": True,
+            "use": Use(recomputes=True),
+        }
+        engines.append(make_engine(**fixed | settings))
+        return engines[-1]
+
+    return make
+
+
+def straight(engine: MiniEngine, direction: str) -> float:
+    return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get(direction, 0)
+
+
+def on_disk(engine: MiniEngine) -> int:
+    return len(engine.side.unit.manager.disk.index)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
+def test_every_rank_stores_its_own_stripe(
+    make_straight: Make, ranks: int, remote: bool, latent: bool, staged: bool
+) -> None:
+    settings = {"ranks": ranks, "remote": remote, "latent": latent, "gds.use_staged_transfer": staged}
+    engine = make_straight(**settings)
+    engine.run(make_request(PROMPT, "one"))
+    assert straight(engine, "write") == 5
+    assert engine.side.unit.manager.cached_blocks() == 0, "nothing is in host memory"
+    engine.side.unit.manager.check_integrity()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    # Also by the next process, and by one that reads through host memory.
+    engine = make_straight(**settings)
+    assert engine.run(make_request(PROMPT, "three")) == 20
+    assert straight(engine, "read") == 5
+    engine = make_straight(**settings, **{"disk.gds_stores": False, "disk.gds": "off"})
+    assert engine.run(make_request(PROMPT, "four")) == 20
+    assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
+    assert engine.invalid == set()
+
+
+def test_a_page_is_there_when_it_is_sealed_and_not_before(
+    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_straight()
+    driver = engine.side.unit.disk._driver
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    assert on_disk(engine) == 5, "its places are taken"
+    assert engine.side.unit.manager.disk.index.reach(0, engine.keys_of(make_request(PROMPT, "x"))) == 0
+    monkeypatch.undo()
+    engine.drain()
+    assert engine.side.unit.manager.disk.index.reach(0, engine.keys_of(make_request(PROMPT, "x"))) == 5
+
+
+def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
+    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_straight()
+    monkeypatch.setattr(engine.side.unit.disk._driver._plane, "submit", lambda graph: None)
+    engine.run(make_request(PROMPT, "one"))
+    assert on_disk(engine) == 0
+    engine.side.unit.manager.check_integrity()
+    monkeypatch.undo()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 0
+    assert on_disk(engine) == 5
+
+
+def test_new_weights_between_stripes_and_seal(make_straight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_straight()
+    driver = engine.side.unit.disk._driver
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    monkeypatch.setattr(driver, "pump", lambda: None)
+    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.side.reset()
+    monkeypatch.undo()
+    engine.finish("one")
+    engine.drain()
+    engine.side.unit.manager.check_integrity()
+    engine.forget()
+    assert engine.side.unit.manager.disk.index.reach(0, engine.keys_of(make_request(PROMPT, "x"))) == 0
+
+
+def test_a_store_that_was_barred_is_not_sealed(make_straight: Make) -> None:
+    engine = make_straight()
+    tell = engine.hold_reports()
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    assert engine.side.unit.manager.discard_from("one", 2) == 3
+    tell()
+    engine.finish("one")
+    engine.drain()
+    engine.side.unit.manager.check_integrity()
+    assert on_disk(engine) == 2
+
+
+def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_straight: Make, tmp_path: Path) -> None:
+    """A place is written that the file does not have any more: the write makes it longer, its seal is no page less."""
+    engine = make_straight()
+    engine.run(make_request(PROMPT, "one"))
+    (row,) = engine.side.unit.slabs.disks[0]
+    with open(row.path, "r+b") as slab:
+        slab.truncate(row.header_bytes)
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
+    assert len(engine.invalid) == 5
+
+
+@pytest.mark.parametrize("settings", [{"disk.gds": "auto"}, {"disk.mode": "evict"}, {"store.mode": "lazy"}])
+def test_settings_that_do_not_go_together(make_straight: Make, settings: dict[str, str]) -> None:
+    ((key, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"disk.gds_stores with {key}='{value}'"):
+        make_straight(**settings)
+
+
+def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_straight: Make) -> None:
+    engine = make_straight(use=Use())
+    engine.run(make_request(PROMPT, "one"))
+    assert engine.side.unit.manager.cached_blocks() == 5
+    assert straight(engine, "write") == 0
+
+
+def test_only_gds_writes_are_ordered(make_straight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_straight()
+    kinds: list[OpKind] = []
+    submit = engine.workers[0]._ops.engine.submit
+
+    def noted(graph):  # type: ignore[no-untyped-def]
+        kinds.extend(op.kind for op in graph.ops)
+        return submit(graph)
+
+    monkeypatch.setattr(engine.workers[0]._ops.engine, "submit", noted)
+    engine.run(make_request(PROMPT, "one"))
+    assert set(kinds) == {OpKind.GDS_WRITE}
