@@ -1,7 +1,8 @@
 """A process that uses a disk tier at random and says, before and after, what it did: for tests that end it.
 
-Arguments: `serve`, or folder, marks file, seed, steps, and `normal`, or one of two faults that the tests must find:
-`no-sync` leaves out the data's fdatasync, `index-first` makes the index durable, and says so, before the data.
+Arguments: `serve`, or folder (of the tier, or of folders `disk*` that the tier is striped over), marks file, seed,
+steps, and `normal`, or one of two faults that the tests must find: `no-sync` leaves out the data's fdatasync,
+`index-first` makes the index durable, and says so, before the data.
 """
 
 from __future__ import annotations
@@ -45,11 +46,20 @@ def break_order(how: str) -> None:
         assert how == "normal", how
 
 
-class Child:
-    """Keeps what a control plane would: which block lies where."""
+def disks_of(folder: Path) -> list[Path]:
+    """What a tier is striped over: the folders `disk*` in `folder`, or itself."""
+    return sorted(folder.glob("disk*")) or [folder]
 
-    def __init__(self, folder: Path, marks: Path, seed: int) -> None:
-        self.folder, self.rng = folder, random.Random(seed)
+
+class Child:
+    """Keeps what a control plane would: which block lies where.
+
+    Args:
+        ios: ways of I/O; each opening takes one of them.
+    """
+
+    def __init__(self, folder: Path, marks: Path, seed: int, ios: Sequence[str]) -> None:
+        self.folder, self.rng, self.ios = folder, random.Random(seed), ios
         self._marks = os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.held: dict[int, tuple[int, int]] = {}
         self.open()
@@ -59,11 +69,11 @@ class Child:
 
     def open(self) -> None:
         self.world = DiskWorld(
-            [self.folder],
+            disks_of(self.folder),
             GROUP,
             SLOTS,
             host_slots=16,
-            io="threads",
+            io=self.rng.choice(self.ios),
             depth=self.rng.choice([1, 4, 16]),
             preallocate=self.rng.random() < 0.5,
         )
@@ -152,7 +162,7 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                live([folder, marks, seed, str(10**9), "normal"])
+                live([folder, marks, seed, str(10**9), "normal"], ("auto", "threads"))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -162,11 +172,11 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def live(arguments: Sequence[str]) -> None:
-    """One life, as the arguments say."""
+def live(arguments: Sequence[str], ios: Sequence[str] = ("threads",)) -> None:
+    """One life, as the arguments say. Only threads' calls can be recorded: io_uring's are none."""
     folder, marks, seed, steps, how = arguments
     break_order(how)
-    child = Child(Path(folder), Path(marks), int(seed))
+    child = Child(Path(folder), Path(marks), int(seed), ios)
     for _ in range(int(steps)):
         child.step()
     assert child.world.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flexkv.storage.base import DiskGroup
+from tests.faults.disk_child import disks_of
 from tests.unit.storage.disk_world import DiskWorld
 
 
@@ -54,7 +55,7 @@ class Promises:
 
 def broken_promises(promises: Promises, folder: Path, group: DiskGroup, slots: int) -> list[str]:
     """Opens `folder` as the product does and reads every page; what is not as promised. Wrong bytes raise."""
-    world = DiskWorld([folder], group, slots, host_slots=16, io="threads", depth=4, preallocate=False)
+    world = DiskWorld(disks_of(folder), group, slots, host_slots=16, io="threads", depth=4, preallocate=False)
     try:
         broken = []
         unit = world.unit

@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 
 from flexkv.storage.fsck import check_folder, unit_folders
-from tests.faults.disk_child import GROUP, SLOTS
+from tests.faults.disk_child import GROUP, SLOTS, disks_of
 from tests.faults.promises import Promises, broken_promises
 from tests.soak import soak_factor
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
-FOLDERS = 2
-"""At the same time; KILLS are those of all together."""
+DISKS = (1, 3)
+"""Of each of the folders that are used at the same time; KILLS are those of all together."""
+FOLDERS = len(DISKS)
 CHECK_EVERY = 4
 """Lives between two full checks by this process; each life begins with what the one before it left anyway."""
 LIFE_S = 120.0
@@ -34,10 +35,12 @@ LIFE_S = 120.0
 class Lives:
     """Processes that use one folder, one after the other; each ends by SIGKILL."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disks: int) -> None:
         self.said = folder / "said"
         self.disk = folder / "disk"
         self.disk.mkdir()
+        for number in range(disks if disks > 1 else 0):
+            (self.disk / f"disk{number}").mkdir()
         self.errors = folder / "errors"
         self.said.touch()
         with open(self.errors, "wb") as errors:
@@ -88,10 +91,10 @@ class Lives:
 def folders(tmp_path: Path) -> Iterator[list[Lives]]:
     with contextlib.ExitStack() as stack:
         made = []
-        for number in range(FOLDERS):
-            folder = tmp_path / str(number)
+        for disks in DISKS:
+            folder = tmp_path / str(disks)
             folder.mkdir()
-            made.append(Lives(folder))
+            made.append(Lives(folder, disks))
             stack.callback(made[-1].close)
         yield made
 
@@ -122,6 +125,7 @@ def test_what_was_durable_is_served_after_every_kill(folders: list[Lives]) -> No
     assert sum(served) > KILLS // CHECK_EVERY
     for lives in folders:
         # No space leaks: one slab of the size it was given, and no file that nobody counts.
-        (unit,) = unit_folders(lives.disk)
-        assert {path.name for path in unit.iterdir()} <= {"lock", "group0.slab", "index.sqlite", "epoch"}
-        assert check_folder(unit).slabs[0].slots == SLOTS
+        for disk in disks_of(lives.disk):
+            (unit,) = unit_folders(disk)
+            assert {path.name for path in unit.iterdir()} <= {"lock", "group0.slab", "index.sqlite", "epoch"}
+            assert check_folder(unit).slabs[0].slots == SLOTS

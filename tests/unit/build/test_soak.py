@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 STRETCHED = (
     "unit/cache/test_simulation.py::test_no_rule_is_broken",
+    "unit/cache/test_disk_simulation.py::test_no_rule_is_broken",
     "native/test_native.py::test_native",
     "sanitizers/test_native_sanitizers.py::test_native_tests_are_clean",
     "engines/test_pressure.py::test_preempted_requests_resume_right",

@@ -11,6 +11,7 @@ from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import Simulation, SimulationConfig
+from tests.soak import soak_rounds
 from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_STRAIGHT_LOADS, BROKEN_STREAMS
 from tests.unit.cache.broken_managers import caught_by
 
@@ -35,11 +36,12 @@ def config(seed: int, groups: str, mode: DiskMode, steps: int = STEPS) -> Simula
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.soak
+@soak_rounds(2)
 @pytest.mark.parametrize("mode", DiskMode)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_no_rule_is_broken(groups: str, mode: DiskMode, seed: int) -> None:
-    report = Simulation(config(seed, groups, mode)).run()
+def test_no_rule_is_broken(groups: str, mode: DiskMode, soak_round: int) -> None:
+    report = Simulation(config(soak_round, groups, mode)).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
     assert report.disk.written > 10

@@ -1,0 +1,81 @@
+"""c_ext.pyi names what the native core has: each function, class and member, with its parameters."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from flexkv import c_ext
+
+STUB = ast.parse(Path(inspect.getfile(c_ext)).with_name("c_ext.pyi").read_text())
+# Written for type checkers alone.
+TYPES_ONLY = ("TypedDict", "Protocol")
+# What pybind11 and Python give to every class.
+OF_EVERY_CLASS = set(dir(object)) | {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
+
+
+def functions(body: list[ast.stmt]) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def names(body: list[ast.stmt]) -> set[str]:
+    found = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            if not any(isinstance(base, ast.Name) and base.id in TYPES_ONLY for base in node.bases):
+                found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+CLASSES = {
+    node.name: node
+    for node in STUB.body
+    if isinstance(node, ast.ClassDef) and inspect.isclass(getattr(c_ext, node.name, None))
+}
+
+
+def test_no_name_is_missing_or_left_over() -> None:
+    native = {name for name in dir(c_ext) if not name.startswith("_")}
+    stub = {name for name in names(STUB.body) if not name.startswith("_")}
+    assert stub == native
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_members(name: str) -> None:
+    native = set(vars(getattr(c_ext, name))) - OF_EVERY_CLASS
+    stub = names(CLASSES[name].body)
+    assert {member for member in native if not member.startswith("_")} == {
+        member for member in stub if not member.startswith("_")
+    }
+
+
+def parameters(native: object) -> list[str] | None:
+    """Names of the parameters that pybind11 writes into the first line of its doc; None for an overloaded one."""
+    first, _, rest = (getattr(native, "__doc__", "") or "").partition("\n")
+    match = re.match(r"^\w+\((.*)\) -> ", first)
+    if match is None or "Overloaded" in rest:
+        return None
+    found = re.findall(
+        r"(?:^|, )(\*?\*?\w+)(?=:|,|$)", re.sub(r"\[[^\[\]]*(\[[^\[\]]*\])*[^\[\]]*\]", "", match[1])
+    )
+    return [name for name in found if not name.startswith("*")]
+
+
+def test_parameters_are_those_of_the_core() -> None:
+    seen = 0
+    for node in functions(STUB.body).values():
+        given = parameters(getattr(c_ext, node.name))
+        if given is None or any(name.startswith("arg") for name in given):
+            continue
+        seen += 1
+        stub = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        assert given == stub, node.name
+    assert seen > 10
