@@ -288,9 +288,11 @@ class TransferEngine:
         ],
         edges: Sequence[tuple[int, int, int]],
         stream: int | None = None,
+        gated: bool = False,
     ) -> int | None:
         """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads.
         edges: before, after, kind."""
+    def open_layers(self, tickets: Sequence[int], layers: int, stream: int | None = None) -> None: ...
     def poll(
         self, max_results: int
     ) -> list[tuple[int, int, int, NDArray[np.int32], str, NDArray[np.uint64]]]:

@@ -127,8 +127,9 @@ py::str to_text(const std::string& text) {
 }
 
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
-                              std::optional<StreamId> stream) {
+                              std::optional<StreamId> stream, bool gated) {
   GraphSpec graph = to_graph(ops, edges);
+  graph.gated = gated;
   const py::gil_scoped_release release;
   return engine.submit(std::move(graph), stream);
 }
@@ -255,7 +256,10 @@ void bind_transfer(py::module_& m) {
       .def("detach_view", &TransferEngine::detach_view, py::arg("group"),
            py::call_guard<py::gil_scoped_release>())
       .def("released_views", &TransferEngine::released_views, py::call_guard<py::gil_scoped_release>())
-      .def("submit", &submit, py::arg("ops"), py::arg("edges"), py::arg("stream") = py::none())
+      .def("submit", &submit, py::arg("ops"), py::arg("edges"), py::arg("stream") = py::none(),
+           py::arg("gated") = false)
+      .def("open_layers", &TransferEngine::open_layers, py::arg("tickets"), py::arg("layers"),
+           py::arg("stream") = py::none(), py::call_guard<py::gil_scoped_release>())
       .def("poll", &poll, py::arg("max_results"))
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
       .def(

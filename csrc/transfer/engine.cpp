@@ -187,6 +187,19 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   return answer;
 }
 
+void TransferEngine::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
+                                 std::optional<StreamId> stream) {
+  require_home("open_layers");
+  Lane* lane = lane_of(OpKind::kD2H);
+  if (lane == nullptr) throw ContractError("open_layers: this engine has no lane for D2H");
+  if (lane->needs_stream() != stream.has_value()) {
+    throw ContractError(std::string("open_layers: lane ") + lane->name() +
+                        (stream ? " has no streams, but one was given"
+                                : " copies after the engine's stream, and none was given"));
+  }
+  scheduler_->open_layers(tickets, layers, stream ? lane->record(*stream) : nullptr);
+}
+
 int64_t TransferEngine::cancel(int64_t ticket) {
   require_home("cancel");
   return scheduler_->cancel(ticket);
@@ -280,6 +293,15 @@ void TransferEngine::check_edges(const GraphSpec& graph) const {
   }
 }
 
+void TransferEngine::check_gate(const GraphSpec& graph) const {
+  for (size_t i = 0; graph.gated && i < graph.ops.size(); ++i) {
+    const OpSpec& op = graph.ops[i];
+    if (op.kind == OpKind::kD2H && op.layerwise) continue;
+    throw ContractError(place(op, i) + ": a " + (op.layerwise ? "layerwise " : "") + to_string(op.kind) +
+                        " in a gated graph, which takes layerwise D2H only");
+  }
+}
+
 void TransferEngine::start_lanes(const GraphSpec& graph) {
   KindSet used = 0;
   for (const OpSpec& op : graph.ops) used |= kind_bit(op.kind);
@@ -331,7 +353,8 @@ void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream
                           (stream ? " has no streams, but one was given"
                                   : " copies after the engine's stream, and none was given"));
     }
-    if (stream && graph.fence == nullptr) graph.fence = lane->record(*stream);
+    // What a gated graph reads is not even enqueued: its fences come with its layers.
+    if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
 }
 
@@ -354,6 +377,7 @@ std::optional<int64_t> TransferEngine::submit(GraphSpec graph, std::optional<Str
     sizes.push_back(check_op(graph.ops[i], i, views[i].get()));
   }
   check_edges(graph);
+  check_gate(graph);
   start_lanes(graph);
   make_fence(graph, stream);
   return scheduler_->submit(std::move(graph), views, sizes);

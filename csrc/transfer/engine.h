@@ -56,7 +56,8 @@ class TransferEngine {
   // before anything is queued: BlockRangeError (block or slot), ContractError (group, kind, edges, lengths, a
   // target that is named twice in one op), ClosedError.
   // `stream` is the engine's, for lanes that need one (ContractError if it is missing, or given to one that
-  // has none): copies start after what it was given until now.
+  // has none): copies start after what it was given until now; those of a gated graph after what it was given
+  // when open_layers() named the layer.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   std::vector<OpResult> poll(size_t max_results);
   int event_fd() const { return scheduler_->event_fd(); }
@@ -65,6 +66,11 @@ class TransferEngine {
   // Returns when the layer's copies are enqueued, not when they have ended, and makes `stream` wait for them;
   // if pages failed, it names them and adds no wait. ContractError for a lane without streams.
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
+  // Layers [0, layers) of these gated graphs were written by what `stream` (for lanes that need one) was
+  // given until now, and may be copied. Idempotent. Throws ContractError for a ticket that was never given,
+  // and as submit does for the stream.
+  void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
+                   std::optional<StreamId> stream = std::nullopt);
   int64_t cancel(int64_t ticket);
   std::vector<LaneState> lanes() const;
 
@@ -75,6 +81,7 @@ class TransferEngine {
  private:
   PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
   void check_edges(const GraphSpec& graph) const;
+  void check_gate(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
   void make_fence(GraphSpec& graph, std::optional<StreamId> stream) const;
   Lane* lane_of(OpKind kind) const;

@@ -30,7 +30,8 @@ class Piece {
   int32_t layer_lo() const { return layer_lo_; }
   int32_t layer_hi() const { return layer_hi_; }
   PageMove page(size_t index) const;
-  // What the engine's stream had been given at submit; null where the graph has no fence.
+  // What the engine's stream had been given at submit, or when the layer of a gated graph was opened; null
+  // where there is no fence.
   const std::shared_ptr<StreamEvent>& fence() const;
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 

@@ -98,6 +98,8 @@ struct GraphSpec {
   std::vector<EdgeSpec> edges;
   // What the engine's stream had been given when the graph was submitted: a device lane starts after it.
   std::shared_ptr<StreamEvent> fence = nullptr;
+  // Stores whose layers are not written yet: of each layer no byte is read before open_layers() has named it.
+  bool gated = false;
 };
 
 // The terminal result of one op.

@@ -29,6 +29,7 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
   left_.assign(stages, pages());
   unissued_ = left_;
   issued_here_.resize(states_.size());
+  open_stages_ = static_cast<int32_t>(stages);
   stage_events.resize(stages);
 }
 
@@ -53,10 +54,36 @@ void OpState::mark_issued(int32_t page) {
 
 bool OpState::stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
 
+void OpState::gate() {
+  open_stages_ = 0;
+  at_gate_.resize(static_cast<size_t>(stages()));
+  stage_fences_.resize(static_cast<size_t>(stages()));
+}
+
+void OpState::open(int32_t layers, const std::shared_ptr<StreamEvent>& fence) {
+  while (open_stages_ < stages() && layers_of(open_stages_).second <= layers) {
+    const auto stage = static_cast<size_t>(open_stages_++);
+    stage_fences_[stage] = fence;
+    for (const int32_t page : at_gate_[stage]) {
+      if (state(page) == PageState::kWaiting) make_ready(page);
+    }
+    at_gate_[stage].clear();
+  }
+}
+
+const std::shared_ptr<StreamEvent>& OpState::fence_of(int32_t stage) const {
+  return stage_fences_.empty() ? fence : stage_fences_[static_cast<size_t>(stage)];
+}
+
 void OpState::make_ready(int32_t page) {
   const auto at = static_cast<size_t>(page);
-  states_[at] = PageState::kReady;
   const int32_t stage = stage_.empty() ? 0 : stage_[at];
+  if (stage >= open_stages_) {
+    states_[at] = PageState::kWaiting;
+    at_gate_[static_cast<size_t>(stage)].push_back(page);
+    return;
+  }
+  states_[at] = PageState::kReady;
   ready_[static_cast<size_t>(stage)].pages.push_back(page);
   lowest_ready_ = ready_pages_ == 0 ? stage : std::min(lowest_ready_, stage);
   ++ready_pages_;

@@ -57,7 +57,15 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // Whether every page has passed (or will never pass) this stage.
   bool stage_done(int32_t stage) const;
 
-  // kWaiting -> kReady.
+  // From now on only open stages are moved: none before open(). Before any page is ready.
+  void gate();
+  // Opens the stages of layers [0, layers); those that were not open are copied after `fence`, if there is
+  // one.
+  void open(int32_t layers, const std::shared_ptr<StreamEvent>& fence);
+  // What a copy of this stage must come after; may be null.
+  const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const;
+
+  // kWaiting -> kReady, or when the page's stage is opened.
   void make_ready(int32_t page);
   // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition:
   // has_ready().
@@ -110,12 +118,15 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int32_t layers_ = 0;
   std::vector<int32_t> starts_;  // first layer of each stage
   std::vector<PageState> states_;
-  std::vector<int32_t> stage_;     // a page, only when there are several stages
-  std::vector<ReadyList> ready_;   // a stage
-  std::vector<int32_t> left_;      // a stage: pages that have not passed it
-  std::vector<int32_t> unissued_;  // a stage: pages that are not on their way through it
-  std::vector<bool> issued_here_;  // a page: is on its way through its current stage
-  int32_t lowest_ready_ = 0;       // no stage below has a ready page
+  std::vector<int32_t> stage_;                 // a page, only when there are several stages
+  std::vector<ReadyList> ready_;               // a stage
+  std::vector<int32_t> left_;                  // a stage: pages that have not passed it
+  std::vector<int32_t> unissued_;              // a stage: pages that are not on their way through it
+  std::vector<bool> issued_here_;              // a page: is on its way through its current stage
+  int32_t open_stages_ = 0;                    // the stages before it may move
+  std::vector<std::vector<int32_t>> at_gate_;  // a stage of a gated op: pages that wait for it to be opened
+  std::vector<std::shared_ptr<StreamEvent>> stage_fences_;  // a stage of a gated op
+  int32_t lowest_ready_ = 0;                                // no stage below has a ready page
   int32_t ready_pages_ = 0;
   int32_t moving_pages_ = 0;
   int32_t open_pages_ = 0;

@@ -63,6 +63,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     auto& op = graph.ops.emplace_back(
         std::make_shared<OpState>(std::move(spec.ops[i]), ticket, next_sequence_++, views[i], sizes[i]));
     op->fence = spec.fence;
+    if (spec.gated) op->gate();
     KindQueue& queue = queue_of(*op);
     ++queue.places[static_cast<size_t>(op->spec().priority)];
     queue.open.emplace(op->sequence(), op.get());
@@ -326,6 +327,21 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     }
   }
   return answer;
+}
+
+void Scheduler::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
+                            const std::shared_ptr<StreamEvent>& fence) {
+  const std::lock_guard lock(mutex_);
+  for (const int64_t ticket : tickets) require_given(ticket, "open_layers");
+  for (const int64_t ticket : tickets) {
+    const auto found = graphs_.find(ticket);
+    if (found == graphs_.end()) continue;
+    for (const auto& op : found->second.ops) {
+      if (op->ended) continue;
+      op->open(layers, fence);
+      update_runnable(*op);
+    }
+  }
 }
 
 int64_t Scheduler::cancel(int64_t ticket) {

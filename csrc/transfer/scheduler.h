@@ -73,6 +73,10 @@ class Scheduler : public WorkSource {
   bool wait(int64_t ticket, double deadline_s);
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
+  // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
+  // graphs that have ended, and for layers that are open.
+  void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
+                   const std::shared_ptr<StreamEvent>& fence);
   // Drops what no lane has taken. Returns how many pages that were.
   int64_t cancel(int64_t ticket);
 

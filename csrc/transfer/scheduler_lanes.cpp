@@ -49,7 +49,7 @@ PageSizes Lane::check(const OpSpec& op) const {
   throw ContractError(std::string("lane ") + name() + " needs a view for " + to_string(op.kind));
 }
 
-const std::shared_ptr<StreamEvent>& Piece::fence() const { return op_->fence; }
+const std::shared_ptr<StreamEvent>& Piece::fence() const { return op_->fence_of(stage_); }
 
 void Scheduler::add_lane(std::shared_ptr<Lane> lane) {
   const std::lock_guard lock(mutex_);

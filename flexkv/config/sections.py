@@ -144,9 +144,10 @@ class HostConfig(Section):
 class StoreConfig(Section):
     """What is stored, and when."""
 
-    mode: Literal["eager", "lazy"] = Field(
+    mode: Literal["eager", "lazy", "layerwise"] = Field(
         "eager",
-        description="`eager` stores a block as soon as its KV is certain; `lazy` stores what the engine is about to "
+        description="`eager` stores a block as soon as its KV is certain; `layerwise` too, but each layer while the "
+        "forward computes the next (vLLM only; elsewhere as `eager`); `lazy` stores what the engine is about to "
         "evict, which moves fewer bytes and loses what is in the engine when it stops.",
     )
     tokens: Literal["all", "prompt"] = Field(
@@ -179,6 +180,12 @@ class LoadConfig(Section):
         description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, "
         "before its forward, and `layerwise` during it: each layer is waited for when the forward comes to it. These "
         "two have the lowest latency with one request at a time.",
+    )
+    layer_hooks: Literal["auto", "trust"] = Field(
+        "auto",
+        description="With `load.mode` `layerwise` in TensorRT-LLM: `auto` lets a forward start before its loads have "
+        "ended where the engine's arguments say that every forward calls the hooks of its layers; `trust` does so "
+        "anyway, and a forward that does not call them ends with an error.",
     )
     deadline_s: Seconds = Field(
         30.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -63,7 +64,7 @@ class DataPlane(ABC):
     """Runs transfer graphs. Every method may be called from any thread; only the waits block, each with a deadline."""
 
     @abstractmethod
-    def submit(self, graph: TransferGraph, stream: int | None = None) -> Ticket | None:
+    def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
         """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
 
         A queue place is held from here until the op's result has been polled.
@@ -72,13 +73,29 @@ class DataPlane(ABC):
             stream: the engine's device stream (`cudaStream_t` as an integer; 0 is torch's default), where the engine's
                 pool lies on a device. Copies start after what it was given until now: a store sees what was written, a
                 load overwrites nothing that is still to be read.
+            gated: a store of blocks that are not written yet, of layerwise D2H ops only: each layer is copied once
+                `open_layers` has named it. Until then the graph keeps its places; `cancel` ends it too.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
             ContractError: unknown group, a kind without a lane, an edge that does not lead forward, other counts of
                 blocks and slots, arrays that are not int32 C-contiguous, an op id in flight, a block that two pages
-                of a load are to fill or a slot that two of a store are. Nothing was queued.
+                of a load are to fill or a slot that two of a store are, another op than a layerwise D2H in a gated
+                graph. Nothing was queued.
             ClosedError: the engine or the pool was closed, or this is a forked child of its process.
+        """
+
+    @abstractmethod
+    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
+        """Layers 0 to `layers` - 1 of these gated graphs have been written and may be copied. Never blocks.
+
+        Saying so again, or of a graph that has ended, does nothing.
+
+        Args:
+            stream: as for `submit`: what it was given until now has written them.
+
+        Raises:
+            ContractError: a ticket was never given. No layer was opened.
         """
 
     @abstractmethod

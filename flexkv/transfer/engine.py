@@ -151,7 +151,7 @@ class TransferEngine(DataPlane):
         for number in self._native.released_views():
             self._detached.pop(number, None)
 
-    def submit(self, graph: TransferGraph, stream: int | None = None) -> Ticket | None:
+    def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
         ops = [
             (
                 op.op_id,
@@ -169,10 +169,16 @@ class TransferEngine(DataPlane):
             for op in graph.ops
         ]
         edges = [(edge.before, edge.after, edge.kind) for edge in graph.edges]
-        if stream is None and self._current_stream is not None:
-            stream = self._current_stream()
-        ticket = self._native.submit(ops, edges, stream)
+        ticket = self._native.submit(ops, edges, self._stream_or_current(stream), gated)
         return None if ticket is None else Ticket(ticket)
+
+    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
+        self._native.open_layers(tickets, layers, self._stream_or_current(stream))
+
+    def _stream_or_current(self, stream: int | None) -> int | None:
+        if stream is None and self._current_stream is not None:
+            return self._current_stream()
+        return stream
 
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         if max_results < 1:

@@ -193,6 +193,11 @@ class TransferGraph:
         """The same graph with every op moved layer by layer."""
         return TransferGraph(tuple(replace(op, layerwise=True) for op in self.ops), self.edges)
 
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether all its ops are moved layer by layer."""
+        return all(op.layerwise for op in self.ops)
+
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return TransferGraph, (self.ops, self.edges)
 

@@ -69,7 +69,28 @@ def pool(llm: Any) -> dict[str, Any]:
     return {"total": blocks.num_gpu_blocks, "free": free, "held": blocks.num_gpu_blocks - 1 - free}
 
 
+def compare_pages(llm: Any) -> dict[str, Any]:
+    """Of the blocks that the engine's prefix cache names, how many there are and how many no page in host memory holds
+    byte for byte."""
+    import numpy as np
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from flexkv import c_ext
+
+    view = get_kv_transfer_group().worker.view
+    unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
+    stripe, size = unit.places[0].stripe, view.stripe_bytes
+    pages = {unit.pool.slot(slot)[stripe : stripe + size].tobytes() for slot in range(unit.pool.ready_slots)}
+    missing, named = 0, [block.block_id for block in _block_pool(llm).blocks if block.block_hash is not None]
+    for block in named:
+        here = np.empty(size, np.uint8)
+        c_ext.gather(view, block, here)
+        missing += here.tobytes() not in pages
+    return {"blocks": len(named), "missing": missing}
+
+
 OPERATIONS: dict[str, Operation] = {
+    "compare_pages": compare_pages,
     "scribble": scribble,
     "spoil_cached": spoil_cached,
     "shuffle": shuffle,

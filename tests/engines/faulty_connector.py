@@ -18,6 +18,8 @@ from flexkv.transfer.graph import OpKind
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
+    from flexkv.adapters.vllm.metadata import ConnectorMetadata
+
 RULES_VARIABLE = "FAULT_RULES"
 ACTIONS = {"fail": 0, "delay": 1, "stall": 2, "corrupt": 3}
 KINDS = {"load": OpKind.H2D, "store": OpKind.D2H}
@@ -72,3 +74,20 @@ class ImpatientConnector(FaultyConnector):
     """Lets the forward read layers that have not come: the control of the tests of layerwise loads."""
 
     worker_class = ImpatientWorker
+
+
+class HastyWorker(FaultyWorker):
+    """Copies a step's layers before the forward has written them."""
+
+    def before_forward(self, orders: ConnectorMetadata) -> None:
+        super().before_forward(orders)
+        self._layer_stores.finish()
+        for op in (op for graph in orders.stores for op in graph.ops):
+            if (mine := self._ops._ops.get(op.op_id)) is not None:
+                self._ops.engine.wait(mine.ticket, 10.0)
+
+
+class HastyConnector(FaultyConnector):
+    """The control of the tests of stores by layer."""
+
+    worker_class = HastyWorker

@@ -99,8 +99,8 @@ def test_damaged_pages_are_found_layer_by_layer(engines: Engines, stream: int) -
 
 
 def test_two_ranks(engines: Engines, stream: int) -> None:
-    """Each in a process of its own."""
-    session = engines.get(connector(**LAYERWISE), TWO_RANKS, tensor_parallel_size=2)
+    """Each in a process of its own, with stores by layer too."""
+    session = engines.get(connector(store__mode="layerwise", **LAYERWISE), TWO_RANKS, tensor_parallel_size=2)
     prompt = Prompt.of(400, stream)
     session.check_one(prompt)
     session.forget()

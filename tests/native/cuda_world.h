@@ -110,9 +110,10 @@ struct CudaWorld {
     return reinterpret_cast<std::byte*>(run_address(view->runs()[static_cast<size_t>(layer)], block));
   }
   void fill(int32_t block, int seed) {
-    for (int32_t layer = 0; layer < shape_.layers; ++layer) {
-      for (int64_t i = 0; i < shape_.run_bytes; ++i) run_of(layer, block)[i] = value(seed, layer, i);
-    }
+    for (int32_t layer = 0; layer < shape_.layers; ++layer) fill_layer(layer, block, seed);
+  }
+  void fill_layer(int32_t layer, int32_t block, int seed) {
+    for (int64_t i = 0; i < shape_.run_bytes; ++i) run_of(layer, block)[i] = value(seed, layer, i);
   }
   bool holds(int32_t block, int seed) const {
     for (int32_t layer = 0; layer < shape_.layers; ++layer) {

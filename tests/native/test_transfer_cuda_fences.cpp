@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "base/error.h"
 #include "cuda_world.h"
 
 using namespace flexkv;
@@ -122,7 +123,41 @@ bool forward_sees_the_layer(bool fenced) {
   return saw;
 }
 
+// Whether a store that is submitted before its forward sees each layer as the forward writes it.
+bool gated_store_sees_every_layer(bool fenced) {
+  auto world = make_world(fenced);
+  world->fill(2, 1);
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {0}, true));
+  graph.gated = true;
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  for (int32_t layer = 0; layer < world->shape_.layers; ++layer) {
+    Gate gate;
+    fake_cuda::enqueue(world->stream, [&] {
+      gate.pass();
+      world->fill_layer(layer, 2, 7);
+    });
+    world->engine->open_layers({*ticket}, layer + 1, world->stream);
+    world->engine->wait(*ticket, kAWhileS);
+    gate.open();
+    fake_cuda::drain(world->stream);
+  }
+  REQUIRE(world->engine->wait(*ticket, CudaWorld::kLongS));
+  return world->slot_holds(0, 7);
+}
+
 }  // namespace
+
+TEST_CASE("cuda fences: a gated store copies each layer after the work that wrote it") {
+  CHECK(gated_store_sees_every_layer(true));
+  CHECK_FALSE(gated_store_sees_every_layer(false));
+}
+
+TEST_CASE("cuda fences: layers of a device are opened with its stream") {
+  auto world = make_world(true);
+  CHECK_THROWS_AS(world->engine->open_layers({}, 1), ContractError);
+}
 
 TEST_CASE("cuda fences: a store copies after the forward that wrote the block") {
   CHECK(store_sees_the_forward(true));

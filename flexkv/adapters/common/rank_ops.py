@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,8 +118,13 @@ class RankOps:
                 ticket, op.kind, op.pages, started_s, self.step, job, load.deadline_s
             )
 
-    def submit_store(self, graph: TransferGraph, urgent: bool = False) -> None:
-        """Starts a store; one that finds no place is dropped and reported so."""
+    def submit_store(self, graph: TransferGraph, urgent: bool = False, gated: bool = False) -> None:
+        """Starts a store; one that finds no place is dropped and reported so.
+
+        Args:
+            urgent: a forward waits for its end.
+            gated: of blocks that a forward is yet to write: no layer is copied before `open_layers` has named it.
+        """
         if not self.stores:
             nothing = np.empty(0, dtype=np.int32)
             for op in graph.ops:
@@ -129,7 +134,7 @@ class RankOps:
             ops = tuple(replace(op, priority=Priority.LOAD) for op in graph.ops)
             graph = TransferGraph(ops, graph.edges)
         started_s = time.monotonic()
-        ticket = self.engine.submit(graph) if self.engine is not None else None
+        ticket = self.engine.submit(graph, gated=gated) if self.engine is not None else None
         for op in graph.ops:
             if ticket is None:
                 self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="busy")
@@ -137,6 +142,12 @@ class RankOps:
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
                 self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step)
+
+    def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
+        """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""
+        tickets = {self._ops[op_id].ticket for op_id in op_ids if op_id in self._ops}
+        if tickets:
+            self.engine.open_layers(sorted(tickets), layers)
 
     def give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""

@@ -49,6 +49,14 @@ LAYERWISE_NEEDS = (
     "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
 )
 
+LAYERWISE_STORES_NEED_ONE_PASS = (
+    "a draft's layers are written in several passes, and the first says that they are whole"
+)
+
+LAYERWISE_STORES_NEED_ONE_BATCH = (
+    "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
+)
+
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
     """Says what a failed load costs, unless vLLM is told to recompute it."""
@@ -72,8 +80,26 @@ def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
     return asked
 
 
-def _with_load_mode(settings: FlexKVConfig, mode: str) -> FlexKVConfig:
-    return settings.model_copy(update={"load": settings.load.model_copy(update={"mode": mode})})
+def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
+    """`store.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked != "layerwise":
+        return asked
+    if vllm_config.speculative_config is not None:
+        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_PASS)
+        return "eager"
+    if vllm_config.parallel_config.use_ubatching:
+        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_BATCH)
+        return "eager"
+    return asked
+
+
+def _with_modes(settings: FlexKVConfig, load: str, store: str) -> FlexKVConfig:
+    return settings.model_copy(
+        update={
+            "load": settings.load.model_copy(update={"mode": load}),
+            "store": settings.store.model_copy(update={"mode": store}),
+        }
+    )
 
 
 class FlexKVConnector(KVConnectorBase_V1):
@@ -114,7 +140,11 @@ class FlexKVConnector(KVConnectorBase_V1):
             return
         warn_of_policy(self._kv_transfer_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
-        settings = _with_load_mode(settings, possible_load_mode(settings.load.mode, vllm_config))
+        settings = _with_modes(
+            settings,
+            possible_load_mode(settings.load.mode, vllm_config),
+            possible_store_mode(settings.store.mode, vllm_config),
+        )
         self.scheduler = SchedulerSide(
             share_of_node(settings, parallel.data_parallel_size_local),
             geometry,
@@ -146,8 +176,9 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A graph of the whole forward would leave out its waits for layers."""
-        return load_config(extra_config).load.mode == "layerwise"
+        """A graph of the whole forward would leave out its waits for layers, and the copies of layers within it."""
+        settings = load_config(extra_config)
+        return "layerwise" in (settings.load.mode, settings.store.mode)
 
     def get_kv_connector_stats(self) -> FlexKVStats | None:
         if self.scheduler is not None:
@@ -208,7 +239,7 @@ class FlexKVConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Stores move whole blocks after the forward."""
+        self._worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker.submit_stores(self._orders)

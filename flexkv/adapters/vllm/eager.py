@@ -22,12 +22,16 @@ class EagerStores(StoreMode):
     Args:
         within_steps: what a step did not store is not stored at the request's end either: nothing tells this connector
             when the engine hands out the blocks again.
+        by_layer: a step's stores are copied layer by layer, while its forward runs.
     """
 
-    def __init__(self, planner: StorePlanner, requests: RequestTable, within_steps: bool) -> None:
+    def __init__(
+        self, planner: StorePlanner, requests: RequestTable, within_steps: bool, by_layer: bool = False
+    ) -> None:
         self._planner = planner
         self._requests = requests
         self._within_steps = within_steps
+        self._by_layer = by_layer
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -36,7 +40,7 @@ class EagerStores(StoreMode):
                 certain = self._planner.certain_after_step(tracker, scheduled)
                 graph = self._planner.plan(tracker, certain, step)
                 if graph is not None:
-                    orders.stores.append(graph)
+                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
 
     def started(self, tracker: RequestTracker) -> None:
         self._planner.mark_stale(tracker)

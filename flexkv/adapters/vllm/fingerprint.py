@@ -76,7 +76,7 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
         raise draft_refusal(str(config.speculative_config.method))
     if settings.store.mode == "lazy":
         raise ConfigError(
-            "keys.scheme=common needs store.mode=eager: lazy stores see vLLM's hash of a block and not its tokens"
+            "keys.scheme=common needs store.mode=eager or layerwise: lazy stores see vLLM's block hashes and no tokens"
         )
     if model.hf_config_path and model.hf_config_path != model.model:
         raise other_config_refusal("hf_config_path", str(model.hf_config_path))

@@ -180,7 +180,9 @@ class SchedulerSide:
         rules = StoreRules(self._geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
         planner = StorePlanner(unit.manager, watch, rules, self.counters, self.events)
         if store.mode != "lazy":
-            return EagerStores(planner, self.requests, self._stores_end_in_step)
+            return EagerStores(
+                planner, self.requests, self._stores_end_in_step, by_layer=store.mode == "layerwise"
+            )
         return LazyStores(
             planner,
             self.requests,

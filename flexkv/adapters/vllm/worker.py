@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
+from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicated, layer_numbers
-from flexkv.adapters.vllm.layer_loads import LayerLoads
+from flexkv.adapters.vllm.layer_stores import LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
@@ -49,6 +50,7 @@ class WorkerSide(RankWorker):
         self.kv_config: KVCacheConfig | None = None
         self._layer_numbers: dict[str, int] = {}
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
+        self._layer_stores = LayerStores(self._ops)
         self._heard_step = 0
         self._step_said = 0
         self._ready_said = -1
@@ -89,7 +91,10 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Takes the pool, submits early stores, and ends copies out of blocks that this step may write."""
+        """Takes the pool, submits early stores, and ends copies out of blocks that this step may write. Then submits
+        the step's stores that go by layer: nothing of them is copied before the forward has written it."""
+        if orders.step > self._ops.step:
+            self._layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         if orders.grant is not None:
             self.take_grant(orders.grant)
@@ -103,6 +108,8 @@ class WorkerSide(RankWorker):
             self._ops.give_up(op_id, "the request ended")
         if orders.reused:
             self._ops.end_before_reuse(orders.reused, REUSE_WAIT_S)
+        if by_layer := [graph for graph in orders.stores if graph.is_layerwise]:
+            self._layer_stores.begin(by_layer, self.view.num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads from its start."""
@@ -122,16 +129,29 @@ class WorkerSide(RankWorker):
         Raises:
             GeometryError: no KV cache was registered for the layer.
         """
+        stream = None if self.device is None else _current_stream(self.device)
+        self._layer_loads.wait(self._layer_number(name), stream)
+
+    def layer_written(self, name: str) -> None:
+        """The forward has written this attention layer's KV: its copies may start.
+
+        Raises:
+            GeometryError: no KV cache was registered for the layer.
+        """
+        self._layer_stores.written(self._layer_number(name))
+
+    def _layer_number(self, name: str) -> int:
         if name not in self._layer_numbers:
             raise GeometryError(f"layer {name!r} is none of {list(self._layer_numbers)[:4]}...")
-        stream = None if self.device is None else _current_stream(self.device)
-        self._layer_loads.wait(self._layer_numbers[name], stream)
+        return self._layer_numbers[name]
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
         """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
         self._layer_loads.finish()
+        self._layer_stores.finish()
         for graph in orders.stores:
-            self._ops.submit_store(graph)
+            if not graph.is_layerwise:
+                self._ops.submit_store(graph)
 
     def finish_stores(self, orders: ConnectorMetadata) -> None:
         """`submit_stores`, and returns when the copies have ended (or are counted as failed)."""

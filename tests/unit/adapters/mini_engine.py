@@ -86,6 +86,8 @@ class MiniEngine:
 
     Attributes:
         sibling_failed: blocks that another connector beside ours failed to load, named in the next report.
+        after_layer: called in the forward with the number of each layer that it has written, where the step's stores
+            go by layer.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class MiniEngine:
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
         self.sibling_failed: set[int] = set()
+        self.after_layer: Callable[[int], None] = lambda layer: None
         self.counters = Counters()
         self._pending: dict[str, int] = {}
         self._held: list[Any] = []
@@ -323,13 +326,34 @@ class MiniEngine:
             before_forward()
         for layer in self.kv_config.kv_cache_groups[0].layer_names if scheduled else ():
             worker.wait_for_layer(layer)
+        self._forward(worker, scheduled, any(graph.is_layerwise for graph in orders.stores))
+        worker.submit_stores(orders)
+        worker.poll(orders.idle, orders.disk_busy)
+        return worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+
+    def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
+        """Writes what the step computes; with `by_layer` one layer after the other, and says so of each."""
+        blocks: set[int] = set()
+        for name, tokens in scheduled.items():
+            live = self.live[name]
+            end = live.request.num_computed_tokens
+            first = (end - tokens) // BLOCK_TOKENS
+            blocks.update(block.block_id for block in live.blocks[first : -(-end // BLOCK_TOKENS)])
+        caches, mine = self.caches[worker.rank], sorted(blocks)
+        before = [cache[mine] for cache in caches.values()]
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens
             self.write(worker.rank, live, end - tokens, end)
-        worker.submit_stores(orders)
-        worker.poll(orders.idle, orders.disk_busy)
-        return worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+        if not by_layer:
+            return
+        after = [cache[mine] for cache in caches.values()]
+        for cache, old in zip(caches.values(), before, strict=True):
+            cache[mine] = old
+        for number, (name, cache) in enumerate(caches.items()):
+            cache[mine] = after[number]
+            worker.layer_written(name)
+            self.after_layer(number)
 
     def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:
         metadata: WorkerMetadata | None = None

@@ -9,7 +9,7 @@ from threading import Timer
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.layer_loads import NOT_WAITED_FOR
+from flexkv.adapters.common.layer_loads import NOT_WAITED_FOR
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker

@@ -27,9 +27,9 @@ class LateReturn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def submit(self, graph: Any) -> Any:
+    def submit(self, graph: Any, **how: Any) -> Any:
         time.sleep(SUBMIT_S)
-        ticket = self._inner.submit(graph)
+        ticket = self._inner.submit(graph, **how)
         assert self._inner.wait(ticket, 10.0)
         return ticket
 

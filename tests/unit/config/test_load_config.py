@@ -112,7 +112,7 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host.units_per_node": True}, ["'host.units_per_node'", "True", "expected a number"]),
         ({"host.extent_bytes": "3MB"}, ["'host.extent_bytes'", "multiple of 2097152"]),
         ({"host.extent_bytes": "2GiB"}, ["'host.extent_bytes'", "less than or equal to 1073741824"]),
-        ({"store.mode": "eagre"}, ["'store.mode'", "'eagre'", "'eager' or 'lazy'"]),
+        ({"store.mode": "eagre"}, ["'store.mode'", "'eagre'", "'eager', 'lazy' or 'layerwise'"]),
         ({"lazy_offload": "perhaps"}, ["'lazy_offload'", "'perhaps'", "true or false"]),
         ({"load.deadline_s": float("nan")}, ["'load.deadline_s'", "nan"]),
         ({"load.deadline_s": float("inf")}, ["'load.deadline_s'", "inf"]),

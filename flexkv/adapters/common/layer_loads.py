@@ -20,6 +20,9 @@ class LayerLoads:
     A load that fails, or does not come before `load.deadline_s`, is not noticed by the forward: what it computes from
     then on is wrong, and `finish` has the blocks named in the step's report. So has a layer that nobody waited for,
     because the forward may have read it too early.
+
+    Attributes:
+        busy: loads were begun, and their forward was not said to be over.
     """
 
     def __init__(self, ops: RankOps, deadline_s: float) -> None:
@@ -29,10 +32,12 @@ class LayerLoads:
         self._waited: set[int] = set()
         self._layers = 0
         self._ends_s = 0.0
+        self.busy = False
 
     def begin(self, jobs: Sequence[LoadJob], layers: int) -> None:
         """Loads that were submitted for the forward to come, of KV with so many layers."""
         self._jobs = list(jobs)
+        self.busy = bool(jobs)
         self._waited.clear()
         self._layers = layers
         self._ends_s = time.monotonic() + self._deadline_s
@@ -43,20 +48,26 @@ class LayerLoads:
         Args:
             stream: the engine's, on a device: what it is given next comes after the copies.
         """
+        if not 0 <= layer < self._layers:
+            return  # of no load
         self._waited.add(layer)
         for job in list(self._jobs):
             if not self._ops.wait_layer(job, layer, self._ends_s, stream):
                 self._jobs.remove(job)
                 self._ops.finish_load(job)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """The forward is over: waits for the end of its loads.
+
+        Returns:
+            Whether it had waited for every layer.
 
         Raises:
             ClosedError: see `RankOps.finish_load`.
         """
-        jobs, self._jobs = self._jobs, []
-        if jobs and len(self._waited) < self._layers:
+        jobs, self._jobs, self.busy = self._jobs, [], False
+        asked_for_all = len(self._waited) >= self._layers
+        if jobs and not asked_for_all:
             logger.error(
                 "%s: it asked for %d of %d; the loads count as failed",
                 NOT_WAITED_FOR,
@@ -67,3 +78,4 @@ class LayerLoads:
                 self._ops.disown(job, NOT_WAITED_FOR)
         for job in jobs:
             self._ops.finish_load(job)
+        return asked_for_all

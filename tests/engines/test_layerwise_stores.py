@@ -1,0 +1,63 @@
+"""Stores within the forward, layer by layer: the same pages, and none that lacks a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conftest import Engines, connector
+from .session import BLOCK_TOKENS, Prompt
+from .test_failures import FAILED_LOADS, FAULTY, faulty
+
+BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
+
+
+def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stream: int) -> None:
+    """Prompts together, in chunks, and what is generated: every page in host memory is the engine's block."""
+    session = engines.get(connector(**BY_LAYER), max_num_batched_tokens=160, max_num_seqs=4)
+    prompts = [Prompt.of(500, stream), Prompt.of(230, stream + 1, max_tokens=70)]
+    session.check(*prompts)
+    session.settle()
+    kept = session.call("compare_pages")
+    assert kept["blocks"] >= 15 + 9
+    assert kept["missing"] == 0, f"blocks whose bytes no page holds: {kept}"
+    session.call("spoil_cached", blocks=3)
+    assert session.call("compare_pages")["missing"] >= 3, "the control: blocks that changed are seen"
+    session.forget()
+    for prompt, answer in zip(prompts, session.check(*prompts), strict=True):
+        assert answer.cached == prompt.whole_blocks
+
+
+def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
+    """Loads and stores by layer: what lacks a layer, or was computed from what does, is not published."""
+    rules = [
+        {"action": "fail", "kind": "store", "nth_op": 0, "layer": 2, "page": 4},
+        {"action": "delay", "kind": "store", "layer": 1, "page": 0, "delay_s": 0.05},
+        {"action": "fail", "kind": "load", "nth_op": 2, "layer": 0},
+    ]
+    session = faulty(engines, rules, load__mode="layerwise", **BY_LAYER)
+    prompt = Prompt.of(600, stream)
+    longer = prompt.then(Prompt.of(300, stream + 1).ids)
+    session.check_one(prompt)
+    session.forget()
+    assert session.check_one(prompt).cached == 4 * BLOCK_TOKENS, "the pages before the one that lacks a layer"
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks, "offered again, and stored"
+    session.forget()
+    # All of its load fails, and the layers that were computed from it are in host memory before anybody hears of that.
+    session.check_one(longer)
+    session.settle()
+    assert session.metric(FAILED_LOADS) == prompt.whole_blocks // BLOCK_TOKENS
+    session.forget()
+    session.check_one(longer)
+    session.forget()
+    assert session.check_one(longer).cached == longer.whole_blocks
+
+
+def test_control_layers_that_are_copied_too_early_change_the_output(engines: Engines, stream: int) -> None:
+    session = faulty(engines, [], FAULTY | {"kv_connector": "HastyConnector"}, **BY_LAYER)
+    prompt = Prompt.of(600, stream)
+    session.check_one(prompt)
+    session.forget()
+    [answer] = session.ask(prompt)
+    assert answer.cached == prompt.whole_blocks
+    assert answer.tokens != session.reference.tokens(prompt)
