@@ -29,6 +29,8 @@ class EngineArguments:
         architecture: the model's own configuration.
         quant_algo: of the weights, by name; "None" for none.
         overrides: of the model's configuration (`model_kwargs`).
+        without_hooks: the argument by which forwards may run without the hooks of their layers; empty where every
+            forward calls them.
     """
 
     model: str
@@ -46,6 +48,7 @@ class EngineArguments:
     architecture: Mapping[str, Any]
     quant_algo: str = "None"
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    without_hooks: str = ""
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -79,6 +82,7 @@ class EngineArguments:
             architecture=architecture,
             quant_algo=str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)),
             overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
+            without_hooks=_without_hooks(llm_args),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
@@ -100,6 +104,14 @@ class EngineArguments:
         tokens = 0 if latent else self.tokens_per_block
         heads = self.kv_heads[:1] * pool_layers
         return TrtllmModel(kv_heads=heads, head_size=self.head_size, tokens_per_block=tokens, latent=latent)
+
+
+def _without_hooks(llm_args: Any) -> str:
+    """See `EngineArguments.without_hooks`. An engine that does not say how it runs its forwards may replay them."""
+    if not hasattr(llm_args, "cuda_graph_config"):
+        return "cuda_graph_config (not among the engine's arguments)"
+    names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
+    return next((name for name in names if getattr(llm_args, name, None) is not None), "")
 
 
 def _refuse(llm_args: Any, cache: Any) -> None:

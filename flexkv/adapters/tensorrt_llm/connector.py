@@ -66,13 +66,15 @@ class FlexKVWorker(WorkerBase):
         self.side.start(metadata)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Loads that a forward reads have ended before it starts; these hooks do not fire in CUDA graph replay."""
+        self.side.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Stores move whole blocks after the request has ended."""
+        """Stores move whole blocks after the request has ended: only then does the engine keep its blocks for us."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Stores are asynchronous: the engine keeps the blocks until `get_finished` returns the request."""
+        """The forward was run. Stores are asynchronous: the engine keeps the blocks until `get_finished` returns the
+        request."""
+        self.side.forward_ended()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]

@@ -17,11 +17,13 @@ class StepMetadata:
         step: counts up, so that a worker that sees the same metadata again does nothing twice.
         address: where the scheduler listens for its ranks.
         loads: of requests that this step's forward computes.
+        requests: all that this step's forward computes, by id.
     """
 
     step: int
     address: str
     loads: tuple[LoadJob, ...] = ()
+    requests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,8 @@ class SchedulerSide:
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments) -> None:
         self._config = config
         self._arguments = arguments
-        # The layer hooks do not fire in the replay of a CUDA graph, so what is to be loaded by layer comes before it.
         self._sync = config.load.mode != "async"
-        if config.load.mode == "layerwise":
-            logger.info(
-                "load.mode is layerwise: with TensorRT-LLM loads end before their forward, as with sync"
-            )
+        self._by_layer = config.load.mode == "layerwise" and _has_hooks(config, arguments)
         self._listener = Listener()
         self._facts: dict[int, tuple[RankFacts, int]] = {}
         self._ready: set[int] = set()
@@ -114,6 +110,7 @@ class SchedulerSide:
         self.counters.add("flexkv_hit_tokens_total", len(targets) * self._block_tokens)
         if self._sync:
             if graph is not None:
+                graph = graph.layerwise() if self._by_layer else graph
                 self._loads.append(LoadJob(str(tracked.request_id), graph, sync=True))
             tracked.step_loaded = (start + len(targets)) * self._block_tokens
             return
@@ -138,7 +135,8 @@ class SchedulerSide:
                     tracked.step_loaded = 0
         self.poll()
         loads, self._loads = tuple(self._loads), []
-        return StepMetadata(self._step, self.address, loads)
+        batch = tuple(int(said.request_id) for said in (*output.new_requests, *output.cached_requests))
+        return StepMetadata(self._step, self.address, loads, batch)
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """The request has ended; whether its blocks must stay until the workers have returned its id."""
@@ -289,6 +287,18 @@ class SchedulerSide:
             self.unit.close()
             self.unit = None
         self._listener.close()
+
+
+def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:
+    """Whether a forward may start before its loads have ended, because it asks for each layer."""
+    if not arguments.without_hooks or config.load.layer_hooks == "trust":
+        return True
+    logger.warning(
+        "load.mode=layerwise: with the engine's %s a forward may run without the hooks of its layers; loads end before "
+        "it starts, as with sync. Set that to null, or load.layer_hooks to trust",
+        arguments.without_hooks,
+    )
+    return False
 
 
 def present_runs(blocks: np.ndarray[Any, np.dtype[np.int32]]) -> list[tuple[int, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_facts import PoolGrant
 from flexkv.adapters.common.rank_worker import RankWorker
@@ -22,7 +24,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import get_logger
-from flexkv.transfer.graph import OpId, OpResult
+from flexkv.transfer.graph import OpId, OpResult, TransferOp
 
 logger = get_logger(__name__)
 
@@ -65,6 +67,10 @@ class WorkerSide(RankWorker):
         self._cancelled: set[int] = set()
         self._load_of: dict[OpId, int] = {}
         self._save_of: dict[OpId, int] = {}
+        self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
+        self._hooks_missed = False
+        self._running: tuple[int, ...] = ()
+        self._spoiled: set[int] = set()
 
     def register(self, pool: PoolGeometry) -> None:
         """Takes the engine's pool."""
@@ -82,29 +88,77 @@ class WorkerSide(RankWorker):
     # --- one iteration, in the order in which the engine calls ---
 
     def start(self, metadata: StepMetadata | None) -> None:
-        """Begins the iteration: loads that its forward reads are in place when this returns.
+        """Begins the iteration: loads that its forward reads are in place when this returns, but for those that it
+        waits for layer by layer.
 
         Raises:
             TransferError: some did not arrive. The engine would compute with what the blocks held before.
         """
         if metadata is None or metadata.step <= self._step:
             return
-        self._step = metadata.step
+        self._end_broken_step()
+        self._step, self._running = metadata.step, metadata.requests
         self._join(metadata.address)
         self._receive()
         # Of loads between steps, which `finished` reports: no forward reads them.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
+        by_layer: list[LoadJob] = []
         for job in metadata.loads:
-            self._ops.finish_load(job)
-        if metadata.loads:
+            if job.by_layer and not self._hooks_missed:
+                by_layer.append(job)
+            else:
+                self._ops.finish_load(job)
+        if by_layer:
+            self._layer_loads.begin(by_layer, self.view.num_layers)
+        if len(by_layer) < len(metadata.loads):
             self._report(self._end_ops())
+            self._refuse_lost("the forward must not read them")
+
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """The forward is about to read this layer: returns when the step's loads have filled it, or will not.
+
+        Args:
+            stream: the engine's (`torch.cuda.Stream`), where the pool lies on a device.
+        """
+        self._layer_loads.wait(layer, None if self.device is None else int(stream.cuda_stream))
+
+    def forward_ended(self) -> None:
+        """The iteration's forward was run (or enqueued), and nothing was sampled from it yet.
+
+        Raises:
+            TransferError: it did not wait for every layer of its loads, or some did not arrive: what it has computed
+                must not be used.
+        """
+        if self._layer_loads.busy:
+            self._hooks_missed |= not self._layer_loads.finish()
+            self._report(self._end_ops())
+            self._refuse_lost(
+                "the forward did not call the hooks of its layers, and from now on loads end before it"
+                if self._hooks_missed
+                else "the forward has read them"
+            )
+        self._running = ()
+
+    def _refuse_lost(self, what: str) -> None:
         if lost := self._ops.reports.take_failed_blocks():
             raise TransferError(
                 f"rank {self.rank}: a load inside the step did not fill blocks {sorted(lost)[:8]} "
-                f"({len(lost)} in all); the forward must not read them"
+                f"({len(lost)} in all): {what}"
             )
+
+    def _end_broken_step(self) -> None:
+        """A forward that was begun and has not ended never will: the engine ends its requests, of whose blocks nobody
+        knows what they hold, and gives the blocks to others."""
+        if not self._running:
+            return
+        logger.error(
+            "rank %d: a step broke off; nothing of its %d requests is stored", self.rank, len(self._running)
+        )
+        self._spoiled.update(self._running)
+        self._running = ()
+        self._layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
         """Starts what the engine names here for the first time, and returns what has ended, each id once.
@@ -114,6 +168,7 @@ class WorkerSide(RankWorker):
         """
         self._saves.update((int(request_id), Awaited()) for request_id in saving)
         self._loads.update((int(request_id), Awaited()) for request_id in loading)
+        self._end_broken_step()
         self._receive()
         self._launch()
         self._ops.poll()
@@ -178,7 +233,10 @@ class WorkerSide(RankWorker):
                 continue
             if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
                 save.started = True
-                if wanted.graph is not None:
+                if wanted.graph is not None and request_id in self._spoiled:
+                    self._spoiled.discard(request_id)
+                    self._dropped(wanted.graph.ops, "a step that computed it broke off")
+                elif wanted.graph is not None:
                     save.open = {op.op_id for op in wanted.graph.ops}
                     self._save_of.update(dict.fromkeys(save.open, request_id))
                     self._ops.submit_store(wanted.graph)
@@ -190,7 +248,7 @@ class WorkerSide(RankWorker):
         order = self._inbox.loads.pop(request_id, None)
         if order is not None:
             # Not issued here, and never will be. The engine may name the request later than we hear of its end.
-            self._dropped(order.job)
+            self._dropped(order.job.ops, "the request ended first")
             load = self._loads.get(request_id)
             if load is None:
                 self._cancelled.add(request_id)
@@ -203,10 +261,8 @@ class WorkerSide(RankWorker):
             for op_id in load.open:
                 self._ops.give_up(op_id, "the request ended")
 
-    def _dropped(self, job: LoadJob) -> None:
-        self._report(
-            tuple(OpResult.cancelled(op.op_id, op.pages, "the request ended first") for op in job.ops)
-        )
+    def _dropped(self, ops: Iterable[TransferOp], reason: str) -> None:
+        self._report(tuple(OpResult.cancelled(op.op_id, op.pages, reason) for op in ops))
 
     # --- reports ---
 

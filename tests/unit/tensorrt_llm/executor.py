@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -137,13 +138,20 @@ class Pool:
     def wrong(self, request: Request, end: int) -> list[int]:
         """Positions before `end` whose numbers are not what they must be."""
         truth = self.truth(request, 0, end)
-        found = []
-        for position in range(end):
-            block = request.blocks[position // self.shape.tokens]
-            here = self.words[block, :, :, :, position % self.shape.tokens]
-            if not np.array_equal(here, truth[:, :, :, position]):
-                found.append(position)
-        return found
+        return sorted(
+            {
+                position
+                for layer in range(self.shape.layers)
+                for position in self.wrong_in(request, truth, layer)
+            }
+        )
+
+    def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
+        """The same of one layer; `truth` is that of the positions to look at, from 0 on."""
+        s, end = self.shape, truth.shape[3]
+        here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
+        rows = here.transpose(1, 2, 0, 3, 4).reshape(s.kv, s.heads, -1, s.size)[:, :, :end]
+        return np.flatnonzero((rows != truth[layer]).any(axis=(0, 1, 3))).tolist()
 
 
 @dataclass(eq=False)
@@ -185,8 +193,10 @@ class Executor:
         chunk: tokens of a context chunk at most.
         layout: hand the pool over as a layout, with one layer group, instead of as a tensor.
         quiet: build no metadata in an iteration that computes nothing, as some versions do.
+        hooks: the forward calls the hooks of its layers; it does not in the replay of a CUDA graph.
 
     Attributes:
+        in_layer: called in the forward at each layer, once that may be read.
         calls: how often each hook was called.
         wrong: (request, position) where a forward found other numbers than it must.
         loaded: tokens that each request did not compute because they were loaded.
@@ -201,12 +211,14 @@ class Executor:
         chunk: int = 1_000_000,
         layout: bool = False,
         quiet: bool = False,
+        hooks: bool = True,
         seed: int = 1,
     ) -> None:
         self.group, self.scheduler, self.worker = group, scheduler, worker
         assert (scheduler is not None) == (group.rank == 0), "the scheduler lives on rank 0 alone"
         self.shape, self.chunk = shape, chunk
-        self.by_group, self.quiet = layout, quiet
+        self.by_group, self.quiet, self.hooks = layout, quiet, hooks
+        self.in_layer: Callable[[int], None] = lambda layer: None
         self.pool = Pool(shape, group.rank)
         self.free = list(range(shape.blocks))
         random.Random(seed).shuffle(self.free)
@@ -347,17 +359,24 @@ class Executor:
     def _forward(self, batch: list[Request]) -> None:
         self.passes += 1
         work: list[tuple[Request, int, int]] = []
+        truths: list[NDArray[np.uint32]] = []
         for request in batch:
             if request.state == "context":
                 first, end = request.position, min(request.prompt, request.position + self.chunk)
             else:
                 first, end = len(request.tokens) - 1, len(request.tokens)
-            self.wrong += [(request.request_id, position) for position in self.pool.wrong(request, first)]
+            truths.append(self.pool.truth(request, 0, first))
             work.append((request, first, end))
         for layer in range(self.shape.layers):
-            self.worker.wait_for_layer_load(layer, None)
-            self.worker.save_kv_layer(layer, None)
-            self.calls["layer"] += 2
+            if self.hooks:
+                self.worker.wait_for_layer_load(layer, None)
+            self.in_layer(layer)
+            for (request, _, _), truth in zip(work, truths, strict=True):
+                wrong = self.pool.wrong_in(request, truth, layer)
+                self.wrong += [(request.request_id, position) for position in wrong]
+            if self.hooks:
+                self.worker.save_kv_layer(layer, None)
+                self.calls["layer"] += 2
         for request, first, end in work:
             self.pool.write(request, first, end)
         self.worker.wait_for_save(None)

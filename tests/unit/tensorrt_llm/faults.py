@@ -11,8 +11,8 @@ from flexkv.transfer.graph import OpKind
 class Faults:
     """Makes one mover with one rule, and keeps it."""
 
-    def __init__(self, action: int, kind: OpKind, times: int = -1) -> None:
-        self._rule = c_ext.FaultRule(action, kind=int(kind), times=times)
+    def __init__(self, action: int, kind: OpKind, times: int = -1, **where: Any) -> None:
+        self._rule = c_ext.FaultRule(action, kind=int(kind), times=times, **where)
         self.mover: Any = None
 
     def __call__(self) -> Any:

@@ -13,18 +13,12 @@ from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import LONG_S, Request
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import World, steps
+from tests.unit.tensorrt_llm.world import World, stalled_load, steps
 from tests.unit.transfer.transfer_world import STALL
 
 
 def test_a_request_that_is_cancelled_while_it_loads(make_world: Callable[..., World]) -> None:
-    faults = Faults(STALL, OpKind.H2D, times=1)
-    world = make_world(movers=faults)
-    world.warm_up()
-    world.serve(PROMPT)
-    request = world.request(PROMPT)
-    world.executor.step()
-    assert faults.mover.wait_stalled(1, LONG_S)
+    world, request, faults = stalled_load(make_world, PROMPT)
     world.executor.cancel(request)
     steps(world)
     assert request.state == "saving", "bytes may still arrive: the blocks stay"

@@ -15,7 +15,7 @@ from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import LONG_S, Request
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import World, steps
+from tests.unit.tensorrt_llm.world import World, stalled_load, steps
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 
@@ -45,13 +45,7 @@ def test_a_lone_async_load_needs_no_metadata(make_world: Callable[..., World]) -
 
 def test_an_id_is_remembered_and_returned_once(make_world: Callable[..., World]) -> None:
     """The engine names an id once; a load that takes many iterations is returned in a later one, and only there."""
-    faults = Faults(STALL, OpKind.H2D, times=1)
-    world = make_world(movers=faults)
-    world.warm_up()
-    world.serve(PROMPT)
-    request = world.request(PROMPT)
-    world.executor.step()
-    assert faults.mover.wait_stalled(1, LONG_S)
+    world, request, faults = stalled_load(make_world, PROMPT)
     steps(world)
     assert request.state == "loading"
     other = world.request([5, 6, 7, 8, 9])

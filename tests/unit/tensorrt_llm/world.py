@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import LONG_S, Alone, Executor, Group, Request, Shape
+from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.transfer.transfer_world import STALL
 
 SHAPE = Shape()
 
@@ -120,6 +124,18 @@ class World:
         self.worker.shutdown()
         if self.scheduler is not None:
             self.scheduler.shutdown()
+
+
+def stalled_load(make_world: Callable[..., World], tokens: list[int]) -> tuple[World, Request, Faults]:
+    """A world that has stored these tokens, and a request for them whose load stands still until it is let go."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = make_world(movers=faults)
+    world.warm_up()
+    world.serve(tokens)
+    request = world.request(tokens)
+    world.executor.step()
+    assert faults.mover.wait_stalled(1, LONG_S)
+    return world, request, faults
 
 
 def steps(world: World, count: int = 20) -> None:

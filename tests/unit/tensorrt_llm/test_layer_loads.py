@@ -1,0 +1,201 @@
+"""Loads that the forward waits for layer by layer, forwards that do not call those hooks, and those that break off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from flexkv.errors import TransferError
+from flexkv.transfer.graph import OpKind
+from tests.unit.tensorrt_llm.executor import LONG_S
+from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
+from tests.unit.tensorrt_llm.world import SHAPE, World, arguments
+from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
+
+Make = Callable[..., World]
+LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
+TRUSTING = LAYERWISE | {"FLEXKV_LOAD_LAYER_HOOKS": "trust"}
+LONGER = [*PROMPT, *range(500, 540)]
+MORE = 68
+"""Of its 70 tokens, those in whole blocks of 4."""
+
+
+def eager() -> Any:
+    """Arguments by which every forward calls its layers' hooks."""
+    return arguments(cuda_graph_config=None)
+
+
+def stored(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
+    """A world that has stored PROMPT."""
+    world = make_world(environment, **({"llm_args": eager()} | options))
+    world.warm_up()
+    world.serve(PROMPT)
+    return world
+
+
+@pytest.mark.parametrize("layout", [False, True])
+@pytest.mark.parametrize("chunk", [5, 1_000])
+def test_a_prefix_is_loaded_layer_by_layer(make_world: Make, layout: bool, chunk: int) -> None:
+    world = stored(make_world, layout=layout, chunk=chunk)
+    for tail in range(3):
+        world.request([*PROMPT[:20], 1, tail, 3, 4, 5])
+    world.executor.run()
+    assert world.hit(world.serve(LONGER)) == WHOLE
+    assert world.hit(world.serve(LONGER)) == MORE
+    world.check()
+
+
+def test_a_layer_is_read_while_the_next_is_still_coming(make_world: Make) -> None:
+    faults = Faults(STALL, OpKind.H2D, times=1, layer=1)
+    world = stored(make_world, movers=faults)
+
+    def in_layer(layer: int) -> None:
+        if layer == 0:
+            assert faults.mover.wait_stalled(1, LONG_S)
+            Timer(0.05, faults.mover.release).start()
+
+    request = world.request(PROMPT)
+    world.executor.in_layer = in_layer
+    world.executor.step()
+    world.executor.in_layer = lambda layer: None
+    world.executor.run()
+    assert world.hit(request) == WHOLE
+    world.check()
+
+
+def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_says_so(loads: LayerLoads, layer: int, stream: int | None = None) -> None:
+        loads._waited.add(layer)
+
+    monkeypatch.setattr(LayerLoads, "wait", only_says_so)
+    world = stored(make_world, movers=Faults(DELAY, OpKind.H2D, layer=0, page=0, delay_s=0.2))
+    request = world.serve(PROMPT)
+    assert {request_id for request_id, _ in world.executor.wrong} == {request.request_id}
+
+
+@pytest.mark.parametrize(
+    "llm_args",
+    [
+        arguments(),
+        arguments(cuda_graph_config={"max_batch_size": 8}),
+        arguments(cuda_graph_config=None, torch_compile_config={}),
+        arguments(cuda_graph_config=None, speculative_config={"decoding_type": "MTP"}),
+    ],
+    ids=["unknown", "graphs", "compiled", "draft"],
+)
+def test_where_hooks_may_not_fire_loads_end_before_the_forward(
+    make_world: Make, llm_args: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trap: the hooks are silent, and every load is slow in every layer."""
+    slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
+    world = stored(make_world, llm_args=llm_args, hooks=False, movers=slow)
+    assert "may run without the hooks of its layers" in caplog.text
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
+
+
+def end_failed(world: World) -> None:
+    """What the engine does with a step that raises: its requests end."""
+    for request in list(world.executor.requests):
+        world.executor.cancel(request)
+    world.executor.run()
+    world.executor.wrong.clear()
+
+
+def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(make_world: Make) -> None:
+    world = stored(
+        make_world,
+        TRUSTING,
+        llm_args=arguments(),
+        hooks=False,
+        movers=Faults(DELAY, OpKind.H2D, layer=0, page=0, delay_s=0.1),
+    )
+    request = world.request(LONGER)
+    with pytest.raises(TransferError, match="did not call the hooks of its layers"):
+        world.executor.step()
+    assert world.executor.wrong != [], "it has read what was not there yet"
+    assert len(request.tokens) == len(LONGER)
+    end_failed(world)
+    # From now on loads come first; nothing that the step computed was stored.
+    assert world.hit(world.serve(LONGER)) == WHOLE
+    assert world.hit(world.serve(LONGER)) == MORE
+    world.check()
+
+
+@pytest.mark.parametrize("layer", range(SHAPE.layers))
+def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int) -> None:
+    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1, layer=layer, page=2))
+    request = world.request(LONGER)
+    with pytest.raises(TransferError, match="the forward has read them"):
+        world.executor.step()
+    assert len(request.tokens) == len(LONGER), "nothing was sampled"
+    end_failed(world)
+    assert world.hit(world.serve(LONGER)) == 8, (
+        "the page that failed is forgotten, and nothing stored in its place"
+    )
+    assert world.hit(world.serve(LONGER)) == MORE
+    world.check()
+
+
+class BrokenForwardError(Exception):
+    """What a forward raises in these tests."""
+
+
+def break_at(world: World, layer: int) -> None:
+    """The forward of the next step raises at this layer."""
+
+    def in_layer(reached: int) -> None:
+        if reached == layer:
+            raise BrokenForwardError
+
+    world.executor.in_layer = in_layer
+    with pytest.raises(BrokenForwardError):
+        world.executor.step()
+    world.executor.in_layer = lambda reached: None
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
+def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> None:
+    """The engine ends its requests as if it had run: blocks that it never wrote would go under the prompt's keys."""
+    world = make_world({"FLEXKV_LOAD_MODE": mode}, llm_args=eager())
+    world.warm_up()
+    world.request(LONGER)
+    break_at(world, 1)
+    end_failed(world)
+    assert world.hit(world.serve(LONGER)) == 0
+    assert world.hit(world.serve(LONGER)) == MORE
+    world.check()
+
+
+def test_control_what_it_had_stored_would_be_seen(make_world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSide, "_end_broken_step", lambda side: None)
+    world = make_world(LAYERWISE, llm_args=eager())
+    world.warm_up()
+    world.request(LONGER)
+    break_at(world, 1)
+    end_failed(world)
+    assert world.hit(world.serve(LONGER)) == MORE
+    assert world.executor.wrong != []
+
+
+def test_loads_of_a_step_that_broke_off_end_before_its_blocks_are_used_again(make_world: Make) -> None:
+    faults = Faults(STALL, OpKind.H2D, times=1, layer=2)
+    world = stored(make_world, movers=faults)
+    world.request(PROMPT)
+    break_at(world, 1)
+    assert faults.mover.wait_stalled(1, LONG_S)
+    Timer(0.05, faults.mover.release).start()
+    end_failed(world)
+    for number in range(4):
+        world.request([number, *LONGER[1:30]])
+    world.executor.run()
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    world.check()
