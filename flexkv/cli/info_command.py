@@ -12,22 +12,30 @@ from rich.console import Console
 from rich.table import Table
 
 import flexkv
+from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
 from flexkv.config import load_config, read_memory, resolve_host_bytes
 from flexkv.config.sizes import format_size
+
+PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(as_json: bool) -> None:
-    """Show what this build and this machine can do."""
+    """Show what this build and this machine can do, and what could be changed about it."""
     facts = {**build_facts(), **machine_facts()}
+    advice = machine_hints()
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        click.echo(json.dumps({**facts, "hints": advice}, indent=2))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in facts.items():
         table.add_row(name, value)
-    Console(markup=False, highlight=False).print(table)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    for hint in advice:
+        console.print(f"hint: {hint}", soft_wrap=True)  # commands stay whole for copying
 
 
 def build_facts() -> dict[str, str]:
@@ -59,10 +67,32 @@ def machine_facts() -> dict[str, str]:
         "cpus": cpus,
         "memory": f"{format_size(memory.usable)} usable ({memory.limited_by}) of {format_size(memory.total)}",
         "host tier": f"{format_size(host_bytes)} with the current settings and one rank",
-        "huge pages, private": _mode("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "huge pages, shared": _mode("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "huge pages, private": _mode(PRIVATE_PAGES),
+        "huge pages, shared": _mode(SHARED_PAGES),
         "huge pages, reserved": f"{memory.huge_pages_free} free of {format_size(memory.huge_page_bytes)}",
     }
+
+
+def machine_hints() -> list[str]:
+    """What could be changed; nothing without the native core."""
+    try:
+        from flexkv import c_ext
+
+        memory = read_memory()
+    except ImportError:
+        return []
+    return hints(
+        Machine(
+            private_pages=_mode(PRIVATE_PAGES),
+            shared_pages=_mode(SHARED_PAGES),
+            huge_page_bytes=memory.huge_page_bytes,
+            huge_pages_free=memory.huge_pages_free,
+            host_bytes=resolve_host_bytes(load_config(), 1, memory.usable),
+            uring_refusal=c_ext.uring_refusal(),
+            has_gpu=gpu_driver_is_loaded(),
+            with_cuda=bool(c_ext.build_info()["cuda"]),
+        )
+    )
 
 
 def _mode(path: str) -> str:

@@ -194,6 +194,9 @@ def test_info_describes_build_and_machine(capsys: pytest.CaptureFixture[str]) ->
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert {"flexkv", "native core", "cpus", "memory", "host tier", "huge pages, private"} <= set(facts)
+    assert all(isinstance(hint, str) for hint in facts["hints"])
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out.count("hint: ") == len(facts["hints"])
 
 
 def test_simulate_repeats_a_seed(capsys: pytest.CaptureFixture[str]) -> None:

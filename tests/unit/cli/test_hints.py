@@ -1,0 +1,60 @@
+"""`flexkv info` names what could be changed about a machine, with the command, and nothing where all is well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
+
+WELL = Machine(
+    private_pages="madvise",
+    shared_pages="advise",
+    huge_page_bytes=2 << 20,
+    huge_pages_free=0,
+    host_bytes=1 << 30,
+    uring_refusal="",
+    has_gpu=False,
+    with_cuda=False,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"private_pages": "always"},
+        {"shared_pages": "never"},
+        {"shared_pages": "deny", "huge_pages_free": 512},
+        {"shared_pages": "deny", "huge_page_bytes": 0},
+        {"has_gpu": True, "with_cuda": True},
+    ],
+)
+def test_where_all_is_well_nothing_is_said(change: dict[str, Any]) -> None:
+    assert hints(replace(WELL, **change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"private_pages": "never"}, ["transparent_hugepage/enabled", "echo madvise"]),
+        ({"shared_pages": "deny"}, ["sudo sysctl vm.nr_hugepages=512", "shmem_enabled"]),
+        ({"shared_pages": "deny", "huge_pages_free": 511}, ["sudo sysctl vm.nr_hugepages=512"]),
+        ({"uring_refusal": "EPERM"}, ["EPERM", "sudo sysctl kernel.io_uring_disabled=0"]),
+        ({"has_gpu": True}, ["FLEXKV_CUDA=1 make build"]),
+    ],
+)
+def test_each_lack_is_named_with_its_command(change: dict[str, Any], words: list[str]) -> None:
+    [hint] = hints(replace(WELL, **change))
+    assert all(word in hint for word in words), hint
+
+
+def test_a_gpus_driver_is_found(tmp_path: Path) -> None:
+    assert not gpu_driver_is_loaded(tmp_path)
+    version = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    version.parent.mkdir(parents=True)
+    version.touch()
+    assert gpu_driver_is_loaded(tmp_path)
