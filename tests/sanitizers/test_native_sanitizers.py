@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from build_support.native_tests import build
-from build_support.ninja_file import Variant
 from build_support.preflight import compiler
+from tests.beside import Ended
+from tests.native.run import OPTIONS
 from tests.soak import soak_factor
 
-OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "exitcode=66 halt_on_error=1",
-}
-RUN_S = 1800 * soak_factor()
+RUN_S = 3600 * soak_factor()
 
 CONTROLS = {
     "address": (
@@ -38,14 +33,17 @@ CONTROLS = {
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(RUN_S + 60)
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_native_tests_are_clean(sanitizer: str, tmp_path: Path) -> None:
-    program = build(Variant(None, sanitizer))
-    environ = {**os.environ, **OPTIONS}
-    done = subprocess.run([program], capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=RUN_S)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
-    assert "0 failed" in done.stdout
+@pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize(
+    "sanitizer",
+    [
+        pytest.param(name, marks=pytest.mark.beside("-m", "tests.native.run", name))
+        for name in ("address", "thread")
+    ],
+)
+def test_native_tests_are_clean(sanitizer: str, beside: Ended) -> None:
+    assert beside.code == 0, beside.output[-20_000:]
+    assert "0 failed" in beside.output
 
 
 @pytest.mark.parametrize("sanitizer", list(CONTROLS))

@@ -1,54 +1,20 @@
-"""The Python tests of the native core again, on an extension built with a sanitizer."""
+"""The Python tests of the native core are clean on an extension built with a sanitizer."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from build_support.ninja_file import ROOT, Variant
-from build_support.variant_package import make_tree, sanitizer_environment
+from tests.beside import Ended
+from tests.sanitizers.run import FOLDERS
 
-RUN_S = 3000
-
-# What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
-FOLDERS = {
-    "address": (
-        "tests/unit/layout",
-        "tests/unit/cache/test_keys.py",
-        "tests/unit/cache/test_manager.py",
-        "tests/unit/transfer",
-        "tests/unit/storage",
-        "tests/unit/gds/test_gds_matrix.py",
-        "tests/unit/blend/test_rotation.py",
-    ),
-    "thread": (
-        "tests/unit/layout",
-        "tests/unit/transfer",
-        "tests/unit/storage",
-        "tests/unit/gds/test_gds_matrix.py",
-    ),
-}
+RUN_S = 3600
 
 
-@pytest.mark.timeout(RUN_S + 180)
-@pytest.mark.parametrize("sanitizer", list(FOLDERS))
-def test_python_tests_are_clean(sanitizer: str) -> None:
-    tree = make_tree(Variant(None, sanitizer))
-    environ = sanitizer_environment(sanitizer)
-    which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
-    told = subprocess.run(
-        [sys.executable, "-c", which], capture_output=True, text=True, cwd=tree, env=environ, timeout=120
-    )
-    assert told.returncode == 0, told.stderr
-    variant, path = told.stdout.split()
-    assert variant == f"cpu-{sanitizer}"
-    assert Path(path).is_relative_to(tree)
-
-    assert all((ROOT / folder).exists() for folder in FOLDERS[sanitizer])
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FOLDERS[sanitizer]]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environ, timeout=RUN_S)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
-    assert " passed" in done.stdout
+@pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize(
+    "sanitizer",
+    [pytest.param(name, marks=pytest.mark.beside("-m", "tests.sanitizers.run", name)) for name in FOLDERS],
+)
+def test_python_tests_are_clean(sanitizer: str, beside: Ended) -> None:
+    assert beside.code == 0, beside.output[-20_000:]
+    assert " passed" in beside.output

@@ -1,0 +1,54 @@
+"""The Python tests of the native core again, on an extension built with a sanitizer.
+
+`python -m tests.sanitizers.run SANITIZER`
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from build_support.ninja_file import ROOT, Variant
+from build_support.variant_package import make_tree, sanitizer_environment
+
+# What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
+FOLDERS = {
+    "address": (
+        "tests/unit/layout",
+        "tests/unit/cache/test_keys.py",
+        "tests/unit/cache/test_manager.py",
+        "tests/unit/transfer",
+        "tests/unit/storage",
+        "tests/unit/gds/test_gds_matrix.py",
+        "tests/unit/blend/test_rotation.py",
+    ),
+    "thread": (
+        "tests/unit/layout",
+        "tests/unit/transfer",
+        "tests/unit/storage",
+        "tests/unit/gds/test_gds_matrix.py",
+    ),
+}
+
+
+def main() -> None:
+    (sanitizer,) = sys.argv[1:]
+    tree = make_tree(Variant(None, sanitizer))
+    environ = sanitizer_environment(sanitizer)
+    which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
+    told = subprocess.run(
+        [sys.executable, "-c", which], stdout=subprocess.PIPE, text=True, cwd=tree, env=environ
+    )
+    assert told.returncode == 0
+    variant, path = told.stdout.split()
+    assert variant == f"cpu-{sanitizer}"
+    assert Path(path).is_relative_to(tree)
+
+    assert all((ROOT / folder).exists() for folder in FOLDERS[sanitizer])
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FOLDERS[sanitizer]]
+    raise SystemExit(subprocess.run(command, cwd=tree, env=environ).returncode)
+
+
+if __name__ == "__main__":
+    main()
