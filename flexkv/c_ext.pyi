@@ -579,6 +579,9 @@ class TokenChain:
 
 # --- index: blocks ----------------------------------------------------------------------------------------------------
 
+def in_a_row(slots: NDArray[np.int32]) -> bool:
+    """Whether there is a slot, and each of the others follows the one before it."""
+
 class BlockIndex:
     """Which blocks are in the host tier and in which slots. Contracts: csrc/index/block_index.h.
 

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "index/block_index.h"
+#include "index/slot_run.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,13 @@ py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_
 }  // namespace
 
 void bind_index(py::module_& m) {
+  m.def(
+      "in_a_row",
+      [](const Slots& slots) {
+        if (slots.ndim() != 1) throw ContractError("in_a_row: slots must have one dimension");
+        return in_a_row({slots.data(), static_cast<size_t>(slots.shape(0))});
+      },
+      py::arg("slots").noconvert());
   py::class_<BlockIndex>(m, "BlockIndex")
       .def(py::init([](const std::vector<uint32_t>& group_slots, const std::string& policy) {
              std::random_device random;

@@ -145,7 +145,9 @@ class BlockIndex {
   bool is_leased(EntryId id) const {
     return id >= table_.first() && id < table_.end() && table_[id].pins() > 0;
   }
-  void check_pinned(EntryId id) const;
+  void check_pinned(EntryId id) const {
+    if (!is_leased(id)) throw ContractError("entry " + std::to_string(id) + " is not leased");
+  }
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);

@@ -46,11 +46,6 @@ void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
   }
 }
 
-void BlockIndex::check_pinned(EntryId id) const {
-  if (is_leased(id)) return;
-  throw ContractError("entry " + std::to_string(id) + " is not leased");
-}
-
 void BlockIndex::unpin(std::span<const EntryId> entries) {
   // From the end to the start, so that each chain is admitted before the one that precedes it in the request.
   for (size_t i = entries.size(); i > 0;) {

@@ -9,7 +9,6 @@
 #include "index/probe_batch.h"
 
 namespace flexkv {
-
 void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                            std::vector<BlockKey>& evicted) {
   Group& owner = group_at(group);
@@ -45,7 +44,9 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
   std::vector<EntryId> known;                    // and ready
+  // New entries become a chain behind the head of the leased ones; what followed the head follows the chain.
   EntryId at = owner.leased;
+  const EntryId after = table_[at].older;
   bool full = false;
   for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
     for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
@@ -78,8 +79,11 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     Entry& entry = table_[id];
     entry.key = keys[i];
     entry.slot = *slot;
+    entry.newer = at;
+    entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1);
-    table_.link_after(at, id, id);
+    table_[at].older = id;
+    table_[after].newer = id;
     at = id;
     map_.put(place, hash, id);
     result.positions.push_back(static_cast<uint32_t>(i));
@@ -121,18 +125,23 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
                         std::to_string(Entry::kMaxPins / 2));
   }
   check_finish(entries, ok, leases);
+  std::vector<EntryId> let_go;  // that nobody leases in place of who filled them
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = table_[entries[i]];
-    published[i] = entry.state() == EntryState::kPending && ok[i];
-    if (entry.state() != EntryState::kPending) continue;
-    if (ok[i]) {
+    const bool pending = entry.state() == EntryState::kPending;
+    published[i] = pending && ok[i];
+    if (published[i]) {
       entry.set_state(EntryState::kReady);
-      entry.meta += leases;
-    } else {
+      if (leases > 0) {
+        entry.meta += leases - 1;  // one of them takes over the pin of `insert`
+        continue;
+      }
+    } else if (pending) {
       take_from_map(entries[i]);
     }
+    let_go.push_back(entries[i]);
   }
-  unpin(entries);
+  unpin(let_go);
 }
 
 }  // namespace flexkv

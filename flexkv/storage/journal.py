@@ -62,8 +62,23 @@ class Evict:
 
 @dataclass(slots=True)
 class Use:
+    """Which of `places` lie on this disk is found out in the journal's thread: uses come with every lookup.
+
+    Attributes:
+        disk: number of this one, of `disks`.
+    """
+
     group: int
-    slots: NDArray[np.int64]
+    places: NDArray[np.int32]
+    disk: int
+    disks: int
+
+    def slots(self, most: int) -> NDArray[np.int64]:
+        """Of this disk, below `most`; a use is a hint, and what means nothing is passed over."""
+        places = self.places.astype(np.int64)
+        here: NDArray[np.int64] = places[places % self.disks == self.disk] // self.disks
+        here = here[(here >= 0) & (here < most)]
+        return here
 
 
 @dataclass(slots=True)
@@ -106,14 +121,21 @@ class Journal:
     def put(self, record: Record, rows: int) -> bool:
         """Whether the record was taken: not when too much waits, or after the journal has failed."""
         with self._lock:
-            full = self._waiting_rows + rows > self._most_rows and not isinstance(record, Reset)
+            is_use = isinstance(record, Use)
+            # Uses leave half of the room to what must not be lost.
+            room = self._most_rows // 2 if is_use else self._most_rows
+            full = self._waiting_rows + rows > room and not isinstance(record, Reset)
+            if full:
+                self._lock.notify()
             if self.failure or self._stopping or full:
                 return False
             self._queue.append(record)
             self._waiting_rows += rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            self._lock.notify()
+            # Uses wait for something that cannot: waking a thread costs who does it.
+            if not is_use:
+                self._lock.notify()
         return True
 
     @property
@@ -251,7 +273,8 @@ class Journal:
         elif isinstance(record, Evict):
             self._index.evict(record.group, record.slots, record.generations)
         elif isinstance(record, Use):
-            self._index.use(record.group, record.slots, now_ms)
+            slots = record.slots(len(self._index.rows[record.group]))
+            self._index.use(record.group, slots, now_ms)
         else:
             self._index.clear()
             self._index.epoch = record.epoch
@@ -271,4 +294,6 @@ class Journal:
 
 
 def _rows(record: Record) -> int:
-    return 0 if isinstance(record, Reset) else len(record.slots)
+    if isinstance(record, Reset):
+        return 0
+    return len(record.places if isinstance(record, Use) else record.slots)

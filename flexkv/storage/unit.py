@@ -259,8 +259,8 @@ class DiskUnit(DiskTier):
 
     def record_use(self, group: int, places: Places) -> None:
         self._require_group(group)
-        for disk, _, slots in self._by_disk(places):
-            self._put(disk, Use(group, slots), len(slots))
+        for disk in range(self.disks):
+            self._put(disk, Use(group, places, disk, self.disks), len(places))
 
     def _on_durable(self, disk: int) -> Durable:
         def tell(group: int, slots: NDArray[np.int64], generations: Generations) -> None:
