@@ -24,6 +24,13 @@ SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread", "undef
 DEFAULT_CUDA_ARCHS = "80;90;100+PTX"
 
 
+def _is_isolated() -> bool:
+    """Whether pybind11 lies outside this Python's own environment."""
+    import pybind11
+
+    return not Path(pybind11.__file__).resolve().is_relative_to(Path(sys.prefix).resolve())
+
+
 @dataclass(frozen=True)
 class Variant:
     """What one build folder holds."""
@@ -37,7 +44,9 @@ class Variant:
 
     @property
     def folder(self) -> Path:
-        return ROOT / "build" / self.name
+        """Builds with headers from elsewhere, as pip's isolated ones, have one of their own: each compiles all anew,
+        and would take what was compiled here with it."""
+        return ROOT / "build" / (self.name + ("-wheel" if _is_isolated() else ""))
 
     @classmethod
     def from_environment(cls) -> Variant:

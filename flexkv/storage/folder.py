@@ -81,7 +81,8 @@ class FolderLock:
             os.close(self.fd)
             if error.errno in IN_USE:
                 raise FolderLockedError(
-                    f"{folder} is in use by process {holder}: give each unit a name or a folder of its own"
+                    f"{folder} is in use by process {holder}: end that first, or give each unit a name or a "
+                    "folder of its own"
                 ) from error
             raise DiskError(f"{path}: {error.strerror}") from error
 

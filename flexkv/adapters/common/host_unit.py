@@ -288,7 +288,11 @@ def _make_pool(
         numa_node=config.host.numa_node,
     )
     if not pool.wait_ready(min(slots, max(1, extent_bytes // slot_bytes)), START_WAIT_S):
-        logger.warning(
-            "host tier: not up yet after %.0f s: %s", START_WAIT_S, pool.stopped_reason or "slow memory"
-        )
+        if pool.stopped_reason:
+            logger.warning("host tier: no memory came up: %s", pool.stopped_reason)
+        else:
+            logger.warning(
+                "host tier: none of its memory is up after %.0f s; it comes up meanwhile, and takes blocks as it does",
+                START_WAIT_S,
+            )
     return pool

@@ -69,6 +69,17 @@ def warn_of_policy(transfer: KVTransferConfig) -> None:
         )
 
 
+def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
+    """Says what a server that is told to stop loses: by default vLLM ends its engine at once."""
+    if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
+        logger.warning(
+            "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "
+            "blocks are written. Set --shutdown-timeout %.0f or more",
+            settings.disk.mode,
+            settings.transfer.close_s + 10,
+        )
+
+
 def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
     """`load.mode` as this engine can have it; says so where that is another than `asked`."""
     if asked != "async" and vllm_config.scheduler_config.async_scheduling:
@@ -139,6 +150,7 @@ class FlexKVConnector(KVConnectorBase_V1):
             local_link.announce(engine_id, self.worker)
             return
         warn_of_policy(self._kv_transfer_config)
+        warn_of_sudden_end(settings, vllm_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
         settings = _with_modes(
             settings,

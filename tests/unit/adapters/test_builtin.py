@@ -10,7 +10,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
-from flexkv.adapters.vllm.connector import FlexKVConnector, possible_load_mode
+from flexkv.adapters.vllm.connector import FlexKVConnector, possible_load_mode, warn_of_sudden_end
+from flexkv.config import load_config
 from flexkv.errors import ConfigError, KeySchemeError
 
 
@@ -111,3 +112,21 @@ def test_the_load_mode_that_an_engine_can_have(
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("sync", False), ("async", False)])
 def test_waits_for_layers_stay_out_of_whole_graphs(mode: str, piecewise: bool) -> None:
     assert FlexKVConnector.requires_piecewise_for_cudagraph({"load.mode": mode}) is piecewise
+
+
+@pytest.mark.parametrize(
+    ("mode", "folders", "timeout_s", "warned"),
+    [
+        ("evict", "/d", 0, True),
+        ("back", "/d", 0, True),
+        ("through", "/d", 0, False),
+        ("evict", "/d", 30, False),
+        ("evict", "", 0, False),
+    ],
+)
+def test_a_server_that_ends_suddenly_is_warned_about(
+    mode: str, folders: str, timeout_s: int, warned: bool, said: pytest.LogCaptureFixture
+) -> None:
+    settings = load_config({"disk.mode": mode} | ({"disk.folders": folders} if folders else {}))
+    warn_of_sudden_end(settings, SimpleNamespace(shutdown_timeout=timeout_s))
+    assert ("--shutdown-timeout" in said.text) == warned
