@@ -227,6 +227,11 @@ void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
   pool.slot_states().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
 }
 
+void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
+  const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
+  pool.slot_states().advance(op.slots[static_cast<size_t>(page)], op.op_id, layers);
+}
+
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
   // The dispatcher first: it stops the others.

@@ -34,6 +34,7 @@ class DiskLane : public Lane {
   PageSizes check(const OpSpec& op) const override;
   bool watches_itself() const override { return true; }
   void read_ended(const OpSpec& op, int32_t page, bool verified) override;
+  void read_advanced(const OpSpec& op, int32_t page, int32_t layers) override;
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   void join() override;
   void abandon() override;

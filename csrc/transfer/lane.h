@@ -93,6 +93,9 @@ class Lane {
   virtual void wake() {}
   // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
+  // Layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more is to come.
+  // Under the scheduler's lock: only signal.
+  virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
   // Whether graphs for it must name the engine's stream. Then:
   virtual bool needs_stream() const { return false; }
   // - a point after all that `stream` has been given so far. Throws CapacityError.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "transfer/slot_states.h"
+
 namespace flexkv {
 
 OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view,
@@ -25,6 +27,12 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
   const size_t stages = starts_.size();
   if (stages > 1) stage_.assign(states_.size(), 0);
   ready_.resize(stages);
+  if (!spec_.reads.empty()) {
+    arrived_.assign(states_.size(), layers_);
+    for (size_t page = 0; page < arrived_.size(); ++page) {
+      if (spec_.reads[page] != kNoRead) arrived_[page] = 0;
+    }
+  }
   open_pages_ = pages();
   left_.assign(stages, pages());
   unissued_ = left_;
@@ -75,6 +83,21 @@ const std::shared_ptr<StreamEvent>& OpState::fence_of(int32_t stage) const {
   return stage_fences_.empty() ? fence : stage_fences_[static_cast<size_t>(stage)];
 }
 
+void OpState::arrive(int32_t page, int32_t layers) {
+  arrived_[static_cast<size_t>(page)] = std::min(layers, layers_);
+}
+
+bool OpState::has_arrived(int32_t page) const {
+  if (arrived_.empty()) return true;
+  const auto at = static_cast<size_t>(page);
+  return arrived_[at] >= layers_of(stage_.empty() ? 0 : stage_[at]).second;
+}
+
+int32_t OpState::layers_done(int32_t page) const {
+  if (state(page) == PageState::kOk) return layers_;
+  return stage_.empty() ? 0 : layers_of(stage_[static_cast<size_t>(page)]).first;
+}
+
 void OpState::make_ready(int32_t page) {
   const auto at = static_cast<size_t>(page);
   const int32_t stage = stage_.empty() ? 0 : stage_[at];
@@ -118,7 +141,11 @@ bool OpState::advance(int32_t page) {
   const int32_t stage = stage_.empty() ? 0 : stage_[at]++;
   const bool done = --left_[static_cast<size_t>(stage)] == 0;
   if (stage + 1 < stages()) {
-    make_ready(page);
+    if (has_arrived(page)) {
+      make_ready(page);
+    } else {
+      states_[at] = PageState::kWaiting;
+    }
   } else {
     states_[at] = PageState::kOk;
     --open_pages_;

@@ -65,12 +65,20 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // What a copy of this stage must come after; may be null.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const;
 
-  // kWaiting -> kReady, or when the page's stage is opened.
+  // Layers [0, layers) of a page that a read elsewhere brings are in its slot.
+  void arrive(int32_t page, int32_t layers);
+  // Whether what the page's current stage moves is in its slot.
+  bool has_arrived(int32_t page) const;
+  // Layers of the page that have passed their stage: [0, layers_done).
+  int32_t layers_done(int32_t page) const;
+
+  // kWaiting -> kReady, or when the page's stage is opened. Precondition: has_arrived().
   void make_ready(int32_t page);
   // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition:
   // has_ready().
   std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
-  // kMoving -> kReady for its next stage, or kOk after the last. Returns whether that stage is done now.
+  // kMoving -> kReady for its next stage, kWaiting where that has not arrived, or kOk after the last. Returns
+  // whether the stage that it leaves is done now.
   bool advance(int32_t page);
   // The bytes of a page at its current stage are on their way: nothing but the device decides when they
   // arrive.
@@ -94,7 +102,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   // Predecessors of each kind that have not ended, and what waits for this op; kept by the scheduler.
   int32_t waiting_barriers = 0;
-  std::vector<int32_t> waiting_streams;  // a page: of stream edges and of reads elsewhere; empty without both
+  std::vector<int32_t> waiting_streams;  // a page; empty without stream edges
   std::vector<std::pair<OpState*, EdgeKind>> successors;
   Priority effective_priority = Priority::kLoad;
   std::shared_ptr<StreamEvent> fence;  // of its graph
@@ -119,6 +127,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::vector<int32_t> starts_;  // first layer of each stage
   std::vector<PageState> states_;
   std::vector<int32_t> stage_;                 // a page, only when there are several stages
+  std::vector<int32_t> arrived_;               // a page: layers in its slot; empty when all of all are
   std::vector<ReadyList> ready_;               // a stage
   std::vector<int32_t> left_;                  // a stage: pages that have not passed it
   std::vector<int32_t> unissued_;              // a stage: pages that are not on their way through it

@@ -24,7 +24,7 @@ struct PoolHeader {
   std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, at the end or short of it
 };
 
-inline constexpr uint64_t kPoolMagic = 0x32304C4F4F504B46;  // "FKPOOL02", little-endian
+inline constexpr uint64_t kPoolMagic = 0x33304C4F4F504B46;  // "FKPOOL03", little-endian
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,
               "shared between processes");

@@ -84,10 +84,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     for (size_t page = 0; page < op->spec().reads.size(); ++page) {
       if (op->spec().reads[page] != kNoRead) coming.pages.push_back(static_cast<int32_t>(page));
     }
-    if (coming.pages.empty()) continue;
-    op->waiting_streams.resize(static_cast<size_t>(op->pages()));
-    for (const int32_t page : coming.pages) ++op->waiting_streams[static_cast<size_t>(page)];
-    coming_.push_back(std::move(coming));
+    if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
   // What a load waits for runs as early as the load: edges point forward, so from the back all is known.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
@@ -128,6 +125,7 @@ void Scheduler::start_if_free(OpState& op) {
 bool Scheduler::make_ready(OpState& op, int32_t page) {
   if (op.state(page) != PageState::kWaiting || op.waiting_barriers > 0) return false;
   if (!op.waiting_streams.empty() && op.waiting_streams[static_cast<size_t>(page)] > 0) return false;
+  if (!op.has_arrived(page)) return false;
   op.make_ready(page);
   return true;
 }
@@ -168,6 +166,13 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
+}
+
+// Layerwise loads of other engines may wait for the layers that a page has by now.
+void Scheduler::tell_layers_read(OpState& op, int32_t page) {
+  if (op.spec().kind != OpKind::kDiskRead) return;
+  const int32_t layers = op.layers_done(page);
+  lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_advanced(op.spec(), page, layers);
 }
 
 // What ended ops and pages mean for others, until nothing follows any more. Every change ends with this.

@@ -128,7 +128,7 @@ class Scheduler : public WorkSource {
     int32_t page = -1;
     std::string reason = {};
   };
-  // Pages that wait for reads of another engine.
+  // Pages that wait for reads of another engine, or for the rest of what these bring.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;
@@ -152,6 +152,7 @@ class Scheduler : public WorkSource {
   void end_all_pages(OpState& op, PageState end, const std::string& reason);
   void page_arrived(OpState& op, int32_t page);
   void tell_read_ended(OpState& op, int32_t page, bool verified);
+  void tell_layers_read(OpState& op, int32_t page);
   void settle(OpState& op);
   void carry_on();
   OpState* pick(LaneEntry& entry, KindSet allowed);

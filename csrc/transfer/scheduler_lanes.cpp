@@ -199,6 +199,8 @@ void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vec
       end_page(op, page, PageState::kCancelled, "cancelled");
     } else if (!queue.up) {
       end_page(op, page, PageState::kLaneDown, queue.down_reason);
+    } else {
+      tell_layers_read(op, page);
     }
   }
   update_runnable(op);
@@ -302,15 +304,16 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
   const SlotStates states = op.view()->pool().slot_states();
   std::vector<int32_t> waiting;
   for (const int32_t page : coming.pages) {
-    if (op.state(page) != PageState::kWaiting) continue;  // cancelled
+    if (!is_open(op.state(page))) continue;  // cancelled, or its copy failed
     const auto at = static_cast<size_t>(page);
     const int64_t read = op.spec().reads[at];
     const SlotArrival arrival = states.look(op.spec().slots[at], read);
-    if (arrival == SlotArrival::kComing) {
-      waiting.push_back(page);
-    } else if (arrival == SlotArrival::kThere) {
-      --op.waiting_streams[at];
+    if (!arrival.failed) {
+      op.arrive(page, arrival.layers);
       make_ready(op, page);
+      if (arrival.layers < op.layers()) waiting.push_back(page);
+    } else if (op.state(page) == PageState::kMoving) {
+      waiting.push_back(page);  // a layer of it that had verified is being copied: ends after that
     } else {
       end_page(
           op, page, PageState::kSkipped,

@@ -1,5 +1,5 @@
-// Which read from disk filled a slot last, and whether the page verified: how a load, in another process or
-// on another engine of this one, waits for pages that are still on their way up.
+// Which read from disk filled a slot last, and how much of the page has verified: how a load, in another
+// process or on another engine of this one, waits for pages that are still on their way up.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,13 +8,16 @@ namespace flexkv {
 
 // A read that nobody waits for.
 inline constexpr int64_t kNoRead = 0;
-// Numbers of reads are shifted by one bit in a word.
-inline constexpr int64_t kMostReads = int64_t{1} << 62;
+// Of a word, the bits below the number of the read.
+inline constexpr int kArrivalBits = 16;
+inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
+// Of a page that has verified as a whole.
+inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
-enum class SlotArrival : uint8_t {
-  kComing,  // the read has not ended the slot's page
-  kThere,   // verified: whoever sees this sees its bytes
-  kFailed,  // it did not come up, or the slot has been filled by a later read
+// What a read has brought to a slot so far.
+struct SlotArrival {
+  bool failed = false;  // it did not come up, or the slot has been filled by a later read
+  int32_t layers = 0;   // [0, layers) have verified: whoever sees this sees their bytes
 };
 
 // One word a slot, in memory that every process of the unit maps; all zero at first. Reads are numbered
@@ -31,16 +34,29 @@ class SlotStates {
   // The page that `read` was to bring to `slot` has ended. After its last byte, and before anybody else may
   // be given the slot.
   void settle(int64_t slot, int64_t read, bool verified) const {
-    words_[slot].store(static_cast<uint64_t>(read) << 1 | (verified ? 1 : 0), std::memory_order_release);
+    put(slot, read, verified ? kAllLayers : kFailed);
   }
+  // Layers [0, layers) of it have verified and will not be touched any more; more of it is to come.
+  // `layers` is in [1, kAllLayers).
+  void advance(int64_t slot, int64_t read, int32_t layers) const { put(slot, read, layers); }
+
   SlotArrival look(int64_t slot, int64_t read) const {
     const uint64_t word = words_[slot].load(std::memory_order_acquire);
-    const auto last = static_cast<int64_t>(word >> 1);
-    if (last < read) return SlotArrival::kComing;
-    return last == read && (word & 1) != 0 ? SlotArrival::kThere : SlotArrival::kFailed;
+    const auto last = static_cast<int64_t>(word >> kArrivalBits);
+    if (last < read) return {};
+    const auto layers = static_cast<int32_t>(word & static_cast<uint64_t>(kAllLayers));
+    if (last > read || layers == kFailed) return {.failed = true};
+    return {.layers = layers};
   }
 
  private:
+  static constexpr int32_t kFailed = 0;
+
+  void put(int64_t slot, int64_t read, int32_t layers) const {
+    const uint64_t word = static_cast<uint64_t>(read) << kArrivalBits | static_cast<uint64_t>(layers);
+    words_[slot].store(word, std::memory_order_release);
+  }
+
   Word* words_;
 };
 

@@ -47,6 +47,8 @@ class DiskLimits:
         compute_if_faster: a lookup leaves to the engine what it computes sooner than the disk brings it up.
         stream: whole blocks are promised as soon as their read is planned; their load waits for each page. Only for an
             engine that computes what a load did not bring.
+        stream_layers: such reads bring up ranges of layers of all their pages, one after the other, for loads that wait
+            for each layer.
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
         straight: when whole blocks are loaded from disk without a page of host memory. Only for such an engine, whose
             workers have the lane for it.
@@ -61,6 +63,7 @@ class DiskLimits:
     wait_s: float = 30.0
     compute_if_faster: bool = True
     stream: bool = False
+    stream_layers: bool = False
     ttl_s: int | None = None
     straight: Straight = Straight.NEVER
     straight_stores: bool = False

@@ -193,10 +193,11 @@ class DiskFlow:
                 if straight is not None:
                     return self._straight(request_id, wanted, straight, now_s)
         worth = self._worth(wanted, now_s)
+        streamed = self._limits.stream and worth.whole_blocks and not tail_tokens
         ops: set[OpId] = set()
         for group, group_keys in worth.parts:
-            ops |= self.reads.bring_up(group, group_keys)
-        if self._limits.stream and worth.whole_blocks and not tail_tokens:
+            ops |= self.reads.bring_up(group, group_keys, streamed and self._limits.stream_layers)
+        if streamed:
             coming = self._coming(worth)
             if coming.blocks:
                 return Looked(coming=coming)

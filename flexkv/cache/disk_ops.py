@@ -25,14 +25,14 @@ class HostSide:
     Attributes:
         index: of the host slots.
         tokens: per group, valid tokens of the page in each host slot, int32 [slots].
-        published: is told of blocks that became visible in host memory.
+        published: is told of entries that became visible in host memory.
         evicted: is told of blocks that left it.
     """
 
     index: BlockIndex
     planner: Planner
     tokens: list[NDArray[np.int32]]
-    published: Callable[[int, Keys], None]
+    published: Callable[[int, EntryIds], None]
     evicted: Callable[[int, Keys], None]
 
 

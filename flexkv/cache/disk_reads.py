@@ -70,10 +70,14 @@ class DiskReads:
 
     # --- requests ---
 
-    def bring_up(self, group: int, keys: Keys) -> set[OpId]:
+    def bring_up(self, group: int, keys: Keys, layerwise: bool = False) -> set[OpId]:
         """Reads those of `keys`, each in host memory or on disk, that are not in host memory and not on their way.
 
-        Returns the reads to wait for; none when there is no room.
+        Args:
+            layerwise: by ranges of layers, as far as the pages lie on the unit's own disks.
+
+        Returns:
+            The reads to wait for; none when there is no room.
         """
         index = self._host.index
         room = 0
@@ -98,15 +102,23 @@ class DiskReads:
                     those = ~own
                     waited.add(self._plan(self._siblings, group, wanted[those], entries[those], slots[those]))
             if own.all():
-                waited.add(self._plan(self._disk, group, wanted, entries, slots))
+                waited.add(self._plan(self._disk, group, wanted, entries, slots, layerwise))
             elif own.any():
-                waited.add(self._plan(self._disk, group, wanted[own], entries[own], slots[own]))
+                waited.add(self._plan(self._disk, group, wanted[own], entries[own], slots[own], layerwise))
         return waited
 
-    def _plan(self, source: DiskIndex, group: int, keys: Keys, entries: EntryIds, slots: SlotIds) -> OpId:
+    def _plan(
+        self,
+        source: DiskIndex,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        slots: SlotIds,
+        layerwise: bool = False,
+    ) -> OpId:
         """A read of pages that are all in `source`."""
         disk, places, tags = source.begin_read(group, keys)
-        graph = self._host.planner.read(group, slots, places, tags)
+        graph = self._host.planner.read(group, slots, places, tags, layerwise)
         op_id = graph.ops[0].op_id
         ahead = self.ops.pages
         op = DiskOp(
@@ -220,4 +232,4 @@ class DiskReads:
                 wait.held.append((op.group, there))
         op.source.end_read(op.group, op.disk, op.places, suspect)
         if len(there):
-            self._host.published(op.group, index.keys_of(there))
+            self._host.published(op.group, there)

@@ -102,7 +102,7 @@ class LocalCacheManager(CacheManager):
             index = DiskIndex(self._specs, disk, policy, unix_s, disk_limits.ttl_s)
             self._tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in self._specs]
             host = HostSide(
-                self._index, self._planner, self._tokens, self._say_published, self._count_evicted
+                self._index, self._planner, self._tokens, self._say_brought_up, self._count_evicted
             )
             others = None if siblings is None else DiskIndex(self._specs, siblings, policy, unix_s)
             self._disk = DiskFlow(self._specs, host, index, disk_limits, clock, others)
@@ -500,6 +500,10 @@ class LocalCacheManager(CacheManager):
     def _say_published(self, group: int, keys: Keys) -> None:
         if self._listener:
             self._listener.on_publish(group, keys)
+
+    def _say_brought_up(self, group: int, entries: EntryIds) -> None:
+        if self._listener:
+            self._listener.on_publish(group, self._index.keys_of(entries))
 
     def _mark_used(self, op: InflightOp) -> None:
         trail = self._trails.peek(op.request_id, op.group)

@@ -77,9 +77,11 @@ class Planner:
         op = TransferOp(OpId(next(self._numbers)), OpKind.D2H, group, Priority.STORE, blocks, slots)
         return TransferGraph((op,))
 
-    def read(self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags) -> TransferGraph:
-        """One DISK_READ op: a request waits for it."""
-        return self._disk(OpKind.DISK_READ, Priority.LOAD, group, slots, places, tags)
+    def read(
+        self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags, layerwise: bool = False
+    ) -> TransferGraph:
+        """One DISK_READ op: a request waits for it. With `layerwise` its pages come up by ranges of layers."""
+        return self._disk(OpKind.DISK_READ, Priority.LOAD, group, slots, places, tags, layerwise)
 
     def write(self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags) -> TransferGraph:
         """One DISK_WRITE op."""
@@ -93,7 +95,8 @@ class Planner:
         slots: SlotIds,
         places: SlotIds,
         tags: PageTags,
+        layerwise: bool = False,
     ) -> TransferGraph:
         number = OpId(next(self._numbers))
-        op = TransferOp(number, kind, group, priority, NO_BLOCKS, slots, places=places, tags=tags)
+        op = TransferOp(number, kind, group, priority, NO_BLOCKS, slots, layerwise, places, tags)
         return TransferGraph((op,))

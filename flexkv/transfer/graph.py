@@ -105,7 +105,8 @@ class TransferOp:
         digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
         reads: for H2D, of each page the DISK_READ that brings it to its slot, or 0 for a page that is there; empty when
             all are. The read may run on another engine with the same host pool, in another process, and may have ended.
-            The page is moved when the read has verified it, and fails when the read has failed it.
+            The page is moved when the read has verified it, and fails when the read has failed it. A layerwise load
+            moves each layer of a page when a layerwise read has verified that.
     """
 
     op_id: OpId

@@ -91,3 +91,17 @@ class HastyConnector(FaultyConnector):
     """The control of the tests of stores by layer."""
 
     worker_class = HastyWorker
+
+
+class SecretiveWorker(FaultyWorker):
+    """Keeps to itself which blocks a load did not fill."""
+
+    def take_failed_blocks(self) -> set[int]:
+        super().take_failed_blocks()
+        return set()
+
+
+class SecretiveConnector(FaultyConnector):
+    """Lets the engine go on with KV that never came: the control of the tests of loads that are cut short."""
+
+    worker_class = SecretiveWorker

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demo.engine_process import SEPARATE_CORE
+from flexkv.storage.header import SECTOR_BYTES, read_group
 
 from .conftest import Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
+from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
 
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
@@ -24,6 +26,7 @@ FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
 STRAIGHT = "vllm:flexkv_disk_straight_pages_total{direction=read}"
 STRAIGHT_WRITES = "vllm:flexkv_disk_straight_pages_total{direction=write}"
 STREAMED = "vllm:flexkv_disk_streamed_pages_total"
+SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
 """About 58 blocks of the tiny model: three prompts of 600 tokens."""
@@ -42,9 +45,14 @@ def start(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     tensor_parallel_size: int = 1,
+    kind: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EngineSession:
-    """A new engine process with a disk tier; the one before it has ended."""
+    """A new engine process with a disk tier; the one before it has ended.
+
+    Args:
+        kind: of connector; None for flexkv's own.
+    """
     engines.close()
     engines.close_others()
     disk: dict[str, Any] = {
@@ -53,7 +61,7 @@ def start(
         # The model is tiny and the machine may be busy: what is asked here is what the disk serves.
         "disk__compute_if_faster": False,
     }
-    connected = connector(None, **disk | settings)
+    connected = connector(kind, **disk | settings)
     return engines.another(connected, environment, tensor_parallel_size=tensor_parallel_size)
 
 
@@ -70,15 +78,32 @@ def wait_durable(session: EngineSession) -> None:
 
 def spoil(folder: Path) -> None:
     """Flips a bit in every 4 KiB of all slabs but their first 64 KiB, where the headers lie."""
+    for slab in slabs_of(folder):
+        flip(slab, range(64 << 10, slab.stat().st_size, SECTOR_BYTES))
+
+
+def spoil_last_layers(folder: Path) -> None:
+    """The same within each page's layers after the first two: what a layerwise read finds in its later ranges."""
+    for slab in slabs_of(folder):
+        header, group = read_group(str(slab))
+        runs = [(at, size) for at, size, layer in group.runs[0].tolist() if layer >= 2]
+        for image in range(header.header_bytes, slab.stat().st_size, header.slot_bytes):
+            flip(slab, [image + at for at, _ in runs])
+
+
+def slabs_of(folder: Path) -> list[Path]:
     slabs = list(folder.rglob("*.slab"))
     assert slabs
-    for slab in slabs:
-        with slab.open("r+b") as file:
-            for offset in range(64 << 10, slab.stat().st_size, 4096):
-                file.seek(offset + 100)
-                byte = file.read(1)
-                file.seek(offset + 100)
-                file.write(bytes([byte[0] ^ 4]))
+    return slabs
+
+
+def flip(slab: Path, offsets: Iterable[int]) -> None:
+    with slab.open("r+b") as file:
+        for offset in offsets:
+            file.seek(offset + 100)
+            byte = file.read(1)
+            file.seek(offset + 100)
+            file.write(bytes([byte[0] ^ 4]))
 
 
 def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int, folder: Path) -> None:
@@ -126,15 +151,17 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     session.settle()
 
 
+@pytest.mark.parametrize("load_mode", ["async", "sync", "layerwise"])
 def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
-    engines: Engines, stream: int, folder: Path
+    engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
+    streaming: dict[str, Any] = {"disk__stream": True, "load__mode": load_mode}
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
-    session = start(engines, folder, disk__stream=True)
+    session = start(engines, folder, **streaming)
     for prompt in (first, second):
         assert session.check_one(prompt).cached == 0
 
-    session = start(engines, folder, disk__stream=True)
+    session = start(engines, folder, **streaming)
     answers = session.check(first, second)
     assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
     session.settle()
@@ -143,9 +170,10 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
     engines.close_others()
 
-    # The same promise from a damaged slab: the engine is told which blocks did not come, and computes them.
-    spoil(folder)
-    session = start(engines, folder, disk__stream=True)
+    # The same promise from a damaged slab: the engine is told which blocks did not come, and computes them. By layer
+    # these fail in the middle of the forward, which has read the layers before.
+    spoil_last_layers(folder)
+    session = start(engines, folder, **streaming)
     session.check_one(first)
     session.settle()
     assert session.metric(STREAMED) > 0
@@ -242,6 +270,23 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(STRAIGHT) == prompt.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_READS) == 0
+
+
+def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
+    engines: Engines, stream: int, folder: Path
+) -> None:
+    """The same layers lost in the middle of the forward, and the engine is not told."""
+    streaming: dict[str, Any] = {"disk__stream": True, "load__mode": "layerwise"}
+    prompt = Prompt.of(601, stream)
+    session = start(engines, folder, **streaming)
+    assert session.check_one(prompt).cached == 0
+    engines.close_others()
+
+    spoil_last_layers(folder)
+    session = start(engines, folder, {"FAULT_RULES": "[]"}, kind=SECRETIVE, **streaming)
+    [answer] = session.ask(prompt)
+    assert answer.cached == prompt.whole_blocks
+    assert answer.tokens != session.reference.tokens(prompt)
 
 
 @pytest.mark.timeout(600)

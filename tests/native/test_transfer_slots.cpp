@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -45,8 +46,21 @@ struct SlotWorld : TransferWorld {
     REQUIRE(ticket);
     return *ticket;
   }
+  OpSpec layerwise(int32_t pages, std::vector<int64_t> reads) {
+    OpSpec spec = op(OpKind::kH2D, pages, std::move(reads));
+    spec.layerwise = true;
+    return spec;
+  }
   void settle(int32_t slot, int64_t read, bool verified) const {
     pool->slot_states().settle(slot, read, verified);
+  }
+  void advance(int32_t slot, int64_t read, int32_t layers) const {
+    pool->slot_states().advance(slot, read, layers);
+  }
+  bool layer_holds(int32_t block, int32_t layer) const {
+    const auto* bytes =
+        reinterpret_cast<const uint8_t*>(run_address(view->runs()[static_cast<size_t>(layer)], block));
+    return std::all_of(bytes, bytes + kRunBytes, [&](uint8_t byte) { return byte == value(block); });
   }
 
   int64_t next_op = 1;
@@ -124,6 +138,78 @@ TEST_CASE("a load that waits for slots can be cancelled, and does not keep the e
   for (int32_t block = 0; block < 4; ++block) CHECK(world.holds(block, 0));
 }
 
+TEST_CASE("a layerwise load moves a layer of a page when that has verified, and not before") {
+  SlotWorld world(2);
+  const int64_t ticket = world.submit(world.layerwise(2, {7, 7}));
+  const auto in_place = [&](int32_t layer, double wait_s) {
+    return world.engine->wait_layer(ticket, layer, wait_s).in_time;
+  };
+  world.advance(0, 7, 1);
+  CHECK(!in_place(0, 0.01));
+  world.advance(1, 7, 3);
+  CHECK(in_place(0, kGenerousS));
+  CHECK(!in_place(1, 0.01));
+  CHECK((world.layer_holds(0, 0) && world.layer_holds(1, 0)));
+  CHECK(!world.layer_holds(0, 1));
+  world.advance(0, 7, 2);
+  CHECK(in_place(1, kGenerousS));
+  CHECK(world.layer_holds(0, 1));
+  CHECK(!world.layer_holds(0, 2));
+  world.settle(1, 7, true);
+  CHECK(!in_place(2, 0.01));
+  world.settle(0, 7, true);
+  REQUIRE(world.engine->wait(ticket, kGenerousS));
+  CHECK(world.engine->poll(1).front().status == Status::kOk);
+  for (int32_t block = 0; block < 2; ++block) CHECK(world.holds(block, SlotWorld::value(block)));
+}
+
+TEST_CASE("a load by pages waits for whole pages, whatever layers of them have verified") {
+  SlotWorld world(1);
+  const int64_t ticket = world.submit(world.op(OpKind::kH2D, 1, {7}));
+  world.advance(0, 7, TransferWorld::kLayers - 1);
+  CHECK(!world.engine->wait(ticket, 0.01));
+  CHECK(world.holds(0, 0));
+  world.settle(0, 7, true);
+  REQUIRE(world.engine->wait(ticket, kGenerousS));
+  CHECK(world.holds(0, SlotWorld::value(0)));
+}
+
+TEST_CASE("a page that is lost after some of its layers were moved is named, and the others arrive") {
+  SlotWorld world(3);
+  const int64_t ticket = world.submit(world.layerwise(3, {7, 7, 7}));
+  for (int32_t slot = 0; slot < 3; ++slot) world.advance(slot, 7, 2);
+  CHECK(world.engine->wait_layer(ticket, 1, kGenerousS).in_time);
+  world.settle(1, 7, false);
+  world.settle(0, 7, true);
+  CHECK(!world.engine->wait_layer(ticket, 2, 0.01).in_time);
+  world.settle(2, 9, true);  // its slot was given to another read: that says nothing good of this one
+  const LayerWait last = world.engine->wait_layer(ticket, 3, kGenerousS);
+  CHECK(last.in_time);
+  REQUIRE(last.failed.size() == 1);
+  CHECK(last.failed.front().second == std::vector<int32_t>{1, 2});
+  REQUIRE(world.engine->wait(ticket, kGenerousS));
+  const OpResult result = world.engine->poll(1).front();
+  CHECK(result.status == Status::kFailed);
+  CHECK(result.failed == std::vector<int32_t>{1, 2});
+  CHECK(world.holds(0, SlotWorld::value(0)));
+  CHECK(!world.layer_holds(1, 2));
+}
+
+TEST_CASE("a layerwise load can be cancelled between two layers") {
+  SlotWorld world(2);
+  const int64_t ticket = world.submit(world.layerwise(2, {7, 7}));
+  for (int32_t slot = 0; slot < 2; ++slot) world.advance(slot, 7, 1);
+  CHECK(world.engine->wait_layer(ticket, 0, kGenerousS).in_time);
+  world.engine->cancel(ticket);
+  REQUIRE(world.engine->wait(ticket, kGenerousS));
+  const OpResult result = world.engine->poll(1).front();
+  CHECK(result.status == Status::kFailed);  // bytes have moved
+  CHECK(result.failed == std::vector<int32_t>{0, 1});
+  for (int32_t slot = 0; slot < 2; ++slot) world.settle(slot, 7, true);
+  CHECK(world.engine->close(kGenerousS));
+  CHECK(!world.layer_holds(0, 1));
+}
+
 TEST_CASE("what a load waits for is checked at submit") {
   SlotWorld world(2);
   const auto refused = [&](OpSpec spec) {
@@ -173,6 +259,63 @@ TEST_CASE("many loads and many reads at once: every page is there, or named") {
       const bool named = std::count(result.failed.begin(), result.failed.end(), page) > 0;
       CHECK(named == fails(block));
       CHECK(world.holds(block, named ? 0 : SlotWorld::value(block)));
+    }
+  }
+}
+
+TEST_CASE("many layerwise loads while layers come up: every byte is there, or its page is named") {
+  constexpr int32_t kBlocks = 256;
+  constexpr int32_t kLoads = 8;
+  constexpr int32_t kEach = kBlocks / kLoads;
+  constexpr int32_t kLayers = TransferWorld::kLayers;
+  SlotWorld world(kBlocks);
+  const auto lost_at = [](int32_t slot) { return slot % 7 == 0 ? slot % kLayers : kLayers; };
+  for (int32_t slot = 0; slot < kBlocks; ++slot) {
+    std::memset(world.pool->slot(slot), 0xEE, TransferWorld::kPageBytes);
+  }
+  std::vector<int32_t> order(kBlocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), std::mt19937(11));
+  std::thread reader([&] {
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      for (const int32_t slot : order) {
+        const int64_t read = 100 + slot / kEach;
+        if (layer > lost_at(slot)) continue;
+        if (layer == lost_at(slot)) {
+          world.settle(slot, read, false);
+          continue;
+        }
+        // As a disk would: the bytes first.
+        std::memset(world.pool->slot(slot) + layer * TransferWorld::kRunBytes, SlotWorld::value(slot),
+                    TransferWorld::kRunBytes);
+        if (layer + 1 < kLayers) {
+          world.advance(slot, read, layer + 1);
+        } else {
+          world.settle(slot, read, true);
+        }
+      }
+    }
+  });
+  int64_t last = 0;
+  for (int32_t load = 0; load < kLoads; ++load) {
+    OpSpec spec = world.layerwise(kEach, std::vector<int64_t>(kEach, 100 + load));
+    for (int32_t& block : spec.blocks) block += load * kEach;
+    spec.slots = spec.blocks;
+    last = world.submit(std::move(spec));
+  }
+  for (int64_t ticket = 1; ticket <= last; ++ticket) REQUIRE(world.engine->wait(ticket, kGenerousS));
+  reader.join();
+  const auto results = world.engine->poll(kLoads + 1);
+  REQUIRE(results.size() == kLoads);
+  for (const OpResult& result : results) {
+    const auto load = static_cast<int32_t>(result.op_id) - 2;
+    for (int32_t page = 0; page < kEach; ++page) {
+      const int32_t block = load * kEach + page;
+      const bool named = std::count(result.failed.begin(), result.failed.end(), page) > 0;
+      CHECK(named == (lost_at(block) < kLayers));
+      // What was moved of a lost page had verified.
+      for (int32_t layer = lost_at(block); layer < kLayers; ++layer) CHECK(!world.layer_holds(block, layer));
+      if (!named) CHECK(world.holds(block, SlotWorld::value(block)));
     }
   }
 }

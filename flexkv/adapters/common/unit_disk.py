@@ -32,9 +32,10 @@ have not been polled yet still holds theirs."""
 
 
 PROMISES_NEED = (
-    "it needs an engine that computes what a load did not bring and goes on meanwhile: vLLM with "
-    '"kv_load_failure_policy":"recompute" and load.mode=async'
+    "it needs an engine that computes what a load did not bring: vLLM with "
+    '"kv_load_failure_policy":"recompute"'
 )
+STRAIGHT_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ def when_straight(config: FlexKVConfig, may_stream: bool, said: Sequence[RankFac
     disk = config.disk
     if disk.gds == "off" or not disk.folders:
         return Straight.NEVER
-    if not may_stream:
+    if not may_stream or config.load.mode != "async":
         if disk.gds == "on":
-            logger.warning("disk.gds=on is off here: %s", PROMISES_NEED)
+            logger.warning("disk.gds=on is off here: %s", STRAIGHT_NEEDS)
         return Straight.NEVER
     if disk.gds == "on":
         return Straight.ALWAYS
@@ -84,7 +85,7 @@ def stores_straight(config: FlexKVConfig, straight: Straight) -> bool:
         if value != allowed:
             raise ConfigError(f"disk.gds_stores with {key}={value!r}: allowed is {allowed!r}")
     if straight is Straight.NEVER:
-        logger.warning("disk.gds_stores is off here: %s", PROMISES_NEED)
+        logger.warning("disk.gds_stores is off here: %s", STRAIGHT_NEEDS)
     return straight is not Straight.NEVER
 
 
@@ -92,7 +93,7 @@ def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Str
     """The bounds of the unit's traffic with its disks.
 
     Args:
-        may_stream: the engine computes what a load did not bring, and does not stand still while a load waits.
+        may_stream: the engine computes what a load did not bring.
 
     Raises:
         ConfigError: see `stores_straight`.
@@ -109,6 +110,7 @@ def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Str
         wait_s=disk.wait_s,
         compute_if_faster=disk.compute_if_faster,
         stream=disk.stream and may_stream,
+        stream_layers=config.load.mode == "layerwise",
         ttl_s=disk.ttl_s,
         straight=straight,
         straight_stores=stores_straight(config, straight),

@@ -17,6 +17,7 @@ PROMPT = list(range(100, 123))
 """5 whole blocks of 4 tokens, and 3 more tokens."""
 
 SLAB_BYTES = 4 << 20
+MODES = ("async", "sync", "layerwise")
 
 
 @pytest.fixture
@@ -54,10 +55,13 @@ def streamed(engine: MiniEngine) -> float:
     return engine.counters.data["flexkv_disk_streamed_pages_total"].get("", 0)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
-def test_every_rank_loads_what_comes_up(make_streaming: Make, ranks: int, remote: bool, verify: bool) -> None:
-    settings = {"ranks": ranks, "remote": remote, "host.verify": verify}
+def test_every_rank_loads_what_comes_up(
+    make_streaming: Make, ranks: int, remote: bool, verify: bool, mode: str
+) -> None:
+    settings = {"ranks": ranks, "remote": remote, "host.verify": verify, "load.mode": mode}
     make_streaming(**settings).run(make_request(PROMPT, "one"))
     engine = make_streaming(**settings)
     assert engine.run(make_request(PROMPT, "two")) == 20
@@ -83,24 +87,30 @@ def test_the_promise_is_made_before_the_disk_is_asked(
     engine.check("two")
 
 
-@pytest.mark.parametrize(
-    "settings", [{"use": Use()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.stream": False}]
-)
+@pytest.mark.parametrize("settings", [{"use": Use()}, {"disk.stream": False}])
 def test_who_cannot_compute_what_is_missing_waits(make_streaming: Make, settings: dict[str, object]) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming(**settings)
     assert engine.side.match(make_request(PROMPT, "two"), 0) == (None, False)
 
 
-def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Path, mode: str) -> None:
     engine = make_streaming()
     engine.run(make_request(PROMPT, "one"))
     image = engine.side.unit.pool.slot_bytes
     engine.close()
     spoil(tmp_path, image)
-    engine = make_streaming()
-    assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
+    engine = make_streaming(**{"load.mode": mode})
+    assert engine.add(make_request(PROMPT, "two")) == 20, "promised before anything was read"
+    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    if mode != "async":
+        engine.step()
     assert len(engine.invalid) == 5
+    engine.step()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
     # Computed again, it was stored again.
@@ -127,15 +137,18 @@ def test_a_request_that_ends_while_its_pages_come_up(
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
+@pytest.mark.parametrize("mode", MODES)
 def test_a_disk_that_takes_too_long_is_computed(
-    make_streaming: Make, monkeypatch: pytest.MonkeyPatch
+    make_streaming: Make, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
-    engine = make_streaming(**{"load.deadline_s": 0.05})
+    engine = make_streaming(**{"load.deadline_s": 0.05, "load.mode": mode})
     driver = engine.side.unit.disk._driver
     monkeypatch.setattr(driver, "pump", lambda: None)
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.until(lambda: not engine.live["two"].waiting_for_load)
+    if mode != "async":
+        engine.step()
     assert len(engine.invalid) == 5
     engine.step()
     engine.check("two")
