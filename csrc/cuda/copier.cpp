@@ -13,32 +13,37 @@ namespace {
 // Unit: bytes, copies. The self-test's copies: odd sizes at odd distances, more than one.
 constexpr size_t kTestBytes = 12'288;
 constexpr size_t kTestCopies = 5;
+// Unit: bytes. Of a table at the start: for 8,000 runs of a page, fifty times what 80 layers of K and V have.
+// Allocating more later may wait for other streams.
+constexpr size_t kTableBytes = 256 << 10;
 
 }  // namespace
 
 // Pinned memory for the tables of one piece under way; the kernel reads it over the link, which for tables of
-// some kilobytes is cheaper than a copy.
+// some kilobytes is cheaper than a copy. What it outgrows is freed at the end only: a free waits for the
+// whole device, the engine's work included.
 struct Copier::Staging {
   explicit Staging(std::shared_ptr<Device> owner) : device(std::move(owner)) {}
   ~Staging() {
     const QuietCurrent here(*device);
-    if (memory != nullptr) device->driver().host_free(memory);
+    for (void* one : allocated) device->driver().host_free(one);
   }
   std::string reserve(size_t wanted) {
     if (wanted <= bytes) return {};
+    // Twice as much each time: all that was outgrown is less than what is in use.
+    const size_t grown = std::max({wanted, 2 * bytes, kTableBytes});
     const Driver& driver = device->driver();
-    if (memory != nullptr) driver.host_free(std::exchange(memory, nullptr));
-    bytes = 0;
-    const Code code = driver.host_alloc(&memory, wanted, kHostAllocPortable | kHostAllocDeviceMap);
-    if (code != kSuccess) {
-      memory = nullptr;
-      return driver.error_text(code, "cuMemHostAlloc");
-    }
-    bytes = wanted;
+    void* grown_memory = nullptr;
+    const Code code = driver.host_alloc(&grown_memory, grown, kHostAllocPortable | kHostAllocDeviceMap);
+    if (code != kSuccess) return driver.error_text(code, "cuMemHostAlloc");
+    allocated.push_back(grown_memory);
+    memory = grown_memory;
+    bytes = grown;
     return {};
   }
 
   const std::shared_ptr<Device> device;
+  std::vector<void*> allocated;
   void* memory = nullptr;
   size_t bytes = 0;
 };
@@ -64,7 +69,11 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
   } else {
     means_.batch = true;
   }
-  for (auto& staging : stagings_) staging = std::make_unique<Staging>(device_);
+  for (auto& staging : stagings_) {
+    staging = std::make_unique<Staging>(device_);
+    if (!means_.kernel) continue;
+    if (const std::string error = staging->reserve(kTableBytes); !error.empty()) throw CapacityError(error);
+  }
 }
 
 Copier::~Copier() = default;

@@ -54,6 +54,26 @@ int64_t mean_run_bytes(std::span<const Segment> segments) {
   return segments.empty() ? 0 : total / static_cast<int64_t>(segments.size());
 }
 
+std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes) {
+  std::vector<std::vector<Segment>> portions(1);
+  int64_t room = max_bytes;
+  for (Segment rest : segments) {
+    while (rest.run_bytes > 0) {
+      if (room == 0) {
+        portions.emplace_back();
+        room = max_bytes;
+      }
+      Segment& part = portions.back().emplace_back(rest);
+      part.run_bytes = std::min(rest.run_bytes, room);
+      room -= part.run_bytes;
+      rest.base += static_cast<uintptr_t>(part.run_bytes);
+      rest.page_offset += part.run_bytes;
+      rest.run_bytes -= part.run_bytes;
+    }
+  }
+  return portions;
+}
+
 std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages) {
   std::vector<Copy> copies;
   copies.reserve(segments.size() * pages.size());

@@ -45,6 +45,9 @@ Path choose_path(int64_t run_bytes, const Means& means);
 
 int64_t mean_run_bytes(std::span<const Segment> segments);
 
+// The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.
+std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes);
+
 // One contiguous copy, in either direction.
 struct Copy {
   uintptr_t device = 0;

@@ -23,12 +23,23 @@ Direction direction_of(OpKind kind) {
   return kind == OpKind::kH2D ? Direction::kToDevice : Direction::kToHost;
 }
 
-// A piece whose copies were enqueued.
-struct Issued {
+// A piece that was taken. The issuing thread makes it, the ending one ends it.
+struct Begun {
   std::shared_ptr<Piece> piece;
+  std::vector<MoveResult> results;
+  std::vector<PageEnds> pages;  // that may be copied
+  bool registered = true;
+  std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most kSubBatchBytes
+  size_t next_portion = 0;
+};
+
+// A portion whose copies were enqueued.
+struct Issued {
+  std::shared_ptr<Begun> begun;
   std::shared_ptr<Event>
       event;  // null: it could not be recorded, and nothing was enqueued or the stream is broken
-  std::vector<MoveResult> results;
+  std::string error;
+  bool last = false;
 };
 
 }  // namespace
@@ -45,8 +56,9 @@ struct CudaLane::Shared {
   // The threads hold the source: kept here, scheduler and lane would hold each other for ever.
   void issue_all(WorkSource& source, int32_t lane);
   void end_all(WorkSource& source, size_t direction);
-  void issue(WorkSource& source, const std::shared_ptr<Piece>& piece, int staging);
-  std::string enqueue(const Piece& piece, int staging, std::vector<MoveResult>& results);
+  bool issue_one(WorkSource& source, int32_t lane);
+  std::string begin(Begun& begun);
+  void issue(WorkSource& source, std::shared_ptr<Begun> begun);
 
   const std::shared_ptr<Device> device;
   std::optional<Current> current;  // while the copier makes its self-test
@@ -58,6 +70,8 @@ struct CudaLane::Shared {
   std::array<std::condition_variable, kDirections> to_end;
   std::array<std::deque<Issued>, kDirections> issued;
   std::array<int, kDirections> in_flight{};
+  // The issuing thread's. A piece here has portions left, which go on as those before them arrive.
+  std::array<std::shared_ptr<Begun>, kDirections> begun;
   std::array<int, kDirections> next_staging{};
   bool woken = false;
   bool ending = false;
@@ -73,82 +87,94 @@ void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
       if (ending) return;
       woken = false;
     }
-    for (;;) {
-      KindSet allowed = 0;
-      {
-        const std::lock_guard lock(mutex);
-        if (in_flight[0] < kPiecesInFlight) allowed |= kind_bit(OpKind::kH2D);
-        if (in_flight[1] < kPiecesInFlight) allowed |= kind_bit(OpKind::kD2H);
-      }
-      const std::shared_ptr<Piece> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
-      if (!piece) break;
-      const auto direction = static_cast<size_t>(direction_of(piece->kind()));
-      int staging = 0;
-      {
-        const std::lock_guard lock(mutex);
-        ++in_flight[direction];
-        // In order, so with kPiecesInFlight under way at most the one whose turn it is has ended.
-        staging = next_staging[direction];
-        next_staging[direction] = (staging + 1) % Copier::kStagings;
-      }
-      issue(source, piece, staging);
-    }
+    while (issue_one(source, lane)) continue;
   }
 }
 
-// Enqueues what of the piece may be copied; fills in what may not. Empty, or why nothing or not all was
-// enqueued.
-std::string CudaLane::Shared::enqueue(const Piece& piece, int staging, std::vector<MoveResult>& results) {
+// Enqueues one portion, of a piece that has begun or of another. False: there is none, or no room for it.
+bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
+  static constexpr std::array kKinds = {OpKind::kH2D, OpKind::kD2H};
+  KindSet allowed = 0;
+  for (size_t direction = 0; direction < kDirections; ++direction) {
+    {
+      const std::lock_guard lock(mutex);
+      if (in_flight[direction] >= kPiecesInFlight) continue;
+    }
+    if (begun[direction]) {
+      issue(source, begun[direction]);
+      return true;
+    }
+    allowed |= kind_bit(kKinds[direction]);
+  }
+  const std::shared_ptr<Piece> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
+  if (!piece) return false;
+  const auto now = std::make_shared<Begun>();
+  now->piece = piece;
+  now->results.resize(piece->positions().size());
+  begun[static_cast<size_t>(direction_of(piece->kind()))] = now;
+  issue(source, now);
+  return true;
+}
+
+// Lists what of the piece may be copied, fills in what may not, and makes the stream wait for the engine's.
+// Empty, or why nothing may be enqueued.
+std::string CudaLane::Shared::begin(Begun& begun) {
+  const Piece& piece = *begun.piece;
   const Direction direction = direction_of(piece.kind());
-  const StreamHandle stream = streams[static_cast<size_t>(direction)]->handle();
   const AttachedView& view = *piece.page(0).view;
-  std::vector<PageEnds> pages;
-  bool registered = true;
-  for (size_t i = 0; i < results.size(); ++i) {
+  for (size_t i = 0; i < begun.results.size(); ++i) {
     const PageMove page = piece.page(i);
     if (direction == Direction::kToDevice && view.has_digests()) {
-      results[i] = check_digests(view, page.slot, piece.layer_lo(), piece.layer_hi());
-      if (results[i].status != Status::kOk) continue;
+      begun.results[i] = check_digests(view, page.slot, piece.layer_lo(), piece.layer_hi());
+      if (begun.results[i].status != Status::kOk) continue;
     }
-    pages.push_back({page.block, view.stripe(page.slot)});
-    registered = registered && view.pool().registered(page.slot);
+    begun.pages.push_back({page.block, view.stripe(page.slot)});
+    begun.registered = begun.registered && view.pool().registered(page.slot);
+  }
+  const std::span<const Segment> segments = view.segments(piece.layer_lo(), piece.layer_hi());
+  // Only a single layer of a single page can be longer: the scheduler counts the rest.
+  if (view.layer_bytes(piece.layer_lo(), piece.layer_hi()) > kSubBatchBytes) {
+    begun.portions = cut_to_portions(segments, kSubBatchBytes);
+  } else {
+    begun.portions.emplace_back(segments.begin(), segments.end());
   }
   // The engine's stream first: what a store reads must have been written, and what a load overwrites must
   // have been read by the forwards enqueued before.
-  if (piece.fence() != nullptr) {
-    std::string error = piece.fence()->make_wait(reinterpret_cast<StreamId>(stream));
-    if (!error.empty()) return error;
-  }
-  return copier.enqueue(direction, view.segments(piece.layer_lo(), piece.layer_hi()), pages, registered,
-                        staging, stream);
+  if (piece.fence() == nullptr) return {};
+  return piece.fence()->make_wait(
+      reinterpret_cast<StreamId>(streams[static_cast<size_t>(direction)]->handle()));
 }
 
-void CudaLane::Shared::issue(WorkSource& source, const std::shared_ptr<Piece>& piece, int staging) {
-  const auto number = static_cast<size_t>(direction_of(piece->kind()));
+void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Begun> piece) {
+  const Direction direction = direction_of(piece->piece->kind());
+  const auto number = static_cast<size_t>(direction);
   const StreamHandle stream = streams[number]->handle();
-  Issued issued_now{piece, nullptr, std::vector<MoveResult>(piece->positions().size())};
-  std::string error;
+  // In order, so with kPiecesInFlight under way at most the one whose turn it is has ended.
+  const int staging = next_staging[number];
+  next_staging[number] = (staging + 1) % Copier::kStagings;
+  Issued issued_now{piece, nullptr, {}, false};
   try {
-    error = enqueue(*piece, staging, issued_now.results);
+    if (piece->next_portion == 0) issued_now.error = begin(*piece);
+    if (issued_now.error.empty()) {
+      issued_now.error = copier.enqueue(direction, piece->portions[piece->next_portion++], piece->pages,
+                                        piece->registered, staging, stream);
+    }
   } catch (const std::exception& failure) {
-    error = failure.what();
+    issued_now.error = failure.what();
   }
   try {
     // Also after a failure: what was enqueued before it moves, and the pages stay leased until it has ended.
     issued_now.event = std::make_shared<Event>(device, stream);
   } catch (const std::exception& failure) {
-    if (error.empty()) error = failure.what();
+    if (issued_now.error.empty()) issued_now.error = failure.what();
     // Without an event the stream itself is waited for; of a context that is broken nothing moves any more.
     device->driver().stream_synchronize(stream);
   }
-  if (error.empty()) {
-    source.issued(piece, issued_now.event);
-  } else {
-    for (MoveResult& result : issued_now.results) {
-      if (result.status == Status::kOk) result = {Status::kFailed, error};
-    }
-  }
+  issued_now.last = !issued_now.error.empty() || piece->next_portion == piece->portions.size();
+  if (issued_now.last) begun[number] = nullptr;
+  if (issued_now.last && issued_now.error.empty()) source.issued(piece->piece, issued_now.event);
   const std::lock_guard lock(mutex);
+  ++in_flight[number];
   issued[number].push_back(std::move(issued_now));
   to_end[number].notify_one();
 }
@@ -165,26 +191,31 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       next = std::move(issued[direction].front());
       issued[direction].pop_front();
     }
-    const std::string error = next.event ? next.event->wait() : std::string();
-    for (size_t i = 0; i < next.results.size(); ++i) {
-      MoveResult& result = next.results[i];
+    if (const std::string error = next.event ? next.event->wait() : std::string(); next.error.empty()) {
+      next.error = error;
+    }
+    Begun& begun = *next.begun;
+    const Piece& piece = *begun.piece;
+    for (size_t i = 0; i < begun.results.size(); ++i) {
+      MoveResult& result = begun.results[i];
       if (result.status != Status::kOk) continue;
-      if (!error.empty()) {
-        result = {Status::kFailed, error};
-      } else if (direction == static_cast<size_t>(Direction::kToHost)) {
-        const PageMove page = next.piece->page(i);
+      if (!next.error.empty()) {
+        result = {Status::kFailed, next.error};
+      } else if (next.last && direction == static_cast<size_t>(Direction::kToHost)) {
+        const PageMove page = piece.page(i);
         if (page.view->has_digests()) {
-          write_digests_of_stripe(*page.view, page.slot, next.piece->layer_lo(), next.piece->layer_hi());
+          write_digests_of_stripe(*page.view, page.slot, piece.layer_lo(), piece.layer_hi());
         }
       }
     }
+    begun.piece->touch();
     {
       const std::lock_guard lock(mutex);
       --in_flight[direction];
       woken = true;
       to_issue.notify_one();
     }
-    source.finish(next.piece, next.results);
+    if (next.last) source.finish(begun.piece, begun.results);
   }
 }
 

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "gds/cuda_workspace.cuh"
 
 namespace flexkv {
@@ -22,22 +24,22 @@ CurrentGpu::~CurrentGpu() {
 
 std::string GrowingBuffer::reserve(size_t bytes) {
   if (bytes <= bytes_) return {};
-  drop();
-  const std::string error = pinned_ ? cuda_error(cudaMallocHost(&memory_, bytes), "cudaMallocHost")
-                                    : cuda_error(cudaMalloc(&memory_, bytes), "cudaMalloc");
-  if (error.empty()) {
-    bytes_ = bytes;
-  } else {
-    memory_ = nullptr;
-  }
-  return error;
+  // Twice as much each time: all that was outgrown is less than what is in use.
+  const size_t grown = std::max(bytes, 2 * bytes_);
+  void* memory = nullptr;
+  const std::string error = pinned_ ? cuda_error(cudaMallocHost(&memory, grown), "cudaMallocHost")
+                                    : cuda_error(cudaMalloc(&memory, grown), "cudaMalloc");
+  if (!error.empty()) return error;
+  allocated_.push_back(memory);
+  memory_ = memory;
+  bytes_ = grown;
+  return {};
 }
 
-void GrowingBuffer::drop() {
-  if (memory_ == nullptr) return;
-  if ((pinned_ ? cudaFreeHost(memory_) : cudaFree(memory_)) != cudaSuccess) cudaGetLastError();
-  memory_ = nullptr;
-  bytes_ = 0;
+GrowingBuffer::~GrowingBuffer() {
+  for (void* memory : allocated_) {
+    if ((pinned_ ? cudaFreeHost(memory) : cudaFree(memory)) != cudaSuccess) cudaGetLastError();
+  }
 }
 
 CudaWorkspace::CudaWorkspace() {

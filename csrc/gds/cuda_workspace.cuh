@@ -4,6 +4,7 @@
 
 #include <array>
 #include <string>
+#include <vector>
 
 #include "gds/transform_device.h"
 
@@ -28,11 +29,12 @@ class CurrentGpu {
   std::string error_;
 };
 
-// Memory of the GPU, or pinned host memory, that only ever grows.
+// Memory of the GPU, or pinned host memory, that only ever grows. What it outgrows is freed with it: a free
+// waits for the whole device, other transfers and the engine's work included.
 class GrowingBuffer {
  public:
   explicit GrowingBuffer(bool pinned) : pinned_(pinned) {}
-  ~GrowingBuffer() { drop(); }
+  ~GrowingBuffer();
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
   // Empty, or why there is no memory. What it held is lost.
@@ -43,8 +45,8 @@ class GrowingBuffer {
   }
 
  private:
-  void drop();
   bool pinned_;
+  std::vector<void*> allocated_;
   void* memory_ = nullptr;
   size_t bytes_ = 0;
 };

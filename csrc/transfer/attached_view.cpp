@@ -1,5 +1,8 @@
 #include "transfer/attached_view.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "base/align.h"
 #include "base/error.h"
 
@@ -42,14 +45,37 @@ AttachedView::AttachedView(int32_t group, std::shared_ptr<const KvView> view, st
     layer_begin_.push_back(by_layer_.size());
     layer_bytes_.push_back(bytes);
   }
+  ranges_ = {0};
+  int64_t range_bytes = 0;
+  for (int32_t layer = 0; layer < view_->num_layers(); ++layer) {
+    const int64_t bytes = layer_bytes(layer, layer + 1);
+    if (range_bytes > 0 && range_bytes + bytes > kSubBatchBytes) {
+      ranges_.push_back(layer);
+      range_bytes = 0;
+    }
+    range_bytes += bytes;
+  }
+  for (size_t i = 0; ranges_.size() > 1 && i < ranges_.size(); ++i) {
+    by_range_.push_back(
+        view_->segments_of_layers(ranges_[i], i + 1 < ranges_.size() ? ranges_[i + 1] : view_->num_layers()));
+  }
   layer_runs_.resize(static_cast<size_t>(view_->num_layers()));
   for (size_t run = 0; run < view_->runs().size(); ++run) {
     layer_runs_[static_cast<size_t>(view_->runs()[run].layer)].push_back(run);
   }
 }
 
+int64_t AttachedView::layer_bytes(int32_t lo, int32_t hi) const {
+  return std::accumulate(layer_bytes_.begin() + lo, layer_bytes_.begin() + hi, int64_t{0});
+}
+
 std::span<const Segment> AttachedView::segments(int32_t lo, int32_t hi) const {
   if (lo == 0 && hi == view_->num_layers()) return view_->segments();
+  const auto range = std::lower_bound(ranges_.begin(), ranges_.end(), lo);
+  if (range != ranges_.end() && *range == lo) {
+    const int32_t end = range + 1 == ranges_.end() ? view_->num_layers() : *(range + 1);
+    if (hi == end) return by_range_[static_cast<size_t>(range - ranges_.begin())];
+  }
   const size_t begin = layer_begin_[static_cast<size_t>(lo)];
   return std::span(by_layer_).subspan(begin, layer_begin_[static_cast<size_t>(hi)] - begin);
 }

@@ -14,8 +14,7 @@ MoveResult CountingMover::move(const PageMove& page, int32_t layer_lo, int32_t l
     return result;
   }
   ++cell.moves;
-  int64_t bytes = 0;
-  for (int32_t layer = layer_lo; layer < layer_hi; ++layer) bytes += page.view->layer_bytes(layer);
+  const int64_t bytes = page.view->layer_bytes(layer_lo, layer_hi);
   cell.bytes += bytes;
   return result;
 }

@@ -17,10 +17,6 @@
 
 namespace flexkv {
 
-// Unit: bytes. What a lane takes at once: a waiting load gets in after at most this much of a store (~0.5 ms
-// of host copy, 0.2 ms of PCIe 5), while a take (~1 us) stays below 1 % of a piece.
-inline constexpr int64_t kSubBatchBytes = int64_t{8} << 20;
-
 // Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's
 // memory stays mapped until finish().
 class Piece {

@@ -23,6 +23,8 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
   } else if (spec_.layerwise) {
     starts_.resize(static_cast<size_t>(layers_));
     std::iota(starts_.begin(), starts_.end(), 0);
+  } else if (view_ && (kind_bit(spec_.kind) & (kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H))) != 0) {
+    starts_ = view_->ranges();
   }
   const size_t stages = starts_.size();
   if (stages > 1) stage_.assign(states_.size(), 0);
@@ -114,12 +116,15 @@ void OpState::make_ready(int32_t page) {
 
 std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
-  const int32_t stage = lowest_ready_;
+  int32_t stage = lowest_ready_;
+  if (!spec_.layerwise) {  // what waits for whole pages may start while others still move
+    for (stage = stages() - 1; ready_[static_cast<size_t>(stage)].empty();) --stage;
+  }
   ReadyList& list = ready_[static_cast<size_t>(stage)];
+  const auto [lo, hi] = layers_of(stage);
   const int64_t page_bytes = stages() == 1 ? page_bytes_
-                             : view_
-                                 ? view_->layer_bytes(stage)
-                                 : page_bytes_ / layers_ * (layers_of(stage).second - layers_of(stage).first);
+                             : view_       ? view_->layer_bytes(lo, hi)
+                                           : page_bytes_ / layers_ * (hi - lo);
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
   const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);

@@ -1,7 +1,9 @@
 // How far one op has got, page by page. No lock, no threads: the scheduler's lock guards it.
 //
-// A page goes through stages: ranges of layers, one each where its lane names no others, when the op is
-// layerwise, else a single one of all layers.
+// A page goes through stages: ranges of layers. Those of a layerwise op are one layer each, where its lane
+// names no others; those of other copies between a view and a slot are the view's ranges(); else there is a
+// single one of all layers. A layerwise op moves the lowest stage of all its pages first, the others finish
+// pages that have begun before they begin more.
 #pragma once
 #include <memory>
 #include <string>
@@ -74,8 +76,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   // kWaiting -> kReady, or when the page's stage is opened. Precondition: has_arrived().
   void make_ready(int32_t page);
-  // Takes up to `max_bytes` of ready pages (at least one) of the lowest stage that has any. Precondition:
-  // has_ready().
+  // Takes up to `max_bytes` of ready pages (at least one), all at one stage. Precondition: has_ready().
   std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
   // kMoving -> kReady for its next stage, kWaiting where that has not arrived, or kOk after the last. Returns
   // whether the stage that it leaves is done now.

@@ -26,17 +26,21 @@ using cuda::StreamHandle;
 constexpr Code kInvalidValue = 1;
 constexpr Code kInvalidDevice = 101;
 constexpr Code kIllegalAddress = 700;
+constexpr Code kAlreadyRegistered = 712;
 
 struct FakeStream {
   std::deque<std::function<void()>> queue;
   bool held = false;
   bool ends = false;
   bool busy = false;
+  int device = 0;
+  int64_t moving = 0;  // copies and kernels that have not ended
   Code error = cuda::kSuccess;
   std::thread thread;
 };
 
 struct FakeEvent {
+  int device = 0;
   int64_t recorded = 0;  // number of its latest record call
   int64_t reached = 0;   // latest that its stream has passed
   FakeStream* stream = nullptr;
@@ -49,6 +53,7 @@ struct World {
   Calls calls;
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
+  std::map<void*, size_t> registered;
   int64_t fail_in = -1;
   bool break_next = false;
 };
@@ -58,10 +63,22 @@ World& world() {
   return *one;
 }
 
-thread_local int contexts = 0;
+thread_local std::vector<int> contexts;  // devices, the current one last
 
 void require(bool good, const char* rule) {
   if (!good) world().violations.emplace_back(rule);
+}
+
+// Precondition: the lock is held.
+void require_current(int device, const char* rule) {
+  require(!contexts.empty() && contexts.back() == device, rule);
+}
+
+// The real calls wait until the whole device is idle. Precondition: the lock is held.
+void require_idle_devices() {
+  for (const FakeStream* stream : world().streams) {
+    require(stream->moving == 0, "memory freed while work is in flight: it waits for the whole device");
+  }
 }
 
 FakeStream* as_stream(StreamHandle handle) { return reinterpret_cast<FakeStream*>(handle); }
@@ -83,9 +100,10 @@ void run(FakeStream* stream) {
   }
 }
 
-FakeStream* new_stream(bool held) {
+FakeStream* new_stream(bool held, int device) {
   auto* stream = new FakeStream();
   stream->held = held;
+  stream->device = device;
   world().streams.insert(stream);
   stream->thread = std::thread(run, stream);
   return stream;
@@ -107,14 +125,14 @@ bool fails_now() {
 void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
   World& w = world();
   w.calls.bytes += static_cast<int64_t>(bytes);
+  w.calls.bytes_of_device[stream->device] += static_cast<int64_t>(bytes);
   const bool breaks = w.break_next;
+  ++stream->moving;
   push(stream, [=] {
-    if (breaks) {
-      const std::lock_guard lock(world().mutex);
-      stream->error = kIllegalAddress;
-      return;
-    }
-    std::memcpy(dst, src, bytes);
+    if (!breaks) std::memcpy(dst, src, bytes);
+    const std::lock_guard lock(world().mutex);
+    if (breaks) stream->error = kIllegalAddress;
+    --stream->moving;
   });
 }
 
@@ -151,23 +169,23 @@ Code context_retain(ContextHandle* context, int device) {
   return cuda::kSuccess;
 }
 Code context_release(int) { return cuda::kSuccess; }
-Code context_push(ContextHandle) {
-  ++contexts;
+Code context_push(ContextHandle context) {
+  contexts.push_back(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1);
   return cuda::kSuccess;
 }
 Code context_pop(ContextHandle*) {
-  --contexts;
+  contexts.pop_back();
   return cuda::kSuccess;
 }
 Code context_get_device(int* device) {
-  *device = 0;
-  return contexts > 0 ? cuda::kSuccess : kInvalidValue;
+  *device = contexts.empty() ? 0 : contexts.back();
+  return contexts.empty() ? kInvalidValue : cuda::kSuccess;
 }
 Code stream_create(StreamHandle* handle, unsigned flags) {
   const std::lock_guard lock(world().mutex);
   require(flags == cuda::kStreamNonBlocking, "an own stream must not wait for the null stream");
-  require(contexts > 0, "stream_create without a current context");
-  *handle = reinterpret_cast<StreamHandle>(new_stream(false));
+  require(!contexts.empty(), "stream_create without a current context");
+  *handle = reinterpret_cast<StreamHandle>(new_stream(false, contexts.empty() ? 0 : contexts.back()));
   return cuda::kSuccess;
 }
 Code stream_destroy(StreamHandle handle) {
@@ -189,8 +207,10 @@ Code stream_synchronize(StreamHandle handle) {
 Code event_create(EventHandle* handle, unsigned flags) {
   const std::lock_guard lock(world().mutex);
   require((flags & cuda::kEventBlockingSync) != 0, "host waits must sleep");
-  require(contexts > 0, "event_create without a current context");
-  *handle = reinterpret_cast<EventHandle>(new std::shared_ptr<FakeEvent>(std::make_shared<FakeEvent>()));
+  require(!contexts.empty(), "event_create without a current context");
+  auto event = std::make_shared<FakeEvent>();
+  event->device = contexts.empty() ? 0 : contexts.back();
+  *handle = reinterpret_cast<EventHandle>(new std::shared_ptr<FakeEvent>(std::move(event)));
   return cuda::kSuccess;
 }
 std::shared_ptr<FakeEvent> shared_event(EventHandle handle) {
@@ -200,6 +220,7 @@ Code event_record(EventHandle handle, StreamHandle stream) {
   const std::lock_guard lock(world().mutex);
   const auto event = shared_event(handle);
   ++world().calls.records;
+  require(event->device == as_stream(stream)->device, "an event recorded on a stream of another device");
   const int64_t number = ++event->recorded;
   event->stream = as_stream(stream);
   push(as_stream(stream), [event, number] {
@@ -238,13 +259,24 @@ Code event_destroy(EventHandle handle) {
   delete reinterpret_cast<std::shared_ptr<FakeEvent>*>(handle);
   return cuda::kSuccess;
 }
-Code host_register(void*, size_t, unsigned) { return cuda::kSuccess; }
-Code host_unregister(void*) { return cuda::kSuccess; }
+Code host_register(void* memory, size_t bytes, unsigned flags) {
+  const std::lock_guard lock(world().mutex);
+  require(!contexts.empty(), "host_register without a current context");
+  require((flags & cuda::kHostRegisterPortable) != 0, "memory registered for one device alone");
+  return world().registered.emplace(memory, bytes).second ? cuda::kSuccess : kAlreadyRegistered;
+}
+Code host_unregister(void* memory) {
+  const std::lock_guard lock(world().mutex);
+  require(!contexts.empty(), "host_unregister without a current context");
+  return world().registered.erase(memory) == 1 ? cuda::kSuccess : kInvalidValue;
+}
 Code host_alloc(void** memory, size_t bytes, unsigned) {
   *memory = ::operator new(bytes);
   return cuda::kSuccess;
 }
 Code host_free(void* memory) {
+  const std::lock_guard lock(world().mutex);
+  require_idle_devices();
   ::operator delete(memory);
   return cuda::kSuccess;
 }
@@ -253,11 +285,17 @@ Code mem_alloc(DeviceAddress* address, size_t bytes) {
   return cuda::kSuccess;
 }
 Code mem_free(DeviceAddress address) {
+  const std::lock_guard lock(world().mutex);
+  require_idle_devices();
   ::operator delete(reinterpret_cast<void*>(address));
   return cuda::kSuccess;
 }
 
-void check_stream(StreamHandle stream) { require(stream != nullptr, "a copy on the legacy null stream"); }
+// Precondition: the lock is held.
+void check_stream(StreamHandle stream) {
+  require(stream != nullptr, "a copy on the legacy null stream");
+  require_current(as_stream(stream)->device, "a copy on a stream of a device that is not current");
+}
 
 Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHandle stream) {
   const std::lock_guard lock(world().mutex);
@@ -368,7 +406,14 @@ std::string launch(const cuda::CopyJob& job, int multiprocessors, void* stream) 
   require(multiprocessors <= kMostMultiprocessors, "the kernel takes too many multiprocessors");
   if (fails_now()) return "the fake kernel was not launched";
   // The tables are read when the kernel runs, as on a device.
-  push(static_cast<FakeStream*>(stream), [job] { cuda::run_on_cpu(job, 3); });
+  auto* one = static_cast<FakeStream*>(stream);
+  require_current(one->device, "a kernel on a stream of a device that is not current");
+  ++one->moving;
+  push(one, [job, one] {
+    cuda::run_on_cpu(job, 3);
+    const std::lock_guard inner(world().mutex);
+    --one->moving;
+  });
   return {};
 }
 
@@ -381,6 +426,8 @@ void reset(const Settings& settings) {
   w.calls = {};
   w.violations.clear();
   if (!w.streams.empty()) w.violations.emplace_back("streams of an earlier test are left");
+  if (!w.registered.empty()) w.violations.emplace_back("memory of an earlier test is still registered");
+  w.registered.clear();
   w.fail_in = -1;
   w.break_next = false;
 }
@@ -394,6 +441,15 @@ std::vector<std::string> violations() {
   const std::lock_guard lock(world().mutex);
   return world().violations;
 }
+bool take_violation(const std::string& words) {
+  const std::lock_guard lock(world().mutex);
+  return std::erase_if(world().violations,
+                       [&](const std::string& rule) { return rule.find(words) != std::string::npos; }) > 0;
+}
+std::map<void*, size_t> registered() {
+  const std::lock_guard lock(world().mutex);
+  return world().registered;
+}
 void fail_copy(int64_t nth) {
   const std::lock_guard lock(world().mutex);
   world().fail_in = nth;
@@ -402,9 +458,9 @@ void break_stream(bool breaks) {
   const std::lock_guard lock(world().mutex);
   world().break_next = breaks;
 }
-uintptr_t make_stream(bool held) {
+uintptr_t make_stream(bool held, int device) {
   const std::lock_guard lock(world().mutex);
-  return reinterpret_cast<uintptr_t>(new_stream(held));
+  return reinterpret_cast<uintptr_t>(new_stream(held, device));
 }
 void enqueue(uintptr_t stream, std::function<void()> work) {
   const std::lock_guard lock(world().mutex);

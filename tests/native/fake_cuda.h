@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct Calls {
   int64_t bytes = 0;  // enqueued
   int64_t records = 0;
   int64_t waits = 0;
+  std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream
   std::vector<cuda::SourceOrder> orders;
 };
 
@@ -37,6 +39,10 @@ cuda::KernelLauncher kernel_launcher();
 Calls calls();
 // Rules of the driver that were broken, in words; empty in a good test.
 std::vector<std::string> violations();
+// Whether a rule was broken since the last call; it is forgotten. For controls.
+bool take_violation(const std::string& words);
+// Host memory that is registered now, by its address: bytes.
+std::map<void*, size_t> registered();
 
 // The n-th copy call from now (0: the next) fails at once; -1: none.
 void fail_copy(int64_t nth);
@@ -51,7 +57,7 @@ inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 8;
 
 // The engine's side: a stream, and work on it.
-uintptr_t make_stream(bool held);
+uintptr_t make_stream(bool held, int device = 0);
 void enqueue(uintptr_t stream, std::function<void()> work);
 void release_stream(uintptr_t stream);
 // Sleeps until the stream has worked off its queue.

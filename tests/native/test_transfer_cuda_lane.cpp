@@ -2,6 +2,7 @@
 // Nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <set>
 
@@ -166,6 +167,89 @@ TEST_CASE("cuda lane: at most two pieces of a direction are under way, and their
   CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
 }
 
+namespace {
+
+// Unit: bytes. What an idle lane enqueues of `spec` while nothing enqueued moves.
+int64_t bytes_under_way(CudaWorld& world, const OpSpec& spec, int64_t expected) {
+  const int64_t before = fake_cuda::calls().bytes;
+  fake_cuda::hold_all(true);
+  const int64_t ticket = world.submit(spec);
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().bytes - before < expected && seconds_until(deadline) > 0) {
+    std::this_thread::yield();
+  }
+  CHECK_FALSE(world.engine->wait(ticket, 0.05));
+  const int64_t bytes = fake_cuda::calls().bytes - before;
+  fake_cuda::hold_all(false);
+  REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world.engine->poll(1).front().status == Status::kOk);
+  return bytes;
+}
+
+// Pages of 20 MiB, by some layers or by one.
+CudaShape large_pages(int32_t layers) {
+  CudaShape shape;
+  shape.layers = layers;
+  shape.run_bytes = (int64_t{20} << 20) / layers;
+  shape.blocks = 4;
+  shape.extent_slots = 2;
+  shape.digests = true;
+  return shape;
+}
+
+}  // namespace
+
+TEST_CASE("cuda lane: a page beyond 8 MiB moves in ranges of layers, and a layer beyond it in portions") {
+  for (const int32_t layers : {20, 5, 1}) {
+    for (const bool layerwise : {false, true}) {
+      CAPTURE(layers);
+      CAPTURE(layerwise);
+      const CudaShape shape = large_pages(layers);
+      CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+      for (int32_t block = 0; block < shape.blocks; ++block) world.fill(block, block + 1);
+      // Two pages at once for a range of layers; one page gives a lane with several portions both places.
+      const int64_t per_piece = kSubBatchBytes / shape.run_bytes * shape.run_bytes;
+      const int64_t most = layers == 1 ? 2 * kSubBatchBytes : 2 * per_piece;
+      CHECK(bytes_under_way(world, world.op(OpKind::kD2H, {0, 1}, {3, 0}), most) == most);
+      CHECK(world.slot_holds(3, 1));
+      CHECK(world.slot_holds(0, 2));
+      // Layer 0 of both pages is all that a layerwise op may have under way.
+      const int64_t first = layerwise && layers > 1 ? 2 * shape.run_bytes : most;
+      CHECK(bytes_under_way(world, world.op(OpKind::kH2D, {2, 3}, {3, 0}, layerwise), first) == first);
+      for (int32_t block = 0; block < shape.blocks; ++block) CHECK(world.holds(block, block % 2 + 1));
+    }
+  }
+}
+
+TEST_CASE("cuda lane: control: a page given to the copier at once is all under way") {
+  const CudaShape shape = large_pages(20);
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  const cuda::Current here(*world.device);
+  cuda::Copier copier(world.device, nullptr, {});
+  const int64_t before = fake_cuda::calls().bytes;
+  const cuda::PageEnds page{0, world.pool->slot_address(0)};
+  const std::string error =
+      copier.enqueue(cuda::Direction::kToHost, world.view->segments(), std::span(&page, 1), true, 0,
+                     reinterpret_cast<cuda::StreamHandle>(world.stream));
+  CHECK(error.empty());
+  CHECK(fake_cuda::calls().bytes - before == int64_t{20} << 20);
+  fake_cuda::drain(world.stream);
+}
+
+TEST_CASE("cuda lane: a large page that fails halfway is failed by name, and the next transfer works") {
+  for (const int32_t layers : {20, 1}) {
+    const CudaShape shape = large_pages(layers);
+    CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+    world.fill(0, 1);
+    fake_cuda::fail_copy(1);
+    const OpResult result = world.run(world.op(OpKind::kD2H, {0}, {0}));
+    CHECK(result.status == Status::kFailed);
+    CHECK(result.failed == std::vector<int32_t>{0});
+    CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
+    CHECK(world.slot_holds(0, 1));
+  }
+}
+
 TEST_CASE("cuda lane: stores pause while a load waits, and get a turn after a while") {
   CudaShape shape;
   shape.layers = 1;
@@ -208,4 +292,80 @@ TEST_CASE("cuda lane: close with copies under way waits for them") {
   CHECK(world.engine->close(CudaWorld::kLongS));
   CHECK(world.slot_holds(0, 4));
   CHECK(world.engine->poll(1).front().status == Status::kOk);
+}
+
+namespace {
+
+// Loads 20 pages of 2 MiB with all streams held; cancels what is not under way, or not; gives the dropped
+// pages' blocks to the engine at once, lets the copies go, and tells whether its bytes stayed.
+bool reused_blocks_stay(bool cancels) {
+  CudaShape shape;
+  shape.layers = 2;
+  shape.run_bytes = 1 << 20;
+  shape.blocks = 40;
+  shape.extent_slots = 40;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+  std::vector<int32_t> slots;
+  std::vector<int32_t> blocks;
+  for (int32_t i = 0; i < 20; ++i) {
+    slots.push_back(i);
+    blocks.push_back(20 + i);
+    world.fill(i, i + 1);
+  }
+  CHECK(world.run(world.op(OpKind::kD2H, slots, slots)).status == Status::kOk);
+  const int64_t before = fake_cuda::calls().bytes;
+  fake_cuda::hold_all(true);
+  const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots));
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().bytes - before < 2 * kSubBatchBytes && seconds_until(deadline) > 0) {
+    std::this_thread::yield();
+  }
+  constexpr int32_t kUnderWay = 2 * kSubBatchBytes / (2 << 20);
+  std::vector<int32_t> dropped;
+  for (int32_t i = kUnderWay; i < 20; ++i) dropped.push_back(i);
+  if (cancels) CHECK(world.engine->cancel(ticket) == static_cast<int64_t>(dropped.size()));
+  // What is under way may still be written: no result yet.
+  CHECK_FALSE(world.engine->wait(ticket, 0.05));
+  CHECK(world.engine->poll(1).empty());
+  for (const int32_t i : dropped) world.fill(20 + i, 90 + i);
+  fake_cuda::hold_all(false);
+  REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+  const OpResult result = world.engine->poll(1).front();
+  CHECK(result.failed == (cancels ? dropped : std::vector<int32_t>{}));
+  for (int32_t i = 0; i < kUnderWay; ++i) CHECK(world.holds(20 + i, i + 1));
+  CHECK(world.run(world.op(OpKind::kH2D, {20}, {5})).status == Status::kOk);
+  CHECK(world.holds(20, 6));
+  return std::all_of(dropped.begin(), dropped.end(), [&](int32_t i) { return world.holds(20 + i, 90 + i); });
+}
+
+}  // namespace
+
+TEST_CASE("cuda lane: cancelled in flight, the dropped pages' blocks are the engine's at once") {
+  CHECK(reused_blocks_stay(true));
+  CHECK_FALSE(reused_blocks_stay(false));
+}
+
+TEST_CASE("cuda lane: tables grow without a free while the device works") {
+  CudaShape shape;
+  shape.layers = 9000;  // more runs than the tables have room for at the start
+  shape.run_bytes = 1;
+  CudaWorld world(shape, {}, {.batch = true, .kernel = true});
+  world.fill(0, 1);
+  CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
+  fake_cuda::hold_all(true);
+  const int64_t launched = fake_cuda::calls().kernel;
+  const int64_t store = world.submit(world.op(OpKind::kD2H, {0, 1}, {1, 2}));
+  const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (fake_cuda::calls().kernel < launched + 2 && seconds_until(deadline) > 0) std::this_thread::yield();
+  // Control: a free now is found.
+  void* memory = nullptr;
+  REQUIRE(world.device->driver().host_alloc(&memory, 64, 0) == cuda::kSuccess);
+  CHECK_FALSE(fake_cuda::take_violation("memory freed while work is in flight"));
+  world.device->driver().host_free(memory);
+  CHECK(fake_cuda::take_violation("memory freed while work is in flight"));
+  fake_cuda::hold_all(false);
+  CHECK(world.engine->wait(store, CudaWorld::kLongS));
+  CHECK(world.engine->wait(load, CudaWorld::kLongS));
+  CHECK(world.holds(5, 1));
 }

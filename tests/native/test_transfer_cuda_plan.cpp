@@ -78,3 +78,15 @@ TEST_CASE("cuda plan: the kernel's functor moves every byte of odd runs at odd p
     }
   }
 }
+
+TEST_CASE("cuda plan: portions keep every byte in its place, and none is larger than it may be") {
+  const std::vector<Segment> segments = {{1000, 64, 10, 0, 0}, {2000, 64, 0, 10, 0}, {3000, 64, 25, 10, 1}};
+  const auto portions = cut_to_portions(segments, 12);
+  const std::vector<std::vector<Segment>> expected = {
+      {{1000, 64, 10, 0, 0}, {3000, 64, 2, 10, 1}},
+      {{3002, 64, 12, 12, 1}},
+      {{3014, 64, 11, 24, 1}},
+  };
+  CHECK(portions == expected);
+  CHECK(cut_to_portions(segments, 35).size() == 1);
+}
