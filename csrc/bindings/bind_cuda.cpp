@@ -8,6 +8,7 @@
 #include "bindings/interruptible.h"
 #include "cuda/cuda_lane.h"
 #include "cuda/device_memory.h"
+#include "gds/transform_device.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,7 @@ void bind_cuda(py::module_& m) {
            }),
            py::arg("device"), py::arg("bytes"))
       .def_property_readonly("address", &cuda::DeviceMemory::address)
+      .def_property_readonly("multiprocessors", &cuda::DeviceMemory::multiprocessors)
       .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
            py::arg("calls"), py::call_guard<py::gil_scoped_release>());
   py::dict thresholds;
@@ -52,6 +54,7 @@ void bind_cuda(py::module_& m) {
   thresholds["kernel_below_bytes_with_batch"] = cuda::kKernelBelowBytesWithBatch;
   thresholds["most_batch_copies"] = cuda::kMostBatchCopies;
   thresholds["kernel_multiprocessors"] = cuda::kKernelMultiprocessors;
+  thresholds["transform_multiprocessors"] = kTransformBlocks;
   thresholds["sub_batch_bytes"] = kSubBatchBytes;
   thresholds["pieces_in_flight"] = cuda::kPiecesInFlight;
   m.attr("CUDA_THRESHOLDS") = thresholds;

@@ -17,6 +17,7 @@ class DeviceMemory {
 
   uintptr_t address() const { return static_cast<uintptr_t>(address_); }
   size_t bytes() const { return bytes_; }
+  int multiprocessors() const { return device_->multiprocessors(); }
   // Seconds of copying `calls` times `call_bytes` to or from pinned host memory on an own stream, one driver
   // call each, until the last has ended. The calls walk through the memory. Throws CapacityError, or
   // ContractError when one call is larger than the memory.

@@ -6,9 +6,6 @@
 
 namespace flexkv {
 
-// Unit: thread blocks. Each fills half an SM, so that a transfer never takes more than this many SMs from the
-// model; twice that would pass the disks' speed by far.
-inline constexpr int kTransformBlocks = 8;
 inline constexpr int kTransformThreads = 1024;
 // So many of these threads a multiprocessor holds (2,048 since compute capability 8.0, but for 8.6 and 8.9).
 inline constexpr int kTransformBlocksPerMultiprocessor = 2;

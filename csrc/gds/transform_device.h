@@ -61,6 +61,10 @@ inline constexpr int32_t kHostDevice = -1;
 // Plain memory; `lane_by_lane` runs the GPU's functions on the CPU instead of the fast copies.
 std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane = false);
 
+// Unit: thread blocks. Each fills half an SM, so that a transfer never takes more than this many SMs from the
+// model; twice that would pass the disks' speed by far.
+inline constexpr int kTransformBlocks = 8;
+
 // How much of a GPU transforms take: a few multiprocessors beside the model, or all, for measurements.
 enum class TransformGrid { kBesideModel, kWholeDevice };
 

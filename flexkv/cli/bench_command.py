@@ -53,7 +53,7 @@ def transfer(
     png_file: Path | None,
 ) -> None:
     """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is."""
-    console = Console(width=120)
+    console = Console(width=160)
     found = c_ext.cuda_info()
     if device is None and found["device_count"]:
         device = 0
@@ -70,10 +70,10 @@ def transfer(
         compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
         with bench.storing() as store:
             compared += small_copy_rows(device, store)
-        compared += transform_rows(device, total_bytes, repeats)
+        compared += transform_rows(device, bench.multiprocessors, total_bytes, repeats)
     with console.status("reading from disk"):
         if folder is not None:
-            compared += disk_rows(device, folder, total_bytes, repeats)
+            compared += disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats)
     console.print(_comparison_table(compared))
     load = os.getloadavg()[0]
     console.print(f"load average {load:.1f} on {os.cpu_count()} CPUs", highlight=False)
@@ -96,27 +96,35 @@ def transfer(
 def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
     limits = ", ".join(f"{name} {rate:.1f}" for name, rate in limit_gbps.items())
     table = Table(title=f"GB/s, median; contiguous limit: {limits}")
-    for heading in ("run", "direction", "path", "multiprocessors", "GB/s", "share of limit", "a call a run"):
+    for heading in (
+        "run",
+        "direction",
+        "path",
+        "multiprocessors",
+        "GB/s",
+        "of limit",
+        "both / one way",
+        "a call a run",
+    ):
         table.add_column(heading, justify="right")
     for row in rows:
-        single = "-" if row.single_calls_gbps is None else f"{row.single_calls_gbps:.1f}"
-        share = "-" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
         table.add_row(
             format_size(row.run_bytes),
             row.direction,
             row.path,
             str(row.multiprocessors),
             f"{row.gbps:.1f}",
-            share,
-            single,
+            _number(row.share_of_limit, ".2f"),
+            _number(row.share_of_one_way, ".2f"),
+            _number(row.single_calls_gbps, ".1f"),
         )
     return table
 
 
 def _comparison_table(rows: list[ComparisonRow]) -> Table:
     table = Table(title="beside it, median")
-    for heading in ("what", "direction", "run", "GB/s", "calls", "p99 ms", "note"):
-        table.add_column(heading, justify="left" if heading in ("what", "note") else "right")
+    for heading in ("what", "direction", "run", "GB/s", "calls", "p99 ms", "share", "path", "SMs", "note"):
+        table.add_column(heading, justify="left" if heading in ("what", "path", "note") else "right")
     for row in rows:
         table.add_row(
             row.what,
@@ -125,6 +133,9 @@ def _comparison_table(rows: list[ComparisonRow]) -> Table:
             _number(row.gbps, ".2f"),
             _number(row.calls, "d"),
             _number(row.p99_ms, ".3f"),
+            _number(row.share, ".2f"),
+            row.path,
+            str(row.multiprocessors),
             row.note,
         )
     return table

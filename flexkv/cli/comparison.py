@@ -20,6 +20,9 @@ class ComparisonRow:
         gbps: 1e9 bytes a second, median; None where it did not run or is no rate.
         calls: I/O or driver calls of one round; None where they are not counted.
         p99_ms: of single copies, milliseconds; None for other methods.
+        path: what moved the bytes; empty where nothing ran.
+        multiprocessors: that it takes from the engine's kernels.
+        share: of the rate that `note` names; None where there is none to compare with.
         note: what stands behind the number, or why there is none.
     """
 
@@ -29,4 +32,7 @@ class ComparisonRow:
     gbps: float | None = None
     calls: int | None = None
     p99_ms: float | None = None
+    path: str = ""
+    multiprocessors: int = 0
+    share: float | None = None
     note: str = ""

@@ -8,14 +8,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.cli.bare_reads import CALL_BYTES as BARE_CALL_BYTES
+from flexkv.cli.bare_reads import THREADS as BARE_THREADS
+from flexkv.cli.bare_reads import BareReads
 from flexkv.cli.comparison import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
-from flexkv.cli.transfer_bench import NULL_STREAM, WAIT_S
+from flexkv.cli.transfer_bench import NULL_STREAM, WAIT_S, copy_path
 from flexkv.config import GdsConfig
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
@@ -44,11 +48,14 @@ NO_IDS = np.empty(0, np.int32)
 Ids = NDArray[np.int32]
 
 
-def disk_rows(device: int | None, folder: Path, total_bytes: int, repeats: int) -> list[ComparisonRow]:
+def disk_rows(
+    device: int | None, multiprocessors: int, folder: Path, total_bytes: int, repeats: int
+) -> list[ComparisonRow]:
     """Reads of the same pages in turns, each into a pool of its own layout.
 
     Args:
         device: the CUDA device that has the pools; None for plain memory.
+        multiprocessors: of the device; 0 for plain memory.
         folder: on the disk to be measured; what is made there is removed.
         total_bytes: moved a read; every geometry moves at least two pages.
 
@@ -60,7 +67,7 @@ def disk_rows(device: int | None, folder: Path, total_bytes: int, repeats: int) 
         # The layers of a pool of one block lie in a row: it would be block-first.
         pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
-            ways = _DiskWays(Path(made), device, run_bytes, pages)
+            ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages)
             try:
                 rows += ways.measure(repeats)
             finally:
@@ -68,11 +75,31 @@ def disk_rows(device: int | None, folder: Path, total_bytes: int, repeats: int) 
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to read the pages.
+
+    Attributes:
+        once: seconds of one round.
+        count: calls so far.
+        path: what moved the bytes, and the multiprocessors it takes; asked after the rounds.
+    """
+
+    what: str
+    once: Callable[[], float]
+    count: Callable[[], int]
+    path: Callable[[], tuple[str, int]] = lambda: ("", 0)
+    note: str = ""
+
+
 class _DiskWays:
     """A tier of `pages` pages that are written once, and an engine for each way to read them."""
 
-    def __init__(self, folder: Path, device: int | None, run_bytes: int, pages: int) -> None:
+    def __init__(
+        self, folder: Path, device: int | None, multiprocessors: int, run_bytes: int, pages: int
+    ) -> None:
         self._device, self._run, self._pages = device, run_bytes, pages
+        self._multiprocessors = multiprocessors
         self._stripe = PAGE_LAYERS * KV * run_bytes
         runs = np.array([(i * run_bytes, run_bytes, i // KV) for i in range(PAGE_LAYERS * KV)], np.int64)
         group = DiskGroup("benchmark", (self._stripe,), (runs,), BLOCK_TOKENS)
@@ -94,6 +121,7 @@ class _DiskWays:
             raise ContractError(f"the host pool did not come up: {self._pool.stopped_reason}")
         for slot in range(pages):
             self._pool.slot(slot)[:] = slot % 251
+        self._bare = BareReads(folder, pages * self._stripe)
         self._disk_lane = self._unit.lane([self._pool])
         self._through_host = self._engine(self._disk_lane, block_first=False)
         self._run_graph(
@@ -102,51 +130,89 @@ class _DiskWays:
         )
 
     def measure(self, repeats: int) -> list[ComparisonRow]:
-        ways: list[tuple[str, Callable[[], float], Callable[[], int], str]] = []
-        for what, staged, block_first in (
-            ("disk to pool, staged", True, False),
-            ("disk to pool, a call a run", False, False),
-            ("disk to pool, block-first: direct", True, True),
-        ):
-            config = GdsConfig()
-            lane = make_gds_lane(self._unit.slab_map(), 0, self._device, config, use_staged_transfer=staged)
-            engine = self._engine(lane, block_first)
-            read = TransferGraph((self._op(OpKind.GDS_READ, self._slots, NO_IDS, self._order),))
-            ways.append(
-                (what, self._timed(engine, read), functools.partial(_io_calls, lane), lane.describe())
-            )
-        ways.append(
-            (
-                "disk to host page to pool",
-                self._timed(self._through_host, self._through_host_graph()),
-                lambda: self._disk_lane.counts(0)["read_pages"],
-                "the disk tier's lane, a call a page",
-            )
-        )
-        seconds: dict[str, list[float]] = {what: [] for what, *_ in ways}
+        ways = [
+            self._through_lane("disk to pool, staged", staged=True, block_first=False),
+            self._through_lane("disk to pool, a call a run", staged=False, block_first=False),
+            self._through_lane("disk to pool, block-first: direct", staged=True, block_first=True),
+            self._through_host_way(),
+        ]
+        bare = _Way("bare reads of 2 MiB", self._bare.once, lambda: 0)
+        seconds: dict[str, list[float]] = {way.what: [] for way in (bare, *ways)}
         calls: dict[str, int] = {}
         for number in range(repeats + 1):
-            for what, once, count, _ in ways:
-                before, taken = count(), once()
-                calls[what] = count() - before
+            for way in (bare, *ways):
+                before, taken = way.count(), way.once()
+                calls[way.what] = way.count() - before
                 if number:  # the first one touches memory and starts threads
-                    seconds[what].append(taken)
-        moved = self._pages * self._stripe
-        return [
+                    seconds[way.what].append(taken)
+        limit = self._bare.bytes / statistics.median(seconds[bare.what]) / 1e9
+        cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
+        rows = [
             ComparisonRow(
-                what,
-                "disk to pool",
-                self._run,
-                moved / statistics.median(seconds[what]) / 1e9,
-                calls[what],
-                note=note,
+                bare.what,
+                "disk to host",
+                BARE_CALL_BYTES,
+                limit,
+                self._bare.calls,
+                path="threads",
+                note=f"the disk's rate, {BARE_THREADS} reads at a time{cached}",
             )
-            for what, _, _, note in ways
         ]
+        moved = self._pages * self._stripe
+        for way in ways:
+            gbps = moved / statistics.median(seconds[way.what]) / 1e9
+            path, multiprocessors = way.path()
+            rows.append(
+                ComparisonRow(
+                    way.what,
+                    "disk to pool",
+                    self._run,
+                    gbps,
+                    calls[way.what],
+                    path=path,
+                    multiprocessors=multiprocessors,
+                    share=gbps / limit,
+                    note=f"{way.note}; share of the bare reads",
+                )
+            )
+        return rows
+
+    def _through_lane(self, what: str, *, staged: bool, block_first: bool) -> _Way:
+        """By the lane between disk and pool."""
+        lane = make_gds_lane(self._unit.slab_map(), 0, self._device, GdsConfig(), use_staged_transfer=staged)
+        engine = self._engine(lane, block_first)
+        read = TransferGraph((self._op(OpKind.GDS_READ, self._slots, NO_IDS, self._order),))
+        transforms = staged and self._device is not None and not block_first
+        taken = min(self._multiprocessors, c_ext.CUDA_THRESHOLDS["transform_multiprocessors"])
+        path = "direct" if block_first else "staged" if staged else "a call a run"
+        return _Way(
+            what,
+            self._timed(engine, read),
+            functools.partial(_io_calls, lane),
+            lambda: (path, taken if transforms else 0),
+            lane.describe(),
+        )
+
+    def _through_host_way(self) -> _Way:
+        """By the disk tier's lane to host memory, and the copy lane from there."""
+
+        def path() -> tuple[str, int]:
+            backends = ", ".join(sorted({backend for _, _, backend in self._disk_lane.states()}))
+            copied_by, multiprocessors = copy_path(self._through_host)
+            return f"{backends}, then {copied_by}", multiprocessors
+
+        return _Way(
+            "disk to host page to pool",
+            self._timed(self._through_host, self._through_host_graph()),
+            lambda: self._disk_lane.counts(0)["read_pages"],
+            path,
+            "the disk tier's lane, a call a page",
+        )
 
     def close(self) -> None:
         for engine in self._engines:
             engine.close(WAIT_S)
+        self._bare.close()
         self._unit.close(WAIT_S)
         self._pool.close()
 

@@ -42,6 +42,9 @@ def index_select_rows(
     if device is not None and not torch.cuda.is_available():
         return [ComparisonRow(what, "both", 0, note="torch was built without CUDA")]
     place = "cpu" if device is None else f"cuda:{device}"
+    # The gather and the scatter of torch take as many multiprocessors as they can fill.
+    path = "cpu" if device is None else "torch's kernels, copy engine"
+    taken = 0 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
     rows = []
     for run_bytes in run_sizes:
         blocks = total_bytes // (run_bytes * layers)
@@ -69,7 +72,13 @@ def index_select_rows(
             seconds = _median(once, repeats)
             rows.append(
                 ComparisonRow(
-                    what, direction, run_bytes, layers * blocks * run_bytes / seconds / 1e9, calls=2 * layers
+                    what,
+                    direction,
+                    run_bytes,
+                    layers * blocks * run_bytes / seconds / 1e9,
+                    calls=2 * layers,
+                    path=path,
+                    multiprocessors=taken,
                 )
             )
     return rows
@@ -118,9 +127,12 @@ def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[Compa
         storing.join()
     if failures:
         raise failures[0]
+    path = "cpu" if device is None else "copy engine"
     return [
-        ComparisonRow(what, "D2H", SMALL_BYTES, p99_ms=alone, note=f"{note}, alone"),
-        ComparisonRow(what, "D2H", SMALL_BYTES, p99_ms=beside, note=f"{note}, while a store streams"),
+        ComparisonRow(what, "D2H", SMALL_BYTES, p99_ms=alone, path=path, note=f"{note}, alone"),
+        ComparisonRow(
+            what, "D2H", SMALL_BYTES, p99_ms=beside, path=path, note=f"{note}, while a store streams"
+        ),
     ]
 
 

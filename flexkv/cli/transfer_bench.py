@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -17,7 +18,7 @@ from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool
 
-RUN_BYTES = tuple(4096 << i for i in range(0, 11, 2))
+RUN_BYTES = tuple(4096 << i for i in range(11))
 """Lengths of a block's contiguous runs, 4 KiB to 4 MiB."""
 
 LAYERS = 8
@@ -37,6 +38,7 @@ class TransferRow:
         multiprocessors: that the path takes from the engine's kernels.
         gbps: 1e9 bytes a second, median; of both directions together where `direction` says so.
         share_of_limit: of one contiguous copy of the same bytes; None for both ways.
+        share_of_one_way: of the faster direction alone; None for one way.
         single_calls_gbps: the same bytes by one driver call a run; None without a GPU.
     """
 
@@ -46,7 +48,16 @@ class TransferRow:
     multiprocessors: int
     gbps: float
     share_of_limit: float | None
+    share_of_one_way: float | None
     single_calls_gbps: float | None
+
+
+def copy_path(engine: TransferEngine) -> tuple[str, int]:
+    """What moved most of the bytes between the engine's pool and host memory, and the multiprocessors it takes."""
+    if engine.cuda_lane is None:
+        return "cpu", 0
+    path = max(engine.cuda_lane.counts(), key=lambda count: count[2])[0]
+    return path, c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
 
 
 class TransferBench:
@@ -65,6 +76,11 @@ class TransferBench:
         self._device_memory = None if device is None else c_ext.DeviceMemory(device, total_bytes)
         self._ids = itertools.count(1)
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the GPU; 0 without one."""
+        return 0 if self._device_memory is None else self._device_memory.multiprocessors
 
     def run(self) -> list[TransferRow]:
         rows = []
@@ -129,7 +145,9 @@ class TransferBench:
         with self._engine(run_bytes, blocks) as engine:
             rows = [self._row(engine, name, [kind], run_bytes, blocks) for name, kind in DIRECTIONS.items()]
             if blocks > 1:
-                rows.append(self._row(engine, "both", list(DIRECTIONS.values()), run_bytes, blocks))
+                both = self._row(engine, "both", list(DIRECTIONS.values()), run_bytes, blocks)
+                one_way = max(row.gbps for row in rows)
+                rows.append(dataclasses.replace(both, share_of_one_way=both.gbps / one_way))
             return rows
 
     @contextmanager
@@ -150,23 +168,16 @@ class TransferBench:
         share = np.array_split(np.random.default_rng(0).permutation(blocks).astype(np.int32), len(kinds))
         seconds = self._median(lambda: self._transfer(engine, kinds, share))
         gbps = blocks * run_bytes * LAYERS / seconds / 1e9
-        path = self._path(engine)
+        path, multiprocessors = copy_path(engine)
         limit = self.limit_gbps.get(direction)
         single = None
         if self._device_memory is not None and direction in DIRECTIONS:
             memory, calls = self._device_memory, blocks * LAYERS
             once = self._median(lambda: memory.time_copies(direction == "H2D", run_bytes, calls))
             single = calls * run_bytes / once / 1e9
-        multiprocessors = c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
         return TransferRow(
-            run_bytes, direction, path, multiprocessors, gbps, gbps / limit if limit else None, single
+            run_bytes, direction, path, multiprocessors, gbps, gbps / limit if limit else None, None, single
         )
-
-    def _path(self, engine: TransferEngine) -> str:
-        """What moved most of the bytes."""
-        if engine.cuda_lane is None:
-            return "cpu"
-        return max(engine.cuda_lane.counts(), key=lambda count: count[2])[0]
 
     def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:
         ops = tuple(

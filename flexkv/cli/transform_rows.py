@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 from flexkv import c_ext
@@ -11,38 +12,36 @@ HOST_DEVICE = -1
 """Number of the device that is plain memory."""
 
 
-def transform_rows(device: int | None, total_bytes: int, repeats: int) -> list[ComparisonRow]:
+def transform_rows(
+    device: int | None, multiprocessors: int, total_bytes: int, repeats: int
+) -> list[ComparisonRow]:
     """Slots to a layer-first pool, checking digests, and back, making them; on the multiprocessors that transfers use
-    and, on a GPU, on all.
+    and, on a GPU, on all `multiprocessors` of it.
 
     Raises:
         ConfigError: no such device. CapacityError: the memory is not there.
     """
+    number = HOST_DEVICE if device is None else device
+    beside_model = min(multiprocessors, c_ext.CUDA_THRESHOLDS["transform_multiprocessors"])
+    grids = [(False, beside_model)] if device is None else [(False, beside_model), (True, multiprocessors)]
+    directions = (("slots to pool", True), ("pool to slots", False))
     rows = []
-    for run_bytes in PAGE_RUN_BYTES:
+    for run_bytes, (whole_device, taken), (direction, into_pool) in itertools.product(
+        PAGE_RUN_BYTES, grids, directions
+    ):
         blocks = max(1, total_bytes // (PAGE_LAYERS * run_bytes))
+        times = c_ext.time_transform(number, PAGE_LAYERS, run_bytes, blocks, into_pool, whole_device, repeats)
         moved = blocks * PAGE_LAYERS * run_bytes
-        for whole_device in (False,) if device is None else (False, True):
-            for direction, into_pool in (("slots to pool", True), ("pool to slots", False)):
-                number = HOST_DEVICE if device is None else device
-                times = c_ext.time_transform(
-                    number, PAGE_LAYERS, run_bytes, blocks, into_pool, whole_device, repeats
-                )
-                share = statistics.median(copy / transform for transform, copy in times)
-                grid = (
-                    "plain memory"
-                    if device is None
-                    else "all of the GPU"
-                    if whole_device
-                    else "beside a model"
-                )
-                rows.append(
-                    ComparisonRow(
-                        "layout transform",
-                        direction,
-                        run_bytes,
-                        moved / statistics.median(transform for transform, _ in times) / 1e9,
-                        note=f"{grid}; {share:.2f} of the device's own copy",
-                    )
-                )
+        rows.append(
+            ComparisonRow(
+                "layout transform",
+                direction,
+                run_bytes,
+                moved / statistics.median(transform for transform, _ in times) / 1e9,
+                path="cpu" if device is None else "kernel",
+                multiprocessors=taken,
+                share=statistics.median(copy / transform for transform, copy in times),
+                note="share of the device's own copy",
+            )
+        )
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     arguments = [
         "transfer",
         "--megabytes",
-        "4",
+        "32",
         "--repeats",
         "1",
         "--json",
@@ -35,6 +36,16 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
+    # Every length that matters has its row, and both ways at once are put beside one.
+    assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
+    one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
+    for row in rows:
+        if row["direction"] == "both":
+            assert row["share_of_one_way"] == pytest.approx(row["gbps"] / max(one_way[row["run_bytes"]]))
+        else:
+            assert row["share_of_one_way"] is None
+            one_way[row["run_bytes"]].append(row["gbps"])
+    assert any(row["direction"] == "both" and row["run_bytes"] == 2 << 20 for row in rows)
     assert all(row["gbps"] > 0 for row in rows)
     compared = content["comparisons"]
     assert {row["what"] for row in compared} == {
@@ -45,6 +56,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "disk to pool, a call a run",
         "disk to pool, block-first: direct",
         "disk to host page to pool",
+        "bare reads of 2 MiB",
     }
     # 80 layers of K and V are 160 runs of a page: a call each and one for the trailer, or one for all.
     pages = {row["run_bytes"]: row["calls"] for row in compared if row["what"] == "disk to host page to pool"}
@@ -54,6 +66,15 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         if row["what"] == "disk to pool, a call a run":
             assert row["calls"] == 161 * pages[row["run_bytes"]]
     assert list(tmp_path.iterdir()) == [out]
+    assert all(row["path"] and row["multiprocessors"] == 0 for row in compared)
+    assert {row["path"] for row in compared if row["what"] == "disk to host page to pool"} <= {
+        "io_uring, then cpu",
+        "threads, then cpu",
+    }
+    bare = {row["gbps"] for row in compared if row["what"] == "bare reads of 2 MiB"}
+    for row in compared:
+        if row["what"].startswith("disk to "):
+            assert any(row["share"] == pytest.approx(row["gbps"] / rate) for rate in bare)
     # What did not run says why; and nothing that went through plain memory is called GDS.
     assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
     assert not any("GDS" in row["note"] or "GPUDirect" in row["note"] for row in compared)
@@ -64,3 +85,25 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     done = CliRunner().invoke(command, ["transfer", "--device", missing])
     assert done.exit_code != 0
     assert "CUDA device" in str(done.exception)
+
+
+def test_the_rows_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "rows.png"
+    done = CliRunner().invoke(
+        command, ["transfer", "--megabytes", "1", "--repeats", "1", "--png", str(picture)]
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture.read_bytes()) > 10_000  # axes alone are less
+
+
+def test_without_matplotlib_drawing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    picture = tmp_path / "rows.png"
+    done = CliRunner().invoke(
+        command, ["transfer", "--megabytes", "1", "--repeats", "1", "--png", str(picture)]
+    )
+    assert done.exit_code == 2
+    assert "needs matplotlib" in done.output
+    assert not picture.exists()
