@@ -75,13 +75,18 @@ def test_bytes(seed: int, tmp_path: Path) -> None:
     manager.close()
 
 
-def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path) -> None:
-    """The engine's stream is busy for long when the transfer is asked for: without fences both would be wrong."""
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
+def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path, fenced: bool) -> None:
+    """The engine's stream is busy for long when the transfer is asked for: without fences both are wrong.
+
+    The controls name a stream without any work.
+    """
     case = Case(0, 2, 65536, 8, 16, 16, False, True, 1, align=4096)
     world = World(case, tmp_path)
     gpu = GpuPool(world.pool)
-    stream = torch.cuda.Stream(GPU)
-    manager = world.manager(gpu_device_id=GPU, engine_stream=stream.cuda_stream)
+    stream, idle = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
+    fence = (stream if fenced else idle).cuda_stream
+    manager = world.manager(gpu_device_id=GPU, engine_stream=fence)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)
         for tensor in gpu.tensors:
@@ -91,11 +96,11 @@ def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path
     world.expect()
     move(world, gpu, manager)
     gpu.fetch()
-    assert world.differences() == []
+    assert (world.differences() == []) is fenced
+    manager.close()
 
-    seen = torch.empty_like(gpu.tensors[0])
     read = World(Case(0, 2, 65536, 8, 16, 16, True, True, 2, align=4096), tmp_path)
-    reader = read.manager(gpu_device_id=GPU, engine_stream=stream.cuda_stream)
+    reader = read.manager(gpu_device_id=GPU, engine_stream=fence)
     target = GpuPool(read.pool)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)
@@ -105,8 +110,7 @@ def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path
     target.fetch()
     assert read.differences() == []
     first, size = target.starts[0], read.pool.memory[0].size
-    assert bool((seen[first : first + size] == KEEP).all())
-    manager.close()
+    assert bool((seen[first : first + size] == KEEP).all()) is fenced
     reader.close()
 
 

@@ -32,14 +32,21 @@ def torch() -> Any:
 
 
 class GpuWorld:
-    """A layer-first or block-first pool on GPU 0, a host pool, and an engine between."""
+    """A layer-first or block-first pool on one GPU, a host pool, and an engine between."""
 
     def __init__(
-        self, torch: Any, layers: int, run_bytes: int, block_first: bool, batch: bool, kernel: bool
+        self,
+        torch: Any,
+        layers: int,
+        run_bytes: int,
+        block_first: bool,
+        batch: bool,
+        kernel: bool,
+        device: int = 0,
     ) -> None:
-        self.torch, self.layers, self.run_bytes = torch, layers, run_bytes
+        self.torch, self.layers, self.run_bytes, self.device = torch, layers, run_bytes, device
         shape = (BLOCKS, layers, run_bytes) if block_first else (layers, BLOCKS, run_bytes)
-        self.pool_memory = torch.zeros(shape, dtype=torch.uint8, device="cuda:0")
+        self.pool_memory = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{device}")
         self.by_block = self.pool_memory if block_first else self.pool_memory.transpose(0, 1)
         base, page = self.pool_memory.data_ptr(), layers * run_bytes
         stride = page if block_first else run_bytes
@@ -47,16 +54,24 @@ class GpuWorld:
         rows = [[base + layer * step, stride, run_bytes, layer * run_bytes, layer] for layer in range(layers)]
         self.view = c_ext.KvView(np.array(rows, dtype=np.int64), BLOCKS, page)
         self.pool = HostPool(-(-page // 4096) * 4096, BLOCKS)
-        self.pool.pin(0)
+        self.pool.pin(device)
         assert self.pool.wait_ready(BLOCKS, LONG_S)
-        self.engine = TransferEngine(device=0, batch_copies=batch, copy_kernel=kernel)
+        self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
         self.engine.attach_view(0, self.view, self.pool, owners=[self.pool_memory])
         self.ids = itertools.count(1)
 
     def stream(self) -> int:
-        return int(self.torch.cuda.current_stream(0).cuda_stream)
+        return int(self.torch.cuda.current_stream(self.device).cuda_stream)
 
-    def submit(self, kind: OpKind, blocks: list[int], slots: list[int], layerwise: bool = False) -> Any:
+    def submit(
+        self,
+        kind: OpKind,
+        blocks: list[int],
+        slots: list[int],
+        layerwise: bool = False,
+        stream: int | None = None,
+    ) -> Any:
+        """`stream`: that it is fenced with; None: the engine's."""
         priority = Priority.LOAD if kind is OpKind.H2D else Priority.STORE
         op = TransferOp(
             OpId(next(self.ids)),
@@ -67,7 +82,9 @@ class GpuWorld:
             np.array(slots, dtype=np.int32),
             layerwise,
         )
-        ticket = self.engine.submit(TransferGraph((op,), ()), stream=self.stream())
+        ticket = self.engine.submit(
+            TransferGraph((op,), ()), stream=self.stream() if stream is None else stream
+        )
         assert ticket is not None
         return ticket
 
@@ -122,35 +139,113 @@ def test_every_byte_arrives_and_no_other_is_touched(
     assert torch.equal(world.by_block, expected)
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
-    make_gpu_world: Callable[..., GpuWorld], kernel: bool
+# A control hands in a stream that has nothing to do: each fence test must then see wrong bytes, else it shows nothing.
+FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
+KERNEL = pytest.mark.parametrize("kernel", [False, True], ids=["copy engine", "kernel"])
+TURNS = 30
+SLEEP_CYCLES = 100_000_000
+"""Some 50 ms of a GPU at 2 GHz: a copy without a fence has long ended by then."""
+FENCE_BLOCKS = list(range(8))
+FENCE_SHAPE = {"layers": 8, "run_bytes": 16384}
+
+
+def fence_of(world: GpuWorld, fenced: bool) -> int:
+    """The engine's stream, or one without any work."""
+    return world.stream() if fenced else int(world.torch.cuda.Stream(0).cuda_stream)
+
+
+def end(world: GpuWorld, ticket: Any) -> None:
+    assert world.engine.wait(ticket, LONG_S)
+    assert world.engine.poll()[0].status is OpStatus.OK
+    world.torch.cuda.current_stream(0).synchronize()
+
+
+def fill(world: GpuWorld, value: int) -> None:
+    """All blocks, at once: nothing is under way afterwards."""
+    world.by_block[: len(FENCE_BLOCKS)].fill_(value)
+    world.torch.cuda.current_stream(0).synchronize()
+
+
+def stored(world: GpuWorld, value: int) -> bool:
+    page = world.layers * world.run_bytes
+    return all(bool((world.pool.slot(slot)[:page] == value).all()) for slot in FENCE_BLOCKS)
+
+
+@FENCED
+@KERNEL
+def test_a_store_copies_what_the_forward_before_it_writes(
+    make_gpu_world: Callable[..., GpuWorld], kernel: bool, fenced: bool
 ) -> None:
-    world = make_gpu_world(layers=8, run_bytes=16384, kernel=kernel)
+    world = make_gpu_world(**FENCE_SHAPE, kernel=kernel)
+    for turn in range(TURNS):
+        value = turn % 200
+        fill(world, 255 - value)
+        world.torch.cuda._sleep(SLEEP_CYCLES)
+        for last in (value + 1, value):  # the forward writes more than once
+            world.by_block[: len(FENCE_BLOCKS)].fill_(last)
+        end(world, world.submit(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS, stream=fence_of(world, fenced)))
+        assert stored(world, value) is fenced, f"turn {turn}"
+
+
+@FENCED
+@KERNEL
+def test_a_load_overwrites_after_the_forward_before_it_reads(
+    make_gpu_world: Callable[..., GpuWorld], kernel: bool, fenced: bool
+) -> None:
+    world = make_gpu_world(**FENCE_SHAPE, kernel=kernel)
+    fill(world, 7)
+    world.run(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS)
+    for turn in range(TURNS):
+        value = 8 + turn
+        fill(world, value)
+        world.torch.cuda._sleep(SLEEP_CYCLES)
+        seen = world.by_block[: len(FENCE_BLOCKS)].clone()
+        end(world, world.submit(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS, True, fence_of(world, fenced)))
+        assert bool((seen == value).all()) is fenced, f"turn {turn}"
+        assert bool((world.by_block[: len(FENCE_BLOCKS)] == 7).all())
+
+
+@FENCED
+@KERNEL
+def test_a_forward_after_wait_layer_reads_what_the_load_brings(
+    make_gpu_world: Callable[..., GpuWorld], kernel: bool, fenced: bool
+) -> None:
+    world = make_gpu_world(**FENCE_SHAPE, kernel=kernel)
     torch = world.torch
-    blocks = list(range(8))
-    for turn in range(200):
-        # The forward: long enough for a copy without a fence to overtake it, and it writes last.
-        for value in range(16):
-            world.by_block[:8].fill_((turn + value) % 256)
-        last = (turn + 15) % 256
-        ticket = world.submit(OpKind.D2H, blocks, blocks)
-        assert world.engine.wait(ticket, LONG_S)
-        assert world.engine.poll()[0].status is OpStatus.OK
-        for slot in blocks:
-            assert (world.pool.slot(slot)[: 8 * 16384] == last).all(), (
-                f"turn {turn}: a store overtook the forward"
-            )
-        # A forward that reads what a load then overwrites.
-        world.by_block[:8].fill_(255 - last)
-        for _ in range(8):
-            seen = world.by_block[:8].clone()
-        ticket = world.submit(OpKind.H2D, blocks, blocks, layerwise=True)
-        answer = world.engine.wait_layer(ticket, 7, LONG_S, stream=world.stream())
-        assert answer.ok
-        after = world.by_block[:8].clone()
-        assert world.engine.wait(ticket, LONG_S)
-        assert world.engine.poll()[0].status is OpStatus.OK
-        torch.cuda.current_stream(0).synchronize()
-        assert bool((seen == 255 - last).all()), f"turn {turn}: a load overwrote what was still to be read"
-        assert bool((after == last).all()), f"turn {turn}: the forward did not wait for the load"
+    fill(world, 7)
+    world.run(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS)
+    busy = torch.cuda.Stream(0)
+    for turn in range(TURNS):
+        fill(world, 8 + turn)
+        # The load stands behind this, so that its copies begin long after they are enqueued.
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        ticket = world.submit(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS, stream=int(busy.cuda_stream))
+        assert world.engine.wait_layer(ticket, 7, LONG_S, stream=fence_of(world, fenced)).ok
+        seen = world.by_block[: len(FENCE_BLOCKS)].clone()
+        end(world, ticket)
+        assert bool((seen == 7).all()) is fenced, f"turn {turn}"
+
+
+def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, has {torch.cuda.device_count()}")
+    worlds = [GpuWorld(torch, 5, 4096, False, True, True, device=device) for device in (0, 1)]
+    before = []
+    for world in worlds:
+        world.pool_memory.random_(0, 256)
+        before.append(world.by_block.clone())
+    for world in worlds:
+        torch.cuda.synchronize(world.device)
+    blocks, targets = [0, 1, 2, 5], [9, 7, 6, 8]
+    # Both under way at once, asked for by one thread whose current device is neither's in particular.
+    for kind, places in ((OpKind.D2H, blocks), (OpKind.H2D, targets)):
+        tickets = [world.submit(kind, places, blocks) for world in worlds]
+        for world, ticket in zip(worlds, tickets, strict=True):
+            assert world.engine.wait(ticket, LONG_S)
+            assert world.engine.poll()[0].status is OpStatus.OK
+    for world, was in zip(worlds, before, strict=True):
+        expected = was.clone()
+        expected[targets] = was[blocks]
+        assert torch.equal(world.by_block, expected)
+        world.close()
