@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "cuda/event.h"
 #include "gds/slab_gate.h"
+#include "storage/striping.h"
 
 namespace flexkv {
 namespace {
@@ -140,7 +141,7 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
       const PageMove page = pieces[p]->page(i);
       if (!tasks.empty() && differs(tasks.front(), page, *pieces[p])) flush();
       const GdsGroup& group = groups[static_cast<size_t>(page.group)];
-      const int32_t disk = page.place % disks();
+      const int32_t disk = striped_slot(page.place, disks()).disk;
       if (group.slabs[static_cast<size_t>(disk)].device < 0) {
         ++counts.misses[static_cast<size_t>(PageMiss::kDiskLost)];
         results[p][i] = {Status::kLaneDown, "disk " + std::to_string(disk) + " was not there at start", {}};
@@ -166,10 +167,10 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& piec
   std::vector<StagedPage> pages;
   std::vector<SlabPage> wanted;
   for (const Task& task : tasks) {
-    const int32_t disk = task.move.place % disks();
+    const auto [disk, slot] = striped_slot(task.move.place, disks());
     const auto& [device, slab] = group.slabs[static_cast<size_t>(disk)];
-    const int64_t slot = task.move.place / disks();
-    pages.push_back({task.move.block, device, task.move.group, slab.header_bytes + slot * slab.slot_bytes});
+    const int64_t at = slab.header_bytes + slot * slab.slot_bytes;
+    pages.push_back({task.move.block, device, task.move.group, at});
     wanted.push_back({{slab.id, static_cast<uint64_t>(slot)}, PageTag::read(task.move.tag)});
   }
   SlabGate gate(group.codec, manager->device_ptr(), std::move(wanted), view.runs().size(),

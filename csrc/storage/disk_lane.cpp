@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "storage/striping.h"
 #include "transfer/deadline.h"
 
 namespace flexkv {
@@ -172,7 +173,8 @@ void DiskLane::dispatch(const std::shared_ptr<Shared>& shared, const std::shared
     std::vector<std::vector<PageTask>> tasks(shared->disks.size());
     for (size_t i = 0; i < piece->positions().size(); ++i) {
       const PageMove move = piece->page(i);
-      tasks[static_cast<size_t>(move.place % disks)].push_back({piece, i, move, move.place / disks});
+      const StripedSlot at = striped_slot(move.place, disks);
+      tasks[static_cast<size_t>(at.disk)].push_back({piece, i, move, at.slot});
     }
     for (size_t d = 0; d < tasks.size(); ++d) {
       if (!tasks[d].empty()) shared->disks[d]->push(std::move(tasks[d]), *source);

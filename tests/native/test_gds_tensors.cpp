@@ -81,3 +81,89 @@ TEST_CASE("the staged template moves blocks both ways, with the manager's stagin
                                                               kChunk, kChunk, 0, 3, kLayers, true),
                   GeometryError);
 }
+
+namespace {
+
+constexpr int64_t kTensorLayers = 3, kTensorChunk = 1000, kTensorBlocks = 6;
+
+// The pool of one backend, dense, and the template of that backend over it.
+template <BackendType Type>
+struct BackendPool {
+  BackendPool() : bytes(static_cast<size_t>(kTensorLayers * 2 * kTensorBlocks * kTensorChunk)) {
+    const auto tensors = Type == BackendType::TRTLLM ? 1
+                         : Type == BackendType::VLLM ? kTensorLayers
+                                                     : 2 * kTensorLayers;
+    const size_t tensor_bytes = bytes.size() / static_cast<size_t>(tensors);
+    for (size_t i = 0; i < static_cast<size_t>(tensors); ++i) {
+      pointers.push_back(reinterpret_cast<int64_t*>(bytes.data() + i * tensor_bytes));
+    }
+  }
+  // As the comments at BackendType say, in bytes and not by the handler's own arithmetic.
+  unsigned char* run(int64_t layer, int64_t kv, int64_t block) {
+    const int64_t index = Type == BackendType::TRTLLM ? (block * kTensorLayers + layer) * 2 + kv
+                          : Type == BackendType::VLLM ? (layer * 2 + kv) * kTensorBlocks + block
+                                                      : (kv * kTensorLayers + layer) * kTensorBlocks + block;
+    return bytes.data() + index * kTensorChunk;
+  }
+  void move(GDSManager& manager, bool is_read) {
+    const int64_t kv_stride = Type == BackendType::TRTLLM ? kTensorChunk : kTensorBlocks * kTensorChunk;
+    const int64_t block_stride =
+        Type == BackendType::TRTLLM ? 2 * kTensorLayers * kTensorChunk : kTensorChunk;
+    const GTensorHandler handler(Type, pointers.data(), kTensorLayers, kv_stride, block_stride,
+                                 Type == BackendType::TRTLLM ? 2 * kTensorChunk : 0);
+    const std::vector<int32_t> layers{0, 1, 2};
+    const std::vector<int64_t> ssd{4, 1, 3, 0}, gpu{0, 2, 3, 5};
+    // K of every layer, then V: no backend's own order, so that every transfer goes through staging.
+    transfer_kv_blocks_gds_staged<Type>(manager, tensor(layers), handler, tensor(ssd), tensor(gpu),
+                                        kTensorChunk, kTensorLayers * 2 * kTensorChunk,
+                                        kTensorLayers * kTensorChunk, kTensorChunk, 0, 3, kTensorLayers,
+                                        is_read);
+  }
+
+  std::vector<unsigned char> bytes;
+  std::vector<int64_t*> pointers;
+};
+
+unsigned char byte_of(int64_t layer, int64_t kv, int64_t block, int64_t i) {
+  return static_cast<unsigned char>(block * 53 + layer * 17 + kv * 5 + i * 3 + (i >> 8));
+}
+
+template <BackendType From, BackendType To>
+void store_and_load() {
+  const TemporaryFolder folder;
+  GDSManager manager({{folder.file("a")}, {folder.file("b")}}, {}, host_transform_device());
+  BackendPool<From> from;
+  BackendPool<To> to;
+  const auto each = [&](auto visit) {
+    for (int64_t layer = 0; layer < kTensorLayers; ++layer) {
+      for (int64_t kv = 0; kv < 2; ++kv) {
+        for (int64_t block = 0; block < kTensorBlocks; ++block) visit(layer, kv, block);
+      }
+    }
+  };
+  each([&](int64_t layer, int64_t kv, int64_t block) {
+    for (int64_t i = 0; i < kTensorChunk; ++i) from.run(layer, kv, block)[i] = byte_of(layer, kv, block, i);
+  });
+  std::fill(to.bytes.begin(), to.bytes.end(), 0xEE);
+  from.move(manager, false);
+  to.move(manager, true);
+  CHECK(manager.totals().launches > 0);
+  int64_t wrong = 0;
+  each([&](int64_t layer, int64_t kv, int64_t block) {
+    const bool moved = block == 0 || block == 2 || block == 3 || block == 5;
+    for (int64_t i = 0; i < kTensorChunk; ++i) {
+      wrong += to.run(layer, kv, block)[i] != (moved ? byte_of(layer, kv, block, i) : 0xEE);
+    }
+  });
+  CHECK(wrong == 0);
+}
+
+}  // namespace
+
+TEST_CASE("the staged template moves the blocks of every backend, and what one stored any other loads") {
+  store_and_load<BackendType::SGLANG, BackendType::SGLANG>();
+  store_and_load<BackendType::TRTLLM, BackendType::TRTLLM>();
+  store_and_load<BackendType::VLLM, BackendType::SGLANG>();
+  store_and_load<BackendType::SGLANG, BackendType::TRTLLM>();
+  store_and_load<BackendType::TRTLLM, BackendType::VLLM>();
+}

@@ -11,6 +11,7 @@
 #include "gds/transform_device.h"
 #include "gds/transform_lanes.h"
 #include "gds/transform_tables.h"
+#include "storage/striping.h"
 
 using namespace flexkv;
 
@@ -175,4 +176,22 @@ TEST_CASE("the raw file rule gives every block a place of its own, and turns eve
   CHECK_THROWS_AS(RawFileRule(0, 1, 1), GeometryError);
   CHECK_THROWS_AS(RawFileRule(1, 0, 1), GeometryError);
   CHECK_THROWS_AS(RawFileRule(1, 1, 0), GeometryError);
+}
+
+TEST_CASE("a place of the disk tier is where the rule of raw files has the block, one a turn") {
+  constexpr int32_t kSlots = 50;
+  for (const int32_t disks : {1, 2, 3, 7}) {
+    const RawFileRule rule(disks, 1, kSlots);
+    const RawFileRule other(disks, 2, kSlots);  // the control: another rule is told apart
+    int32_t same = 0;
+    for (int32_t place = 0; place < disks * kSlots; ++place) {
+      const StripedSlot at = striped_slot(place, disks);
+      const BlockPlace expected = rule.place(place);
+      CHECK(at.disk == expected.device);
+      CHECK(at.slot == expected.block_in_file);
+      CHECK(expected.file == 0);
+      same += other.place(place).device == at.disk;
+    }
+    CHECK((same == disks * kSlots) == (disks == 1));
+  }
 }

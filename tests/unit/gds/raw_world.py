@@ -40,6 +40,7 @@ class Case:
     rank: int = 0
     gap: int = 0
     align: int = 1  # of block strides, in bytes
+    element_bytes: int = 1  # a chunk holds whole elements
 
     @property
     def layer_list(self) -> list[int]:

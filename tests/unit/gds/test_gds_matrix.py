@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,16 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import TransferError
+from tests.soak import soak_factor
 from tests.unit.gds.raw_world import SGLANG, TRTLLM, VLLM, Case, World
 
-CASES = 150
-CHUNKS = (1, 2, 7, 16, 48, 250, 512, 1000, 1024, 4096, 4100, 6144, 9216, 16384, 18432)
+CASES = 150 * soak_factor()
+ELEMENT_BYTES = (1, 2, 4, 8)
+"""Of float8, bfloat16, float32 and what counts in 64 bits."""
+ELEMENTS = (1, 2, 7, 16, 48, 250, 512, 1000, 1024, 4096, 4100, 6144, 9216)
+"""Of a run of fewer than 80 layers; 80 have `DEEP_ELEMENTS`."""
+DEEP_ELEMENTS = (3, 64, 1024, 4096)
+DEEP = 80
 
 
 def sampled(seed: int) -> Case:
@@ -23,8 +30,9 @@ def sampled(seed: int) -> Case:
     def one_of(*values: int) -> int:
         return int(random.choice(values))
 
-    layers = one_of(1, 1, 2, 3, 5, 16, 80)
-    chunk = int(random.choice(CHUNKS)) if layers < 80 else one_of(3, 64, 1024, 4096)
+    layers = one_of(1, 1, 2, 3, 5, 16, DEEP, DEEP)
+    element_bytes = one_of(*ELEMENT_BYTES)
+    chunk = one_of(*(ELEMENTS if layers < DEEP else DEEP_ELEMENTS)) * element_bytes
     lo = int(random.integers(0, layers))
     hi = int(random.integers(lo + 1, layers + 1))
     whole = bool(random.integers(0, 2))
@@ -34,6 +42,7 @@ def sampled(seed: int) -> Case:
         backend=one_of(VLLM, TRTLLM, SGLANG),
         kv=one_of(1, 2),
         chunk=chunk,
+        element_bytes=element_bytes,
         layers=layers,
         blocks=blocks,
         moved=int(random.integers(1, blocks + 1)),
@@ -59,6 +68,42 @@ def move(world: World, manager: c_ext.GDSManager) -> None:
     function(manager, *world.arguments(), **world.options())  # type: ignore[arg-type]
 
 
+def levels(case: Case) -> dict[str, object]:
+    """Where a case lies on each axis of the matrix."""
+    return {
+        "backend": case.backend,
+        "kv": case.kv,
+        "element bytes": case.element_bytes,
+        "run": "4 KiB" if case.chunk % 4096 == 0 else "16 B" if case.chunk % 16 == 0 else "odd",
+        "layers": case.layers if case.layers in (1, DEEP) else "some",
+        "layer range": "part" if len(case.layer_list) < case.layers else "all",
+        "direction": "read" if case.read else "write",
+        "staged": case.staged,
+        "slots": "fewer than blocks" if case.slots < case.moved else "enough",
+        "disks": "several" if case.devices > 1 else "one",
+        "ranks": "several" if case.ranks > 1 else "one",
+        "files": case.align,
+    }
+
+
+IMPOSSIBLE = {frozenset({("layers", 1), ("layer range", "part")})}
+"""Pairs of levels that no case can have."""
+
+
+def missing_pairs(cases: list[Case]) -> set[frozenset[tuple[str, object]]]:
+    """Of all pairs of levels of two axes, those that no case has."""
+    seen = [levels(case) for case in cases]
+    of_axis = {axis: {level[axis] for level in seen} for axis in seen[0]}
+    wanted = {
+        frozenset({(one, a), (other, b)})
+        for one, other in itertools.combinations(of_axis, 2)
+        for a, b in itertools.product(of_axis[one], of_axis[other])
+    }
+    had = {frozenset(pair) for level in seen for pair in itertools.combinations(level.items(), 2)}
+    return wanted - had - IMPOSSIBLE
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(CASES))
 def test_bytes(seed: int, tmp_path: Path) -> None:
     world = World(sampled(seed), tmp_path)
@@ -77,7 +122,12 @@ def test_the_samples_cover_what_they_should() -> None:
     assert {(c.backend, c.kv, c.read, c.staged) for c in cases} == {
         (b, k, r, s) for b in (0, 1, 2) for k in (1, 2) for r in (False, True) for s in (False, True)
     }
-    assert {c.layers for c in cases} >= {1, 80}
+    assert {c.layers for c in cases} >= {1, DEEP}
+    assert {c.element_bytes for c in cases} == set(ELEMENT_BYTES)
+    assert missing_pairs(cases) == set()
+    # The control: a matrix whose 80 layers are never written lacks that pair.
+    lame = [case for case in cases if case.layers < DEEP or case.read]
+    assert frozenset({("layers", DEEP), ("direction", "write")}) in missing_pairs(lame)
     assert any(c.slots < c.moved and c.staged for c in cases)
     assert any(c.hi is not None and c.lo > 0 for c in cases)
 

@@ -1,0 +1,17 @@
+// Which disk and which slot of it a place of the disk tier is: places go round the disks, one each.
+//
+// The rule of raw files (gds/raw_file.h) with one block a turn; a test holds both together.
+#pragma once
+#include <cstdint>
+
+namespace flexkv {
+
+struct StripedSlot {
+  int32_t disk = 0;
+  int32_t slot = 0;
+};
+
+// Preconditions: 0 <= place, 0 < disks.
+constexpr StripedSlot striped_slot(int32_t place, int32_t disks) { return {place % disks, place / disks}; }
+
+}  // namespace flexkv
