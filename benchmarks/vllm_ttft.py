@@ -2,7 +2,8 @@
 
 Every connector has an engine of its own, all are up at the same time, and runs alternate between them, so that other
 load on the machine meets all alike. A hit is measured after the engine dropped its prefix cache; with "disk" in its
-name after host memory, too small for two such prompts, has lost it to another one as well.
+name after host memory, too small for two such prompts, has lost it to another one as well; with "streamed" the engine
+is promised it before it has been read (`disk.stream`).
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -35,7 +36,9 @@ HOST_BYTES = 1 << 30
 
 SYNC, ASYNC, EXAMPLE, OFFLOADING = "flexkv sync", "flexkv async", "ExampleConnector", "OffloadingConnector"
 LAYERWISE, DISK_SYNC, DISK_LAYERWISE = "flexkv layerwise", "flexkv sync, disk", "flexkv layerwise, disk"
-NAMES = (SYNC, ASYNC, LAYERWISE, EXAMPLE, OFFLOADING, DISK_SYNC, DISK_LAYERWISE)
+STREAM_SYNC, STREAM_LAYERWISE = "flexkv sync, disk streamed", "flexkv layerwise, disk streamed"
+ON_DISK = (DISK_SYNC, DISK_LAYERWISE, STREAM_SYNC, STREAM_LAYERWISE)
+NAMES = (SYNC, ASYNC, LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
 SMALL_HOST_BYTES = 144 << 20
 """36 blocks of the model: one prompt of 4k tokens."""
 DISK = {"disk.bytes_per_folder": HOST_BYTES, "disk.compute_if_faster": False}
@@ -62,10 +65,11 @@ def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
     def flexkv(mode: str) -> Mapping[str, Any]:
         return FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES, "load.mode": mode}}
 
-    def with_disk(mode: str) -> Mapping[str, Any]:
-        disk = folder / f"disk-{mode}"
+    def with_disk(mode: str, stream: bool = False) -> Mapping[str, Any]:
+        disk = folder / f"disk-{mode}{'-stream' if stream else ''}"
         disk.mkdir(exist_ok=True)
         extra = {"host.bytes": SMALL_HOST_BYTES, "load.mode": mode, "disk.folders": str(disk)} | DISK
+        extra |= {"disk.stream": stream}
         return FLEXKV | {"kv_connector_extra_config": extra}
 
     return {
@@ -74,6 +78,8 @@ def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
         LAYERWISE: flexkv("layerwise"),
         DISK_SYNC: with_disk("sync"),
         DISK_LAYERWISE: with_disk("layerwise"),
+        STREAM_SYNC: with_disk("sync", stream=True),
+        STREAM_LAYERWISE: with_disk("layerwise", stream=True),
         EXAMPLE: {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
@@ -141,7 +147,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
                 ids = prompt_tokens(arguments.prompt_tokens, 100 + number, shape)
                 for name, engine in engines.items():
                     progress.update(task, description=f"run {number}: {name}", advance=1)
-                    tokens = DISK_FILLER_TOKENS if name in (DISK_SYNC, DISK_LAYERWISE) else FILLER_TOKENS
+                    tokens = DISK_FILLER_TOKENS if name in ON_DISK else FILLER_TOKENS
                     filler = prompt_tokens(tokens, 10_000 + number, shape)
                     # The first run warms up allocators and files and is thrown away.
                     measure(engine, ids, filler, results[name] if number else Times())
