@@ -438,6 +438,9 @@ class LocalCacheManager(CacheManager):
         if op.epoch != self._epoch:
             # What the places held was forgotten by the reset; a failure says nothing about what is there now.
             op.suspect[:] = False
+        elif op.suspect.all():
+            # Perhaps not the disk's fault but the way's: then the next ones would go as these did.
+            straight.rest("; ".join(op.reasons) or "all of a load failed")
         straight.end(op.group, op.entries, places, op.failed, op.suspect, op.begun_s, op.ahead)
 
     def _end_load_from_host(self, op: InflightOp) -> None:

@@ -125,7 +125,7 @@ class StraightLoads:
         self._disk.end_read(group, entries, places, suspect)
 
     def rest(self, reason: str) -> None:
-        """A rank's lane is down: for a while pages come up through host memory."""
+        """A rank's lane is down, or brought nothing: for a while pages come up through host memory."""
         now_s = self._clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)

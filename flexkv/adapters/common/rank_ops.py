@@ -157,10 +157,13 @@ class RankOps:
                 self._refuse(load.job, reason)
                 return
         op = self._ops.get(op_id)
-        if op is not None and not op.given_up:
-            op.given_up = reason
-            op.deadline_s = float("inf")
-            self.engine.cancel(op.ticket)
+        if op is None or op.given_up:
+            return
+        # A ticket is cancelled as a whole: what that does to its other ops says nothing about their pages.
+        for other in self._ops.values():
+            if other.ticket == op.ticket and not other.given_up:
+                other.given_up, other.deadline_s = reason, float("inf")
+        self.engine.cancel(op.ticket)
 
     def disown(self, job: LoadJob, reason: str) -> None:
         """Whatever a load brings or has brought, all its blocks count as failed; also when its results were taken."""

@@ -291,6 +291,13 @@ class SchedulerSide:
 
 def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:
     """Whether a forward may start before its loads have ended, because it asks for each layer."""
+    if arguments.ranks > 1:
+        logger.warning(
+            "load.mode=layerwise: a rank that lost a layer could not tell the other %d before they sample; loads end "
+            "before the forward starts, as with sync",
+            arguments.ranks - 1,
+        )
+        return False
     if not arguments.without_hooks or config.load.layer_hooks == "trust":
         return True
     logger.warning(

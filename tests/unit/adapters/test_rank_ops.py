@@ -65,3 +65,21 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     assert found[waiting.ops[0].op_id] is OpStatus.CANCELLED
     assert ops.reports.take_finished() == {"a", "b", "c"}
     assert not ops.busy
+
+
+def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
+    """They have one ticket, so cancelling it stops the other half way: that says nothing about its pages."""
+    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
+    try:
+        ops = RankOps(load_config({}, {}), 0, Counters())
+        ops.engine = world.engine
+        both = tuple(world.op(OpKind.H2D, blocks) for blocks in ([1, 2, 3], [4, 5]))
+        ops.submit_load(LoadJob("one", TransferGraph(both), False))
+        assert world.mover.wait_stalled(1, 60.0)
+        ops.give_up(both[1].op_id, "aborted")
+        world.mover.release()
+        ops.close()
+        results = {result.op_id: result.status for result in ops.reports.take_results()}
+        assert results == {op.op_id: OpStatus.CANCELLED for op in both}
+    finally:
+        world.close()

@@ -106,18 +106,25 @@ def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
     assert world.manager.disk.counts.failed_reads == 0
 
 
-def test_after_a_lane_went_down_pages_go_through_host_memory_for_a_while() -> None:
-    keys = chain(4)
-    world = written(keys)
+@pytest.mark.parametrize("status", [OpStatus.FAILED, OpStatus.LANE_DOWN])
+def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(status: OpStatus) -> None:
+    keys, others = chain(4), chain(4, 100)
+    world = written(np.concatenate((keys, others)))
+    # What brought some of a load goes on.
+    look(world, others)
+    end(world, load(world, 4), failed=[3], status=OpStatus.FAILED)
+    assert look(world, others[:3], "still").reads == 0
+    world.manager.release("still")
     look(world, keys)
-    end(world, load(world, 4), failed=[0, 1, 2, 3], status=OpStatus.LANE_DOWN)
+    end(world, load(world, 4), failed=[0, 1, 2, 3], status=status)
+    keys = others[:3] if status is OpStatus.FAILED else keys
     assert look(world, keys, "soon").reads == 1
     world.run()
     world.manager.release("soon")
     world.drop_host()
     world.now_s += REST_S + 1
     result = look(world, keys, "later")
-    assert (result.blocks, result.reads) == (4, 0)
+    assert (result.blocks, result.reads) == (len(keys), 0)
 
 
 def test_places_are_kept_until_every_rank_has_reported() -> None:

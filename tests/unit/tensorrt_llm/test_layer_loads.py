@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from flexkv.config import load_config
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import LONG_S
@@ -37,6 +40,13 @@ def stored(make_world: Make, environment: dict[str, str] = LAYERWISE, **options:
     world.warm_up()
     world.serve(PROMPT)
     return world
+
+
+@pytest.mark.parametrize(("ranks", "by_layer"), [(1, True), (2, False)])
+def test_with_several_ranks_loads_end_before_the_forward(ranks: int, by_layer: bool) -> None:
+    """A rank that lost a layer could not tell the others before they sample."""
+    given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
+    assert SchedulerSide(load_config({}, TRUSTING), given)._by_layer is by_layer
 
 
 @pytest.mark.parametrize("layout", [False, True])
