@@ -160,9 +160,9 @@ def test_only_gds_writes_are_ordered(make_straight: Make, monkeypatch: pytest.Mo
     kinds: list[OpKind] = []
     submit = engine.workers[0]._ops.engine.submit
 
-    def noted(graph):  # type: ignore[no-untyped-def]
+    def noted(graph, **options):  # type: ignore[no-untyped-def]
         kinds.extend(op.kind for op in graph.ops)
-        return submit(graph)
+        return submit(graph, **options)
 
     monkeypatch.setattr(engine.workers[0]._ops.engine, "submit", noted)
     engine.run(make_request(PROMPT, "one"))
