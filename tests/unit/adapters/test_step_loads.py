@@ -90,9 +90,9 @@ def test_a_load_that_is_stuck_for_good_stops_the_worker(
     make_engine: Make, mode: str, layer: int | None
 ) -> None:
     stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, layer=layer))
-    short = {"load.deadline_s": 0.02, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1}
+    short = {"load.deadline_s": 0.2, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1}
     engine = stored(make_engine, stuck, mode, **short)
     engine.add(make_request(PROMPT, "two"))
-    with pytest.raises(ClosedError, match=r"load\.deadline_s \(0\.02 s\).*twice transfer\.stuck_s \(2 s\)"):
+    with pytest.raises(ClosedError, match=r"load\.deadline_s \(0\.2 s\).*twice transfer\.stuck_s \(2 s\)"):
         engine.step()
     stuck.movers[0].release()
