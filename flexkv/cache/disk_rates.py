@@ -135,13 +135,11 @@ class DiskRates:
 
     def straight_s(self, pages: int, queued_pages: int) -> float:
         """Seconds to load `pages` straight from disk behind `queued_pages` others."""
-        latency_s, page_s = self.straight.line()
-        return latency_s + page_s * (queued_pages + pages)
+        return _seconds(self.straight, queued_pages + pages)
 
     def read_s(self, pages: int, queued_pages: int) -> float:
         """Seconds to bring up `pages` behind `queued_pages` others."""
-        latency_s, page_s = self.read.line()
-        return latency_s + page_s * (queued_pages + pages)
+        return _seconds(self.read, queued_pages + pages)
 
     def load_s(self, pages: int) -> float:
         """Seconds that `pages` add to a load."""
@@ -150,3 +148,9 @@ class DiskRates:
     def compute_s(self, tokens: int) -> float:
         """Seconds that `tokens` add to the engine's steps."""
         return self.compute.line()[1] * tokens
+
+
+def _seconds(line: MovingLine, units: int) -> float:
+    """What `units` at once take."""
+    latency_s, unit_s = line.line()
+    return latency_s + unit_s * units

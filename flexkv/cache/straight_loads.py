@@ -58,7 +58,6 @@ class StraightLoads:
 
     Attributes:
         pages: being loaded.
-        reason: why nothing goes straight just now; kept for the operator when it does again.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class StraightLoads:
         self._clock = clock
         self._rests_until_s = -np.inf
         self.pages = 0
-        self.reason = ""
 
     def wants(self, pages: int, queued_reads: int, now_s: float) -> bool:
         """Whether `pages` are to go straight rather than behind `queued_reads` others through host memory."""
@@ -129,4 +127,4 @@ class StraightLoads:
         now_s = self._clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)
-        self._rests_until_s, self.reason = now_s + REST_S, reason
+        self._rests_until_s = now_s + REST_S

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexkv.adapters.vllm.scheduler import Use
+from tests.unit.adapters.disk_engines import Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 
-Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 """5 whole blocks of 4 tokens, and 3 more tokens."""
 
-SLAB_BYTES = 4 << 20
 MODES = ("async", "sync", "layerwise")
 
 
 @pytest.fixture
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines that stream from the test's folder; each ends the one before."""
-    engines: list[MiniEngine] = []
-
-    def make(**settings: object) -> MiniEngine:
-        if engines:
-            engines.pop().close()
-        fixed = {
-            "disk.folders": str(tmp_path),
-            "disk.bytes_per_folder": SLAB_BYTES,
-            "disk.stream": True,
-            "use": Use(recomputes=True),
-        }
-        engines.append(make_engine(**fixed | settings))
-        return engines[-1]
-
-    return make
+    return in_turn(make_engine, tmp_path, **{"disk.stream": True})
 
 
 def spoil(folder: Path, image: int) -> None:

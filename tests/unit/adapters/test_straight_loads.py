@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexkv.adapters.vllm.scheduler import Use
 from flexkv.errors import ConfigError
+from tests.unit.adapters.disk_engines import Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.test_disk_stream import PROMPT, SLAB_BYTES, spoil
+from tests.unit.adapters.test_disk_stream import PROMPT, spoil
 from tests.unit.adapters.vllm_objects import make_request
-
-Make = Callable[..., MiniEngine]
 
 
 @pytest.fixture
 def make_straight(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines that load straight from the test's folder; each ends the one before."""
-    engines: list[MiniEngine] = []
-
-    def make(**settings: object) -> MiniEngine:
-        if engines:
-            engines.pop().close()
-        fixed = {
-            "disk.folders": str(tmp_path),
-            "disk.bytes_per_folder": SLAB_BYTES,
-            "disk.gds": "on",
-            "use": Use(recomputes=True),
-        }
-        engines.append(make_engine(**fixed | settings))
-        return engines[-1]
-
-    return make
+    return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
 
 def straight(engine: MiniEngine) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,32 +9,16 @@ import pytest
 from flexkv.adapters.vllm.scheduler import Use
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind
+from tests.unit.adapters.disk_engines import Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.test_disk_stream import PROMPT, SLAB_BYTES
+from tests.unit.adapters.test_disk_stream import PROMPT
 from tests.unit.adapters.vllm_objects import make_request
-
-Make = Callable[..., MiniEngine]
 
 
 @pytest.fixture
 def make_straight(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines that store straight to the test's folder; each ends the one before."""
-    engines: list[MiniEngine] = []
-
-    def make(**settings: object) -> MiniEngine:
-        if engines:
-            engines.pop().close()
-        fixed = {
-            "disk.folders": str(tmp_path),
-            "disk.bytes_per_folder": SLAB_BYTES,
-            "disk.gds": "on",
-            "disk.gds_stores": True,
-            "use": Use(recomputes=True),
-        }
-        engines.append(make_engine(**fixed | settings))
-        return engines[-1]
-
-    return make
+    return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 
 
 def straight(engine: MiniEngine, direction: str) -> float:
