@@ -68,7 +68,7 @@ class TransferEngine {
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   // Layers [0, layers) of these gated graphs were written by what `stream` (for lanes that need one) was
   // given until now, and may be copied. Idempotent. Throws ContractError for a ticket that was never given,
-  // and as submit does for the stream.
+  // BlockRangeError for more layers than a graph has, and as submit does for the stream.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    std::optional<StreamId> stream = std::nullopt);
   int64_t cancel(int64_t ticket);

@@ -337,7 +337,18 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
 void Scheduler::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                             const std::shared_ptr<StreamEvent>& fence) {
   const std::lock_guard lock(mutex_);
-  for (const int64_t ticket : tickets) require_given(ticket, "open_layers");
+  for (const int64_t ticket : tickets) {
+    require_given(ticket, "open_layers");
+    const auto found = graphs_.find(ticket);
+    int32_t most = found == graphs_.end() ? INT32_MAX : 0;
+    for (size_t i = 0; most < INT32_MAX && i < found->second.ops.size(); ++i) {
+      most = std::max(most, found->second.ops[i]->layers());
+    }
+    if (layers < 0 || layers > most) {
+      throw BlockRangeError("open_layers(" + std::to_string(ticket) + "): " + std::to_string(layers) +
+                            " layers; allowed are 0 to " + std::to_string(most));
+    }
+  }
   for (const int64_t ticket : tickets) {
     const auto found = graphs_.find(ticket);
     if (found == graphs_.end()) continue;

@@ -74,7 +74,8 @@ class Scheduler : public WorkSource {
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
-  // graphs that have ended, and for layers that are open.
+  // graphs that have ended, and for layers that are open. Opens none and throws BlockRangeError if a graph
+  // has fewer layers, ContractError for a ticket that was never given.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
   // Drops what no lane has taken. Returns how many pages that were.

@@ -96,6 +96,7 @@ class DataPlane(ABC):
 
         Raises:
             ContractError: a ticket was never given. No layer was opened.
+            BlockRangeError: fewer than 0 layers, or more than such a graph has. No layer was opened.
         """
 
     @abstractmethod

@@ -20,6 +20,7 @@ from flexkv.adapters.tensorrt_llm.messages import (
     SaveOrder,
     StepMetadata,
 )
+from flexkv.adapters.tensorrt_llm.spoiled import SpoiledRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
@@ -70,7 +71,7 @@ class WorkerSide(RankWorker):
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._hooks_missed = False
         self._running: tuple[int, ...] = ()
-        self._spoiled: set[int] = set()
+        self._spoiled = SpoiledRequests()
 
     def register(self, pool: PoolGeometry) -> None:
         """Takes the engine's pool."""
@@ -156,7 +157,7 @@ class WorkerSide(RankWorker):
         logger.error(
             "rank %d: a step broke off; nothing of its %d requests is stored", self.rank, len(self._running)
         )
-        self._spoiled.update(self._running)
+        self._spoiled.add(self._running)
         self._running = ()
         self._layer_loads.finish()
 
@@ -233,8 +234,8 @@ class WorkerSide(RankWorker):
                 continue
             if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
                 save.started = True
-                if wanted.graph is not None and request_id in self._spoiled:
-                    self._spoiled.discard(request_id)
+                spoiled = self._spoiled.take(request_id)
+                if wanted.graph is not None and spoiled:
                     self._dropped(wanted.graph.ops, "a step that computed it broke off")
                 elif wanted.graph is not None:
                     save.open = {op.op_id for op in wanted.graph.ops}

@@ -15,10 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
-from flexkv.adapters.vllm.connector import SYNC_LOADS_NEED, warn_of_policy
+from flexkv.adapters.vllm.connector import warn_of_policy
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.references import NoWatch
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide

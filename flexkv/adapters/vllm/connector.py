@@ -19,6 +19,7 @@ from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.possible_modes import with_possible_modes
 from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
@@ -39,23 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-SYNC_LOADS_NEED = (
-    "with async scheduling the next step is under way before a failed load is heard of, and vLLM would keep the token "
-    "which that step sampled; sync loads need --no-async-scheduling"
-)
-
-LAYERWISE_NEEDS = (
-    "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
-)
-
-LAYERWISE_STORES_NEED_ONE_PASS = (
-    "a draft's layers are written in several passes, and the first says that they are whole"
-)
-
-LAYERWISE_STORES_NEED_ONE_BATCH = (
-    "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
-)
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
@@ -78,39 +62,6 @@ def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
             settings.disk.mode,
             settings.transfer.close_s + 10,
         )
-
-
-def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
-    """`load.mode` as this engine can have it; says so where that is another than `asked`."""
-    if asked != "async" and vllm_config.scheduler_config.async_scheduling:
-        logger.warning("load.mode=%s: %s; loads are async here", asked, SYNC_LOADS_NEED)
-        return "async"
-    if asked == "layerwise" and vllm_config.speculative_config is not None:
-        logger.warning("load.mode=layerwise: %s; loads are sync here", LAYERWISE_NEEDS)
-        return "sync"
-    return asked
-
-
-def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
-    """`store.mode` as this engine can have it; says so where that is another than `asked`."""
-    if asked != "layerwise":
-        return asked
-    if vllm_config.speculative_config is not None:
-        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_PASS)
-        return "eager"
-    if vllm_config.parallel_config.use_ubatching:
-        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_BATCH)
-        return "eager"
-    return asked
-
-
-def _with_modes(settings: FlexKVConfig, load: str, store: str) -> FlexKVConfig:
-    return settings.model_copy(
-        update={
-            "load": settings.load.model_copy(update={"mode": load}),
-            "store": settings.store.model_copy(update={"mode": store}),
-        }
-    )
 
 
 class FlexKVConnector(KVConnectorBase_V1):
@@ -152,13 +103,8 @@ class FlexKVConnector(KVConnectorBase_V1):
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
-        settings = _with_modes(
-            settings,
-            possible_load_mode(settings.load.mode, vllm_config),
-            possible_store_mode(settings.store.mode, vllm_config),
-        )
         self.scheduler = SchedulerSide(
-            share_of_node(settings, parallel.data_parallel_size_local),
+            share_of_node(with_possible_modes(settings, vllm_config), parallel.data_parallel_size_local),
             geometry,
             engine_namespace(vllm_config, geometry, settings),
             engine_id,

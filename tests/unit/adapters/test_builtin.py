@@ -10,7 +10,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
-from flexkv.adapters.vllm.connector import FlexKVConnector, possible_load_mode, warn_of_sudden_end
+from flexkv.adapters.vllm.connector import FlexKVConnector, warn_of_sudden_end
+from flexkv.adapters.vllm.possible_modes import possible_load_mode
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, KeySchemeError
 

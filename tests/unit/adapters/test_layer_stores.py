@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.connector import FlexKVConnector, possible_store_mode
+from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.layer_stores import NOT_FINISHED, LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.possible_modes import possible_store_mode
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import GeometryError
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.errors import ContractError
+from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph, TransferOp
 from tests.unit.transfer.transfer_world import FAIL, GENEROUS_S, STALL, World
@@ -153,6 +153,10 @@ def test_what_cannot_be_gated_is_refused(world: World) -> None:
     first = gated(world, store(world))
     with pytest.raises(ContractError, match=r"open_layers\(9\): tickets given are"):
         world.engine.open_layers([first, Ticket(9)], 4)
+    assert copied(world) == 0, "nothing was opened"
+    for layers in (-1, world.layers + 1, 2**31 - 1):
+        with pytest.raises(BlockRangeError, match=rf"{layers} layers; allowed are 0 to {world.layers}"):
+            world.engine.open_layers([first], layers)
     assert copied(world) == 0, "nothing was opened"
     with pytest.raises(ContractError, match="has no streams, but one was given"):
         world.engine.open_layers([first], 4, stream=0)
