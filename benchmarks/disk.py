@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, WAIT_S, Rig
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk_index import DiskIndex as CachedIndex
-from flexkv.storage.index import DiskIndex
+from flexkv.cache.disk_index import DiskIndex
+from flexkv.storage.index import SlotIndex
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import (
     NO_READS,
@@ -214,7 +214,7 @@ def cold_start(folder: Path) -> dict[str, float]:
     generations = rig.generations[written]
     rig.close()
     # The others are rows alone: what opening costs depends on them, what reading costs on the pages.
-    index = DiskIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
+    index = SlotIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
     others = np.setdiff1d(np.arange(COLD_BLOCKS), written)
     zeros = np.zeros(len(others), np.uint64)
     tokens = np.full(len(others), 16, np.int32)
@@ -225,7 +225,7 @@ def cold_start(folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     opened = time.perf_counter() - start
-    cached = CachedIndex([GroupSpec(BLOCK_TOKENS, COLD_READ)], rig.unit, "lru", time.time)
+    cached = DiskIndex([GroupSpec(BLOCK_TOKENS, COLD_READ)], rig.unit, "lru", time.time)
     known = cached.present(0, keys)
     answered = time.perf_counter() - start
     assert known.all()

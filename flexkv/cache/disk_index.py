@@ -13,6 +13,7 @@ from flexkv.cache.disk_base import DiskCounts
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
 from flexkv.storage.base import Places, StoredPages
+from flexkv.storage.striping import striped_slots
 from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
 from flexkv.transfer.graph import TAG_BYTES, PageTags
 
@@ -221,7 +222,8 @@ class DiskIndex:
     def lose(self, disk: int) -> None:
         """A disk is gone for good, and what was on it a miss."""
         for group, tags in enumerate(self._tags):
-            gone = (np.arange(len(tags)) % self.tier.disks == disk).astype(np.uint8)
+            on_disk, _ = striped_slots(np.arange(len(tags), dtype=np.int32), self.tier.disks)
+            gone = (on_disk == disk).astype(np.uint8)
             self.counts.gone += len(self.entries.retire(group, gone))
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ from flexkv.errors import DiskError
 from flexkv.storage.folder import DAMAGED_INDEX_NAME, INDEX_NAME, FolderLock, read_epoch
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of, read_group
-from flexkv.storage.index import DamagedIndexError, DiskIndex, Rows
+from flexkv.storage.index import DamagedIndexError, Rows, SlotIndex
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 
 MOST_NAMED = 20
@@ -125,7 +125,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
                 if (folder / INDEX_NAME).exists():
                     (folder / INDEX_NAME).replace(folder / DAMAGED_INDEX_NAME)
                 (folder / f"{INDEX_NAME}-wal").unlink(missing_ok=True)
-                index = DiskIndex(folder / INDEX_NAME, slots_of)
+                index = SlotIndex(folder / INDEX_NAME, slots_of)
                 index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
             _rewrite(index, found, epoch)
             report.repaired = True
@@ -135,20 +135,20 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     return report
 
 
-def _open_index(folder: Path, slots: list[int], report: FsckReport) -> DiskIndex | None:
+def _open_index(folder: Path, slots: list[int], report: FsckReport) -> SlotIndex | None:
     path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
         return None
     try:
-        return DiskIndex(path, slots)
+        return SlotIndex(path, slots)
     except DamagedIndexError as error:
         report.problems.append(str(error))
         return None
 
 
 def _epoch(
-    folder: Path, index: DiskIndex | None, found: dict[int, tuple[SlabHeader, list[SlotReport]]]
+    folder: Path, index: SlotIndex | None, found: dict[int, tuple[SlabHeader, list[SlotReport]]]
 ) -> int:
     """The current one: what was written down, or, where the index is gone, the highest of any page."""
     epoch = max(read_epoch(folder), index.epoch if index is not None else 0)
@@ -186,7 +186,7 @@ def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, e
             report.stale += 1
 
 
-def _forget_missing(index: DiskIndex, report: FsckReport, groups: Sequence[int], epoch: int) -> None:
+def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int], epoch: int) -> None:
     if index.epoch != epoch:
         index.clear()
     for group, slab in zip(groups, report.slabs, strict=True):
@@ -196,7 +196,7 @@ def _forget_missing(index: DiskIndex, report: FsckReport, groups: Sequence[int],
     index.commit()
 
 
-def _rewrite(index: DiskIndex, found: dict[int, tuple[SlabHeader, list[SlotReport]]], epoch: int) -> None:
+def _rewrite(index: SlotIndex, found: dict[int, tuple[SlabHeader, list[SlotReport]]], epoch: int) -> None:
     used = [rows["used"].copy() for rows in index.rows]
     index.clear()
     opens = index.opens

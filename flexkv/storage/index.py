@@ -54,7 +54,7 @@ def _trouble(path: Path, error: sqlite3.Error) -> DiskError:
     return DamagedIndexError(f"{path}: {error}")
 
 
-class DiskIndex:
+class SlotIndex:
     """The open database of one disk. Not thread-safe: one thread at a time.
 
     Attributes:

@@ -21,15 +21,11 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import NamedThread
 from flexkv.storage.folder import write_epoch
-from flexkv.storage.index import DiskIndex
+from flexkv.storage.gathering import gather
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.striping import Slots, striped_slots
 
 logger = logging.getLogger(__name__)
-
-GATHER_S = 0.1
-"""How long a commit waits for more rows, seconds: ten syncs a second cost a busy disk next to nothing."""
-
-QUIET_S = 0.005
-"""A commit does not wait when no row has come for so long, seconds: the burst is over."""
 
 USE_FLUSH_S = 5.0
 """How often uses are written down, seconds: what a crash may forget of their order."""
@@ -45,19 +41,27 @@ RETRY_S = 0.2
 @dataclass(slots=True)
 class Publish:
     group: int
-    slots: NDArray[np.int64]
+    slots: Slots
     keys: NDArray[np.uint8]
     generations: NDArray[np.uint64]
     expiries: NDArray[np.uint64]
     tokens: NDArray[np.int32]
     since: float
 
+    @property
+    def rows(self) -> int:
+        return len(self.slots)
+
 
 @dataclass(slots=True)
 class Evict:
     group: int
-    slots: NDArray[np.int64]
+    slots: Slots
     generations: NDArray[np.uint64]
+
+    @property
+    def rows(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(slots=True)
@@ -73,11 +77,15 @@ class Use:
     disk: int
     disks: int
 
-    def slots(self, most: int) -> NDArray[np.int64]:
+    @property
+    def rows(self) -> int:
+        """This disk's share: all disks are given the same places, which go round them."""
+        return -(-len(self.places) // self.disks)
+
+    def slots(self, most: int) -> Slots:
         """Of this disk, below `most`; a use is a hint, and what means nothing is passed over."""
-        places = self.places.astype(np.int64)
-        here: NDArray[np.int64] = places[places % self.disks == self.disk] // self.disks
-        here = here[(here >= 0) & (here < most)]
+        on_disk, slots = striped_slots(self.places, self.disks)
+        here: Slots = slots[(on_disk == self.disk) & (slots >= 0) & (slots < most)]
         return here
 
 
@@ -86,9 +94,13 @@ class Reset:
     epoch: int
     done: threading.Event
 
+    @property
+    def rows(self) -> int:
+        return 0
+
 
 Record = Publish | Evict | Use | Reset
-Durable = Callable[[int, NDArray[np.int64], NDArray[np.uint64]], None]
+Durable = Callable[[int, Slots, NDArray[np.uint64]], None]
 """Called with group, slots of this disk and generations."""
 
 
@@ -101,7 +113,7 @@ class Journal:
     """
 
     def __init__(
-        self, index: DiskIndex, slabs: Sequence[c_ext.SlabFile], on_durable: Durable, most_rows: int
+        self, index: SlotIndex, slabs: Sequence[c_ext.SlabFile], on_durable: Durable, most_rows: int
     ) -> None:
         self._index = index
         self._slabs = list(slabs)
@@ -118,19 +130,19 @@ class Journal:
         self._thread = NamedThread("flexkv-journal", self._run)
         self._thread.start()
 
-    def put(self, record: Record, rows: int) -> bool:
+    def put(self, record: Record) -> bool:
         """Whether the record was taken: not when too much waits, or after the journal has failed."""
         with self._lock:
             is_use = isinstance(record, Use)
             # Uses leave half of the room to what must not be lost.
             room = self._most_rows // 2 if is_use else self._most_rows
-            full = self._waiting_rows + rows > room and not isinstance(record, Reset)
+            full = self._waiting_rows + record.rows > room and not isinstance(record, Reset)
             if full:
                 self._lock.notify()
             if self.failure or self._stopping or full:
                 return False
             self._queue.append(record)
-            self._waiting_rows += rows
+            self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
             # Uses wait for something that cannot: waking a thread costs who does it.
@@ -193,8 +205,8 @@ class Journal:
         with self._lock:
             if not self._queue and not self._stopping and not self.failure:
                 self._lock.wait(USE_FLUSH_S)
-            if self._queue and not self._stopping:
-                self._gather()
+            if self._queue and not self._in_a_hurry():
+                gather(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)
@@ -204,23 +216,17 @@ class Journal:
         self._write(batch)
         self._oldest = 0.0
         with self._lock:
-            self._waiting_rows -= sum(_rows(record) for record in batch)
+            self._waiting_rows -= sum(record.rows for record in batch)
             return not (stopping and not self._queue)
 
-    def _gather(self) -> None:
-        """Waits until a group is together. With the lock."""
-        ends = time.monotonic() + GATHER_S
-        while not self._stopping and not self._urgent():
-            known = self._records
-            left = ends - time.monotonic()
-            if left <= 0 or not self._lock.wait_for(self._has_more_than(known), min(QUIET_S, left)):
-                return
+    def _wait_for_more(self, timeout_s: float) -> bool:
+        """With the lock."""
+        known = self._records
+        self._lock.wait_for(lambda: self._in_a_hurry() or self._records > known, timeout_s)
+        return self._records > known and not self._in_a_hurry()
 
-    def _has_more_than(self, known: int) -> Callable[[], bool]:
-        return lambda: self._stopping or self._urgent() or self._records > known
-
-    def _urgent(self) -> bool:
-        return bool(self.failure) or self._reset_waits
+    def _in_a_hurry(self) -> bool:
+        return self._stopping or bool(self.failure) or self._reset_waits
 
     def _write(self, batch: Sequence[Record]) -> None:
         published = [record for record in batch if isinstance(record, Publish)]
@@ -291,9 +297,3 @@ class Journal:
                 logger.warning("journal: %s; again in %.1f s", error, pause)
                 time.sleep(pause)
                 pause *= 2
-
-
-def _rows(record: Record) -> int:
-    if isinstance(record, Reset):
-        return 0
-    return len(record.places if isinstance(record, Use) else record.slots)

@@ -22,7 +22,7 @@ from flexkv.storage.folder import (
 )
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import codec_of
-from flexkv.storage.index import DamagedIndexError, DiskIndex
+from flexkv.storage.index import DamagedIndexError, SlotIndex
 from flexkv.storage.scan import read_slots, rows_of
 from flexkv.storage.slabs import open_slab
 
@@ -80,10 +80,10 @@ class DiskMember:
             except OSError as error:
                 raise DiskError(f"{path}: {error.strerror}") from error
 
-    def _open_index(self, slots: Sequence[int]) -> DiskIndex:
+    def _open_index(self, slots: Sequence[int]) -> SlotIndex:
         path = self.folder / INDEX_NAME
         try:
-            return DiskIndex(path, slots)
+            return SlotIndex(path, slots)
         except DamagedIndexError as error:
             logger.error("%s: it is set aside and made anew from the slabs", error)
         try:
@@ -91,7 +91,7 @@ class DiskMember:
             path.with_name(f"{INDEX_NAME}-wal").unlink(missing_ok=True)
         except OSError as error:
             raise DiskError(f"{path}: {error.strerror}") from error
-        return DiskIndex(path, slots)
+        return SlotIndex(path, slots)
 
     def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:
         self.slabs: list[c_ext.SlabFile] = []

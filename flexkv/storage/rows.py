@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from flexkv.storage.base import IndexRows
 from flexkv.storage.index import ROW, Rows
+from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000
 """Uses within so many milliseconds count as one: each disk's journal stamps them when it gets to them."""
@@ -28,7 +29,7 @@ def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
             continue
         slots = np.flatnonzero((rows["generation"] != 0) & ((rows["expiry"] == 0) | (rows["expiry"] > now)))
         parts.append(rows[slots])
-        places.append(slots * len(disks) + disk)
+        places.append(places_of(slots, disk, len(disks)))
     found = np.concatenate(parts) if parts else np.empty(0, ROW)
     place = np.concatenate(places) if places else np.empty(0, np.int64)
     # Blocks used together have about the same time, a little apart from disk to disk: of those, the one written last is

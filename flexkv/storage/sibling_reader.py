@@ -19,6 +19,7 @@ from flexkv.observe import NamedThread
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.header import codec_of
 from flexkv.storage.siblings import Sibling
+from flexkv.storage.striping import striped_slot
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import OpKind, OpResult, OpStatus, PageTags, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool
@@ -192,7 +193,7 @@ class SiblingReader:
 
     def _bring(self, place: int, slot: int, tag: PageTags) -> str:
         """Reads, verifies and rewrites one page; why it could not, or nothing."""
-        number, theirs = place % len(self._siblings), place // len(self._siblings)
+        number, theirs = striped_slot(place, len(self._siblings))
         sibling, image = self._siblings[number], self._images[number]
         try:
             read = os.preadv(sibling.slab.fd, [image], sibling.slab.offset(theirs))

@@ -25,7 +25,7 @@ from flexkv.storage.folder import (
     unit_folder,
 )
 from flexkv.storage.header import SlabHeader, codec_of, read_group
-from flexkv.storage.index import DiskIndex, Rows
+from flexkv.storage.index import Rows, SlotIndex
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
             for path in folder.glob(f"{INDEX_NAME}*"):
                 shutil.copyfile(path, copy.with_name(path.name))
             written_epoch = read_epoch(folder)
-        index = DiskIndex(copy, [slots])
+        index = SlotIndex(copy, [slots])
         try:
             epoch = max(index.epoch, written_epoch)
             if index.epoch < epoch or epoch % 2:

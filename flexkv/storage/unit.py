@@ -36,6 +36,7 @@ from flexkv.storage.index import Rows
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
 from flexkv.storage.rows import index_rows
+from flexkv.storage.striping import places_of, striped_slots
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow
 
@@ -215,16 +216,16 @@ class DiskUnit(DiskTier):
             )
         if self.disks == 1:
             return [(0, slice(None), wide)] if len(wide) else []
-        on_disk, slots = wide % self.disks, wide // self.disks
+        on_disk, slots = striped_slots(places, self.disks)
         parts = []
         for disk in np.unique(on_disk).tolist():
             positions = np.flatnonzero(on_disk == disk)
             parts.append((disk, positions, slots[positions]))
         return parts
 
-    def _put(self, disk: int, record: Record, rows: int) -> bool:
+    def _put(self, disk: int, record: Record) -> bool:
         journal = self._journals[disk]
-        return journal is not None and journal.put(record, rows)
+        return journal is not None and journal.put(record)
 
     def record_publish(
         self,
@@ -247,7 +248,7 @@ class DiskUnit(DiskTier):
         now = time.monotonic()
         for disk, at, slots in self._by_disk(places):
             record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
-            if not self._put(disk, record, len(slots)):
+            if not self._put(disk, record):
                 self._dropped_rows += len(slots)
                 taken = False
         return taken
@@ -255,16 +256,16 @@ class DiskUnit(DiskTier):
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         self._require_group(group)
         for disk, at, slots in self._by_disk(places):
-            self._put(disk, Evict(group, slots, generations[at]), len(slots))
+            self._put(disk, Evict(group, slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
         self._require_group(group)
         for disk in range(self.disks):
-            self._put(disk, Use(group, places, disk, self.disks), len(places))
+            self._put(disk, Use(group, places, disk, self.disks))
 
     def _on_durable(self, disk: int) -> Durable:
         def tell(group: int, slots: NDArray[np.int64], generations: Generations) -> None:
-            places = (slots * self.disks + disk).astype(np.int32)
+            places = places_of(slots, disk, self.disks).astype(np.int32)
             self._durable.append(DurablePages(group, places, generations))
 
         return tell
@@ -325,7 +326,7 @@ class DiskUnit(DiskTier):
         waiting: list[tuple[int, Journal, threading.Event]] = []
         for disk, journal in enumerate(self._journals):
             done = threading.Event()
-            if journal is not None and journal.put(Reset(epoch, done), 0):
+            if journal is not None and journal.put(Reset(epoch, done)):
                 waiting.append((disk, journal, done))
         for disk, journal, done in waiting:
             if not done.wait(max(0.0, deadline - time.monotonic())):

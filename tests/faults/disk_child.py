@@ -1,8 +1,8 @@
 """A process that uses a disk tier at random and says, before and after, what it did: for tests that end it.
 
 Arguments: `serve`, or folder (of the tier, or of folders `disk*` that the tier is striped over), marks file, seed,
-steps, and `normal`, or one of two faults that the tests must find: `no-sync` leaves out the data's fdatasync,
-`index-first` makes the index durable, and says so, before the data.
+steps, the way that pages take (a name of WAYS), and `normal`, or one of two faults that the tests must find: `no-sync`
+leaves out the data's fdatasync, `index-first` makes the index durable, and says so, before the data.
 """
 
 from __future__ import annotations
@@ -13,16 +13,40 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from flexkv.storage.journal import Journal, Record
 from tests.unit.storage.disk_world import DiskWorld, ids, make_group
+from tests.unit.storage.sealed_world import SealedWorld
 
 SLOTS = 24
 NUMBERS = 40
 GROUP = make_group(layers=2, run_bytes=4096, kv=1)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How pages reach the disks. Each opening takes one of each.
+
+    Attributes:
+        ios: the disks' I/O.
+        sealed: whether ranks write stripes by themselves and the trailer follows.
+    """
+
+    ios: tuple[str, ...] = ("threads",)
+    sealed: tuple[bool, ...] = (False,)
+
+
+WAYS = {
+    "threads": Way(),
+    "io_uring": Way(ios=("uring",)),
+    "sealed": Way(ios=("threads",), sealed=(True,)),
+    "sealed io_uring": Way(ios=("uring",), sealed=(True,)),
+    "any": Way(ios=("auto", "threads"), sealed=(False, True)),
+}
 
 
 def break_order(how: str) -> None:
@@ -52,14 +76,10 @@ def disks_of(folder: Path) -> list[Path]:
 
 
 class Child:
-    """Keeps what a control plane would: which block lies where.
+    """Keeps what a control plane would: which block lies where."""
 
-    Args:
-        ios: ways of I/O; each opening takes one of them.
-    """
-
-    def __init__(self, folder: Path, marks: Path, seed: int, ios: Sequence[str]) -> None:
-        self.folder, self.rng, self.ios = folder, random.Random(seed), ios
+    def __init__(self, folder: Path, marks: Path, seed: int, way: Way) -> None:
+        self.folder, self.rng, self.way = folder, random.Random(seed), way
         self._marks = os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.held: dict[int, tuple[int, int]] = {}
         self.open()
@@ -68,12 +88,13 @@ class Child:
         os.write(self._marks, "".join(f"{line}\n" for line in lines).encode())
 
     def open(self) -> None:
-        self.world = DiskWorld(
+        world = SealedWorld if self.rng.choice(self.way.sealed) else DiskWorld
+        self.world = world(
             disks_of(self.folder),
             GROUP,
             SLOTS,
             host_slots=16,
-            io=self.rng.choice(self.ios),
+            io=self.rng.choice(self.way.ios),
             depth=self.rng.choice([1, 4, 16]),
             preallocate=self.rng.random() < 0.5,
         )
@@ -162,7 +183,7 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                live([folder, marks, seed, str(10**9), "normal"], ("auto", "threads"))
+                live([folder, marks, seed, str(10**9), "any", "normal"])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -172,11 +193,11 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def live(arguments: Sequence[str], ios: Sequence[str] = ("threads",)) -> None:
-    """One life, as the arguments say. Only threads' calls can be recorded: io_uring's are none."""
-    folder, marks, seed, steps, how = arguments
+def live(arguments: Sequence[str]) -> None:
+    """One life, as the arguments say."""
+    folder, marks, seed, steps, way, how = arguments
     break_order(how)
-    child = Child(Path(folder), Path(marks), int(seed), ios)
+    child = Child(Path(folder), Path(marks), int(seed), WAYS[way])
     for _ in range(int(steps)):
         child.step()
     assert child.world.close()

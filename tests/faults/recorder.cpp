@@ -1,13 +1,21 @@
 // Preloaded under a process: writes down every write, sync and change of names under one folder, in order,
 // with the bytes. tests/faults/write_log.py reads it.
 //
+// Writes by io_uring are read from the rings: a write has begun when its entry is handed to the kernel, and
+// has ended when its completion is there after a call. Both are told no earlier than they are, so that no
+// sync seems to cover a write that it may not have. Only rings without a thread in the kernel are understood.
+//
 // RECORD_DIR: the folder. RECORD_LOG: the file to write to. A record is a header and then `bytes` bytes.
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <linux/io_uring.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdarg>
 #include <cstdint>
@@ -140,9 +148,105 @@ int record_sync(int fd, long call) {
   return done;
 }
 
+// --- io_uring ---
+
+constexpr int kMostRings = 4096;    // by file descriptor
+constexpr int kMostCookies = 4096;  // of I/Os under way on one ring
+
+struct Ring {
+  char* rings = nullptr;  // both queues lie in one mapping
+  io_uring_sqe* entries = nullptr;
+  io_uring_params params{};
+  uint32_t handed = 0;  // entries of the submission queue that were looked at
+  uint32_t heard = 0;   // of the completion queue
+  uint64_t numbers[kMostCookies] = {};
+
+  std::atomic_ref<uint32_t> at(uint32_t offset) const {
+    return std::atomic_ref(*reinterpret_cast<uint32_t*>(rings + offset));
+  }
+};
+
+Ring* rings[kMostRings];
+
+using Call = long (*)(long, ...);
+
+Call kernel() {
+  static const auto call = reinterpret_cast<Call>(dlsym(RTLD_NEXT, "syscall"));
+  return call;
+}
+
+void* map(int fd, size_t bytes, off_t offset) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+  if (base == MAP_FAILED) abort();
+  return base;
+}
+
+void ring_made(int fd, const io_uring_params& params) {
+  if (fd < 0 || !ready()) return;
+  if (fd >= kMostRings || (params.features & IORING_FEAT_SINGLE_MMAP) == 0 ||
+      (params.flags & IORING_SETUP_SQPOLL) != 0) {
+    abort();
+  }
+  auto* ring = new Ring;
+  ring->params = params;
+  const size_t sq = params.sq_off.array + params.sq_entries * sizeof(uint32_t);
+  const size_t cq = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+  ring->rings = static_cast<char*>(map(fd, sq > cq ? sq : cq, IORING_OFF_SQ_RING));
+  ring->entries =
+      static_cast<io_uring_sqe*>(map(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+  rings[fd] = ring;  // what the number named before is closed, and may stay mapped
+}
+
+void note_handed(Ring& ring) {
+  const uint32_t tail = ring.at(ring.params.sq_off.tail).load(std::memory_order_acquire);
+  for (; ring.handed != tail; ++ring.handed) {
+    const uint32_t slot = ring.handed & (ring.params.sq_entries - 1);
+    const uint32_t entry = ring.at(ring.params.sq_off.array + slot * sizeof(uint32_t)).load();
+    const io_uring_sqe& sqe = ring.entries[entry];
+    if (sqe.opcode == IORING_OP_WRITEV) abort();  // its bytes lie elsewhere
+    if ((sqe.opcode != IORING_OP_WRITE && sqe.opcode != IORING_OP_WRITE_FIXED) || !fd_inside(sqe.fd)) {
+      continue;
+    }
+    if (sqe.user_data >= kMostCookies) abort();
+    const void* data = reinterpret_cast<const void*>(sqe.addr);
+    ring.numbers[sqe.user_data] = say(kWrite, inode(sqe.fd), 0, sqe.off, data, sqe.len);
+  }
+}
+
+void note_ended(Ring& ring) {
+  const uint32_t tail = ring.at(ring.params.cq_off.tail).load(std::memory_order_acquire);
+  const auto* done = reinterpret_cast<const io_uring_cqe*>(ring.rings + ring.params.cq_off.cqes);
+  for (; ring.heard != tail; ++ring.heard) {
+    const io_uring_cqe& cqe = done[ring.heard & (ring.params.cq_entries - 1)];
+    if (cqe.user_data >= kMostCookies || ring.numbers[cqe.user_data] == 0) continue;
+    end(ring.numbers[cqe.user_data]);
+    ring.numbers[cqe.user_data] = 0;
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+// The arguments that a call does not have are whatever lies there, as in the C library's own.
+long syscall(long number, ...) noexcept {
+  long given[6];
+  va_list list;
+  va_start(list, number);
+  for (long& one : given) one = va_arg(list, long);
+  va_end(list);
+  Ring* ring = nullptr;
+  if (number == SYS_io_uring_enter && given[0] >= 0 && given[0] < kMostRings) ring = rings[given[0]];
+  if (ring != nullptr) note_handed(*ring);
+  const long done = kernel()(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+  const int kept = errno;
+  if (ring != nullptr) note_ended(*ring);
+  if (number == SYS_io_uring_setup) {
+    ring_made(static_cast<int>(done), *reinterpret_cast<const io_uring_params*>(given[1]));
+  }
+  errno = kept;
+  return done;
+}
 
 int open(const char* path, int flags, ...) {
   va_list list;

@@ -20,7 +20,7 @@ import pytest
 from flexkv.storage.fsck import check_folder, unit_folders
 from tests.faults.disk_child import GROUP, SLOTS, disks_of
 from tests.faults.promises import Promises, broken_promises
-from tests.soak import soak_factor
+from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
@@ -113,14 +113,16 @@ def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
     return served
 
 
+@soak_rounds()
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_what_was_durable_is_served_after_every_kill(folders: list[Lives]) -> None:
-    kills = KILLS * soak_factor() // FOLDERS
+def test_what_was_durable_is_served_after_every_kill(folders: list[Lives], soak_round: int) -> None:
+    kills = KILLS // FOLDERS
+    first = soak_round * KILLS
     # Mostly the disk is waited for: folders do that at the same time.
     with ThreadPoolExecutor(FOLDERS) as pool:
         served = list(
-            pool.map(kill_over_and_over, folders, repeat(kills), (n * kills for n in range(FOLDERS)))
+            pool.map(kill_over_and_over, folders, repeat(kills), (first + n * kills for n in range(FOLDERS)))
         )
     assert sum(served) > KILLS // CHECK_EVERY
     for lives in folders:

@@ -12,18 +12,30 @@ from pathlib import Path
 
 import pytest
 
+from flexkv import c_ext
 from tests.faults.disk_child import GROUP, SLOTS
 from tests.faults.preload import build_preload
 from tests.faults.promises import Promises, broken_promises
 from tests.faults.write_log import Disks, WriteLog, read_log
-from tests.soak import soak_factor
+from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGES = 520
-RUNS = 4
+IMAGES = 65
+"""Of a run. All runs of all variants make 520, of `make soak` 10,400."""
+RUNS = 2
 STEPS = 100
 CONTROL_IMAGES = 150
 CHILD_S = 240
+
+VARIANTS = [("threads", 1), ("io_uring", 1), ("io_uring", 3), ("sealed", 3)]
+"""How pages reach the disks, and how many disks the places are striped over."""
+variants = pytest.mark.parametrize(("way", "disks"), VARIANTS, ids=lambda value: str(value))
+
+
+@pytest.fixture(autouse=True)
+def uring_is_there(way: str) -> None:
+    if "io_uring" in way and (refusal := c_ext.uring_refusal()):
+        pytest.skip(f"io_uring is refused here: {refusal}")
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +56,21 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def record(recorder: Path, folder: Path, seed: int, how: str) -> WriteLog:
+def make_folders(folder: Path, disks: int) -> None:
+    """A folder to be used by a child, striped over so many disks."""
+    folder.mkdir(exist_ok=True)
+    for number in range(disks if disks > 1 else 0):
+        (folder / f"disk{number}").mkdir(exist_ok=True)
+
+
+def record(recorder: Path, folder: Path, seed: int, way: str, disks: int, how: str) -> WriteLog:
     """Runs a child under the recorder."""
-    disk, log = folder / f"disk{seed}", folder / f"log{seed}"
-    disk.mkdir()
+    disk, log = folder / f"used{seed}", folder / f"log{seed}"
+    make_folders(disk, disks)
     environ = {**os.environ, "LD_PRELOAD": str(recorder), "RECORD_DIR": str(disk), "RECORD_LOG": str(log)}
     command = [sys.executable, "-m", "tests.faults.disk_child", str(disk), str(disk / "marks")]
     done = subprocess.run(
-        [*command, str(seed), str(STEPS), how],
+        [*command, str(seed), str(STEPS), way, how],
         cwd=ROOT,
         env=environ,
         capture_output=True,
@@ -65,7 +84,7 @@ def record(recorder: Path, folder: Path, seed: int, how: str) -> WriteLog:
     return read
 
 
-def cut(log: WriteLog, folder: Path, images: int, seed: int) -> tuple[int, list[str]]:
+def cut(log: WriteLog, folder: Path, images: int, seed: int, striped: int) -> tuple[int, list[str]]:
     """Makes images and opens each; how many pages were promised in all, and what was not kept."""
     rng = random.Random(seed)
     disks, promises = Disks(log, rng), Promises()
@@ -80,7 +99,7 @@ def cut(log: WriteLog, folder: Path, images: int, seed: int) -> tuple[int, list[
         for name, content in disks.image(at).items():
             (disk / name).parent.mkdir(parents=True, exist_ok=True)
             (disk / name).write_bytes(content)
-        disk.mkdir(exist_ok=True)
+        make_folders(disk, striped)
         promised += len(promises.durable)
         broken += [
             f"cut at {at} of {log.length}: {what}" for what in broken_promises(promises, disk, GROUP, SLOTS)
@@ -89,21 +108,26 @@ def cut(log: WriteLog, folder: Path, images: int, seed: int) -> tuple[int, list[
     return promised, broken
 
 
+@soak_rounds(RUNS)
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_what_was_durable_survives_and_nothing_is_wrong(recorder: Path, memory_folder: Path) -> None:
-    runs = RUNS * soak_factor()
-    for seed in range(runs):
-        log = record(recorder, memory_folder, seed, "normal")
-        assert log.marks[-1][1] == "end"
-        promised, broken = cut(log, memory_folder, IMAGES // RUNS, seed)
-        assert broken == [], f"seed {seed}"
-        assert promised > IMAGES // RUNS
+@variants
+def test_what_was_durable_survives_and_nothing_is_wrong(
+    recorder: Path, memory_folder: Path, way: str, disks: int, soak_round: int
+) -> None:
+    log = record(recorder, memory_folder, soak_round, way, disks, "normal")
+    assert log.marks[-1][1] == "end"
+    promised, broken = cut(log, memory_folder, IMAGES, soak_round, disks)
+    assert broken == []
+    assert promised > IMAGES
 
 
+@variants
 @pytest.mark.parametrize("how", ["no-sync", "index-first"])
-def test_the_cut_finds_a_wrong_order(recorder: Path, memory_folder: Path, how: str) -> None:
-    log = record(recorder, memory_folder, 7, how)
-    _, broken = cut(log, memory_folder, CONTROL_IMAGES, 7)
+def test_the_cut_finds_a_wrong_order(
+    recorder: Path, memory_folder: Path, way: str, disks: int, how: str
+) -> None:
+    log = record(recorder, memory_folder, 7, way, disks, how)
+    _, broken = cut(log, memory_folder, CONTROL_IMAGES, 7, disks)
     assert any("durable page" in what for what in broken)
     assert any("the index names" in what for what in broken)

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 STRETCHED = (
     "unit/cache/test_simulation.py::test_no_rule_is_broken",
     "unit/cache/test_disk_simulation.py::test_no_rule_is_broken",
+    "faults/test_power_cut.py::test_what_was_durable_survives_and_nothing_is_wrong",
+    "faults/test_kill.py::test_what_was_durable_is_served_after_every_kill",
     "native/test_native.py::test_native",
     "sanitizers/test_native_sanitizers.py::test_native_tests_are_clean",
     "engines/test_pressure.py::test_preempted_requests_resume_right",

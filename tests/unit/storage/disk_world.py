@@ -18,7 +18,16 @@ from flexkv.storage.folder import unit_folder
 from flexkv.storage.tags import make_tags
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
-from flexkv.transfer.graph import OpId, OpKind, OpResult, Priority, TransferGraph, TransferOp
+from flexkv.transfer.graph import (
+    NO_DIGESTS,
+    OpId,
+    OpKind,
+    OpResult,
+    Priority,
+    RunDigests,
+    TransferGraph,
+    TransferOp,
+)
 from flexkv.transfer.host_pool import HostPool
 
 GENEROUS_S = 60.0
@@ -65,6 +74,14 @@ def holes(slab: Path) -> int:
         return found
     finally:
         os.close(fd)
+
+
+def run_op(engine: TransferEngine, op: TransferOp) -> OpResult:
+    ticket = engine.submit(TransferGraph((op,)))
+    assert ticket is not None
+    assert engine.wait(ticket, GENEROUS_S)
+    (result,) = engine.poll()
+    return result
 
 
 class DiskWorld:
@@ -128,23 +145,26 @@ class DiskWorld:
         places: Sequence[int],
         tags: NDArray[np.uint8],
         layerwise: bool = False,
+        digests: RunDigests = NO_DIGESTS,
     ) -> OpResult:
+        priority = Priority.LOAD if kind is OpKind.DISK_READ else Priority.STORE
         op = TransferOp(
             OpId(next(self.op_ids)),
             kind,
             0,
-            Priority.LOAD if kind is OpKind.DISK_READ else Priority.STORE,
+            priority,
             ids([]),
             ids(slots),
             layerwise,
             ids(places),
             tags,
+            digests,
         )
-        ticket = self.engine.submit(TransferGraph((op,)))
-        assert ticket is not None
-        assert self.engine.wait(ticket, GENEROUS_S)
-        (result,) = self.engine.poll()
-        return result
+        return run_op(self.engine, op)
+
+    def store(self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8]) -> OpResult:
+        """Brings the pages of host slots to places of the disks."""
+        return self.run(OpKind.DISK_WRITE, slots, places, tags)
 
     def write(
         self,
@@ -162,7 +182,7 @@ class DiskWorld:
         if generations is None:
             generations = self.unit.next_generations(len(numbers))
         keys = keys_of(numbers)
-        result = self.run(OpKind.DISK_WRITE, slots, places, make_tags(keys, at, generations, BLOCK_TOKENS))
+        result = self.store(slots, places, make_tags(keys, at, generations, BLOCK_TOKENS))
         good = np.setdiff1d(np.arange(len(numbers)), result.failed)
         if publish and len(good):
             assert self.unit.record_publish(

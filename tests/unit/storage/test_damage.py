@@ -19,7 +19,7 @@ from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.folder import FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder, unit_folders
 from flexkv.storage.header import FIXED, parse_header, read_group, read_header
-from flexkv.storage.index import DamagedIndexError, DiskIndex
+from flexkv.storage.index import DamagedIndexError, SlotIndex
 from flexkv.transfer.graph import OpStatus
 from tests.unit.storage.disk_world import FAIL, GENEROUS_S, IDENTITY, DiskWorld, key_of, keys_of, make_group
 
@@ -273,7 +273,7 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
     index = slab.parent / "index.sqlite"
     index.write_bytes(b"no database at all" * 300)
     with pytest.raises(DamagedIndexError):
-        DiskIndex(index, [32])
+        SlotIndex(index, [32])
     world = make_disks()
     rows = world.unit.rows(0)
     assert sorted(rows.places.tolist()) == list(range(6))

@@ -153,17 +153,17 @@ def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault put into the index: SQLite says that the disk is full, twice."""
-    from flexkv.storage.index import DiskIndex
+    from flexkv.storage.index import SlotIndex
 
-    commit, failures = DiskIndex.commit, iter([True, True])
+    commit, failures = SlotIndex.commit, iter([True, True])
 
-    def sometimes(self: DiskIndex) -> None:
+    def sometimes(self: SlotIndex) -> None:
         if next(failures, False):
             raise DiskError("index.sqlite: database or disk is full")
         commit(self)
 
     world = make_disks()
-    monkeypatch.setattr(DiskIndex, "commit", sometimes)
+    monkeypatch.setattr(SlotIndex, "commit", sometimes)
     _, generations = world.write([1, 2], [0, 1])
     world.wait_durable([0, 1], generations)
     assert lost_of(world) == []

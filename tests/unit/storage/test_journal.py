@@ -1,0 +1,131 @@
+"""When a group commit begins, and what waits for it, with a clock and a journal of the test's own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.storage.base import DiskOptions
+from flexkv.storage.gathering import GATHER_S, QUIET_S, gather
+from flexkv.storage.journal import Journal, Record, Use
+from flexkv.storage.unit import DiskUnit
+from tests.unit.storage.disk_world import GENEROUS_S, IDENTITY, ids, make_group
+
+MOST_WAITS = 10_000
+
+
+@dataclass
+class Rows:
+    """Rows that come `gaps` seconds after one another, and a clock that goes on only while they are waited for.
+
+    Attributes:
+        hurry_s: from when on nothing may be waited for.
+        waits: how often and how long was waited.
+    """
+
+    gaps: Iterator[float]
+    hurry_s: float = np.inf
+    now_s: float = 100.0
+    waits: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.next_s = self.now_s + next(self.gaps, np.inf)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait_for_more(self, timeout_s: float) -> bool:
+        assert len(self.waits) < MOST_WAITS, "the commit never begins"
+        assert timeout_s > 0
+        self.waits.append(timeout_s)
+        ends_s = min(self.now_s + timeout_s, self.next_s, self.hurry_s)
+        came = self.next_s <= ends_s
+        self.now_s = max(self.now_s, ends_s)
+        if came:
+            self.next_s += next(self.gaps, np.inf)
+        return came and self.now_s < self.hurry_s
+
+    def gathered_for(self) -> float:
+        began_s = self.now_s
+        gather(self.clock, self.wait_for_more)
+        return self.now_s - began_s
+
+
+def test_a_row_alone_waits_for_as_long_as_a_burst_may_pause() -> None:
+    assert Rows(iter(())).gathered_for() == pytest.approx(QUIET_S)
+
+
+def test_a_burst_is_over_when_nothing_came_for_so_long() -> None:
+    assert Rows(iter([QUIET_S / 2] * 4)).gathered_for() == pytest.approx(3 * QUIET_S)
+
+
+@pytest.mark.parametrize("gap_s", [QUIET_S / 100, QUIET_S / 3, 0.99 * QUIET_S])
+def test_a_stream_of_rows_does_not_put_the_commit_off(gap_s: float) -> None:
+    assert Rows(itertools.repeat(gap_s)).gathered_for() == pytest.approx(GATHER_S)
+
+
+def test_a_reset_or_an_end_is_not_waited_with() -> None:
+    assert Rows(itertools.repeat(QUIET_S / 2), hurry_s=100.012).gathered_for() == pytest.approx(0.012)
+
+
+def test_a_commit_that_is_put_off_would_be_found() -> None:
+    def without_end(rows: Rows) -> None:
+        while rows.wait_for_more(QUIET_S):
+            pass
+
+    with pytest.raises(AssertionError, match="never begins"):
+        without_end(Rows(itertools.repeat(QUIET_S / 2)))
+
+
+@pytest.mark.parametrize("disks", [1, 3, 4])
+def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: int) -> None:
+    group = make_group()
+    put: list[Record] = []
+    folders = [tmp_path / str(disk) for disk in range(disks)]
+    unit = DiskUnit.open(folders, IDENTITY, [group], DiskOptions(1 << 22, preallocate=False))
+    try:
+        monkeypatch.setattr(Journal, "put", lambda self, record: put.append(record))
+        places = ids(range(25))
+        unit.record_use(0, places)
+        uses = [record for record in put if isinstance(record, Use)]
+        on_disk = [use.slots(1000).tolist() for use in uses]
+        assert sorted(slot * disks + disk for disk, slots in enumerate(on_disk) for slot in slots) == list(
+            range(25)
+        )
+        for use, slots in zip(uses, on_disk, strict=True):
+            assert len(slots) <= use.rows <= len(slots) + 1
+        monkeypatch.undo()
+    finally:
+        assert unit.close(GENEROUS_S)
+
+
+def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Striped over two disks a use takes half of its places from each journal's room."""
+    go_on, write = threading.Event(), Journal._write
+
+    def held_up(self: Journal, batch: Sequence[Record]) -> None:
+        assert go_on.wait(GENEROUS_S)
+        write(self, batch)
+
+    monkeypatch.setattr(Journal, "_write", held_up)
+    options = DiskOptions(1 << 22, preallocate=False, journal_rows=40)
+    unit = DiskUnit.open([tmp_path / "0", tmp_path / "1"], IDENTITY, [make_group()], options)
+    try:
+        first, second = (journal for journal in unit._journals if journal is not None)
+        unit.record_use(0, ids(range(40)))
+        assert (first._waiting_rows, second._waiting_rows) == (20, 20)
+        unit.record_use(0, ids(range(2)))
+        assert (first._waiting_rows, second._waiting_rows) == (20, 20), "beyond half of the room: forgotten"
+        keys = np.arange(640, dtype=np.uint16).astype(np.uint8).reshape(40, 16)
+        tokens = np.full(40, 16, np.int32)
+        assert unit.record_publish(0, keys, ids(range(40)), unit.next_generations(40), tokens)
+        assert (first._waiting_rows, second._waiting_rows) == (40, 40)
+    finally:
+        go_on.set()
+        assert unit.close(GENEROUS_S)
