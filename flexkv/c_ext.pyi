@@ -297,8 +297,8 @@ class TransferEngine:
     def open_layers(self, tickets: Sequence[int], layers: int, stream: int | None = None) -> None: ...
     def poll(
         self, max_results: int
-    ) -> list[tuple[int, int, int, NDArray[np.int32], str, NDArray[np.uint64]]]:
-        """op_id, ticket, status, failed positions, reason, digests [pages, runs] of each."""
+    ) -> list[tuple[int, int, int, NDArray[np.int32], str, NDArray[np.uint64], NDArray[np.uint8]]]:
+        """op_id, ticket, status, failed positions, reason, digests [pages, runs], blames [failed] of each."""
     @property
     def event_fd(self) -> int: ...
     def wait(self, ticket: int, deadline_s: float) -> bool: ...

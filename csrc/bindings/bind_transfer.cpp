@@ -89,6 +89,13 @@ py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t 
   return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
+// Of each failed page.
+py::array_t<uint8_t> from_blames(const std::vector<Blame>& blames) {
+  static_assert(sizeof(Blame) == 1);
+  const auto count = static_cast<py::ssize_t>(blames.size());
+  return py::array_t<uint8_t>(count, reinterpret_cast<const uint8_t*>(blames.data()));
+}
+
 GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
   GraphSpec graph;
   for (const py::handle op : ops) {
@@ -143,7 +150,8 @@ py::list poll(TransferEngine& engine, size_t max_results) {
   py::list list;
   for (const OpResult& r : results) {
     list.append(py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed),
-                               to_text(r.reason), from_digests(r.digests, r.digest_runs)));
+                               to_text(r.reason), from_digests(r.digests, r.digest_runs),
+                               from_blames(r.blames)));
   }
   return list;
 }

@@ -200,7 +200,7 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       MoveResult& result = begun.results[i];
       if (result.status != Status::kOk) continue;
       if (!next.error.empty()) {
-        result = {Status::kFailed, next.error};
+        result = {Status::kFailed, next.error, {}, Blame::kWay};
       } else if (next.last && direction == static_cast<size_t>(Direction::kToHost)) {
         const PageMove page = piece.page(i);
         if (page.view->has_digests()) {

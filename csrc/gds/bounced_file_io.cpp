@@ -35,10 +35,10 @@ IoOutcome BouncedFileIo::transfer(const IoCall& call) {
     piece.memory = buffer;
     void* memory = static_cast<std::byte*>(call.memory) + outcome.bytes;
     if (call.write) outcome.error = device_->copy(buffer, memory, piece.bytes);
-    if (!outcome.error.empty()) return outcome;
+    if ((outcome.of_memory = !outcome.error.empty())) return outcome;
     const IoOutcome moved = inner_->transfer(piece);
     if (!call.write && moved.bytes > 0) outcome.error = device_->copy(memory, buffer, moved.bytes);
-    if (!outcome.error.empty()) return outcome;
+    if ((outcome.of_memory = !outcome.error.empty())) return outcome;
     outcome.bytes += moved.bytes;
     outcome.error = moved.error;
     if (!outcome.error.empty() || moved.bytes != piece.bytes) return outcome;

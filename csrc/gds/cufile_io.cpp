@@ -78,19 +78,22 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
     const ssize_t moved = call.write
                               ? cufile_->table().write(file.handle, where.base, left, offset, in_buffer)
                               : cufile_->table().read(file.handle, where.base, left, offset, in_buffer);
-    // -1 leaves the system's error in errno; other negative numbers are cuFile's own.
+    // -1 leaves the system's error in errno, the disk's; other negative numbers are cuFile's own, of its
+    // driver or of CUDA.
     if (moved == -1) {
       outcome.error = errno != 0 ? std::generic_category().message(errno) : "cuFile failed without a reason";
       break;
     }
     if (moved < 0) {
       outcome.error = to_string(CufileError{static_cast<int32_t>(-moved), 0});
+      outcome.of_memory = true;
       break;
     }
     if (moved == 0) break;
     if (static_cast<size_t>(moved) > left) {
       outcome.error =
           "cuFile says that it moved " + std::to_string(moved) + " of " + std::to_string(left) + " bytes";
+      outcome.of_memory = true;
       break;
     }
     outcome.bytes += moved;

@@ -23,7 +23,7 @@ std::optional<FileFaultRule> FaultyFileIo::match(const IoCall& call) {
 IoOutcome FaultyFileIo::act(const FileFaultRule& rule, const IoCall& call) {
   switch (rule.fault) {
     case IoFault::kFail:
-      return {0, rule.reason};
+      return {0, rule.reason, rule.of_memory};
     case IoFault::kShort: {
       IoCall half = call;
       half.bytes /= 2;

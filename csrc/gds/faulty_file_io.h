@@ -28,7 +28,8 @@ struct FileFaultRule {
   std::optional<int32_t> device = {};
   std::string reason = "Input/output error";
   double delay_s = 0;
-  int64_t times = -1;  // how often it acts; -1: always
+  int64_t times = -1;      // how often it acts; -1: always
+  bool of_memory = false;  // kFail: not the disk's error
 };
 
 class FaultyFileIo : public FileIo {

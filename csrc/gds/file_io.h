@@ -15,8 +15,9 @@ struct IoCall {
 };
 
 struct IoOutcome {
-  int64_t bytes = 0;  // moved; a call that moved fewer than it was asked to has failed
-  std::string error;  // why it stopped early; empty at the end of the file or device
+  int64_t bytes = 0;       // moved; a call that moved fewer than it was asked to has failed
+  std::string error;       // why it stopped early; empty at the end of the file or device
+  bool of_memory = false;  // the error is of the memory's side, its device or driver, and not the disk's
 };
 
 // Where a call would go if it were made: what a caller asks before it chooses a path.

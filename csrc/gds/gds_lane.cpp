@@ -63,6 +63,11 @@ PageMiss miss_of(FailureCause cause, PageMiss at_gate) {
   }
 }
 
+Blame blame_of(FailureCause cause, PageMiss miss) {
+  if (cause == FailureCause::kStopped) return Blame::kNobody;
+  return blame_of(miss);  // without a miss, the way's
+}
+
 }  // namespace
 
 struct GdsLane::Shared {
@@ -100,7 +105,8 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
     if (pieces.empty()) return;
     std::vector<std::vector<MoveResult>> results;
     for (const auto& piece : pieces) {
-      results.emplace_back(piece->positions().size(), MoveResult{Status::kFailed, "was not moved", {}});
+      results.emplace_back(piece->positions().size(),
+                           MoveResult{Status::kFailed, "was not moved", {}, Blame::kWay});
     }
     try {
       move(pieces, results);
@@ -195,19 +201,19 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& piec
 }
 
 MoveResult GdsLane::Shared::failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate) {
+  const PageMiss miss = miss_of(failure.cause, at_gate);
+  const Blame blame = blame_of(failure.cause, miss);
+  const std::string why = " at place " + std::to_string(page.place) + ": " + failure.reason;
   if (page.kind == OpKind::kGdsWrite) {
     ++counts.write_errors;
-    return {failure.status, "gds write at place " + std::to_string(page.place) + ": " + failure.reason, {}};
+    return {failure.status, "gds write" + why, {}, blame};
   }
-  const PageMiss miss = miss_of(failure.cause, at_gate);
-  if (miss == PageMiss::kNone) {
-    return {failure.status, "gds read at place " + std::to_string(page.place) + ": " + failure.reason, {}};
-  }
+  if (miss == PageMiss::kNone) return {failure.status, "gds read" + why, {}, blame};
   ++counts.misses[static_cast<size_t>(miss)];
   return {failure.status,
-          std::string("disk miss (") + kMissNames[static_cast<size_t>(miss)] + ") at place " +
-              std::to_string(page.place) + ": " + failure.reason,
-          {}};
+          std::string("disk miss (") + kMissNames[static_cast<size_t>(miss)] + ")" + why,
+          {},
+          blame};
 }
 
 GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager)

@@ -22,7 +22,9 @@ void carry_out(FileIo& io, const PageJob& job, PageIoResult& result) {
     result.bytes += outcome.bytes;
     if (!outcome.error.empty() || outcome.bytes != call.bytes) {
       result.error = describe(call, outcome);
-      result.is_short = outcome.error.empty();
+      result.cause = outcome.of_memory       ? FailureCause::kDevice
+                     : outcome.error.empty() ? FailureCause::kShort
+                                             : FailureCause::kIo;
       return;
     }
   }
@@ -37,10 +39,12 @@ void PageIo::submit(int32_t position, PageJob job) {
     PageIoResult result;
     result.position = position;
     result.error = not_started;
+    result.cause = FailureCause::kDevice;
     try {
       if (not_started.empty()) carry_out(*io, *job, result);
     } catch (const std::exception& error) {
       result.error = error.what();
+      result.cause = FailureCause::kDevice;
     }
     job.reset();  // before the transfer hears of it: nothing of the page is held any more
     const std::lock_guard lock(shared->mutex);

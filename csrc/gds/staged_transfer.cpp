@@ -83,7 +83,7 @@ class Transfer {
 
   void fail_all(const std::string& reason) {
     for (; next_ < pages_.size(); ++next_) {
-      fail(static_cast<int32_t>(next_), Status::kFailed, FailureCause::kTransform, reason, false);
+      fail(static_cast<int32_t>(next_), Status::kFailed, FailureCause::kDevice, reason, false);
     }
   }
 
@@ -163,7 +163,7 @@ class Transfer {
     for (size_t i = 0; i < positions.size(); ++i) {
       const int32_t position = positions[i];
       if (!result.error.empty()) {
-        fail(position, Status::kFailed, FailureCause::kTransform, "layout transform: " + result.error);
+        fail(position, Status::kFailed, FailureCause::kDevice, "layout transform: " + result.error);
       } else if (result.bad_run[i] != kNoBadRun) {
         const Segment& run = map_.runs()[static_cast<size_t>(result.bad_run[i])];
         fail(position, Status::kFailed, FailureCause::kDigest,
@@ -195,8 +195,7 @@ class Transfer {
       report_.bounced_calls += result.bounced;
       report_.io_bytes += result.bytes;
       if (!result.error.empty()) {
-        fail(result.position, Status::kFailed, result.is_short ? FailureCause::kShort : FailureCause::kIo,
-             std::move(result.error));
+        fail(result.position, Status::kFailed, result.cause, std::move(result.error));
       } else if (!staging_ || !is_read_) {
         end(result.position);
       } else if (stopped_) {

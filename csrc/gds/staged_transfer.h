@@ -32,12 +32,12 @@ struct StagedPage {
 };
 
 enum class FailureCause : int32_t {
-  kStopped,    // cancelled, or the deadline passed
-  kIo,         // a call failed
-  kShort,      // a call moved fewer bytes than it was asked to
-  kGate,       // the gate refused the page
-  kTransform,  // the transform of its batch failed
-  kDigest,     // its bytes are not those that its digests were made of
+  kStopped,  // cancelled, or the deadline passed
+  kIo,       // the disk refused a call, or did not answer it
+  kShort,    // a call moved fewer bytes than it was asked to
+  kGate,     // the gate refused the page
+  kDevice,   // memory, a transform, the GPU or its driver failed: the disk had no part in it
+  kDigest,   // its bytes are not those that its digests were made of
 };
 
 struct PageFailure {

@@ -354,8 +354,11 @@ void Disk::disk_error(bool write, int32_t error) {
 
 MoveResult Disk::miss(const Job& job, const PageCheck& check) {
   ++counts_.misses[static_cast<size_t>(check.miss)];
-  return {Status::kFailed, std::string("disk miss (") + kMissNames[static_cast<size_t>(check.miss)] +
-                               ") at place " + std::to_string(job.task.move.place) + ": " + check.reason};
+  return {Status::kFailed,
+          std::string("disk miss (") + kMissNames[static_cast<size_t>(check.miss)] + ") at place " +
+              std::to_string(job.task.move.place) + ": " + check.reason,
+          {},
+          blame_of(check.miss)};
 }
 
 MoveResult Disk::end(Job& job) {
@@ -372,7 +375,10 @@ MoveResult Disk::end(Job& job) {
   disk_error(true, job.error);
   const std::string what =
       job.error != 0 ? std::strerror(job.error) : std::to_string(job.missing) + " bytes were not written";
-  return {Status::kFailed, "disk write at place " + std::to_string(job.task.move.place) + ": " + what};
+  return {Status::kFailed,
+          "disk write at place " + std::to_string(job.task.move.place) + ": " + what,
+          {},
+          Blame::kDisk};
 }
 
 MoveResult Disk::end_read(Job& job) {

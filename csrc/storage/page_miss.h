@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "base/blame.h"
+
 namespace flexkv {
 
 enum class PageMiss : int32_t {
@@ -26,6 +28,19 @@ inline constexpr int kPageMisses = 13;
 inline constexpr std::array<const char*, kPageMisses> kMissNames = {
     "none",   "trailer", "version", "elsewhere", "key", "generation", "epoch",
     "tokens", "expired", "data",    "short",     "io",  "disk_lost"};
+
+constexpr Blame blame_of(PageMiss miss) {
+  switch (miss) {
+    case PageMiss::kShort:
+    case PageMiss::kIo:
+      return Blame::kDisk;
+    case PageMiss::kNone:
+    case PageMiss::kDiskLost:
+      return Blame::kWay;
+    default:
+      return Blame::kPage;
+  }
+}
 
 struct PageCheck {
   PageMiss miss = PageMiss::kNone;

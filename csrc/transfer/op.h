@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/blame.h"
 #include "base/status.h"
 #include "transfer/stream_event.h"
 
@@ -111,6 +112,7 @@ struct OpResult {
   std::string reason;
   std::vector<uint64_t> digests = {};  // kGdsWrite: of this rank's runs, page by page; 0 for failed pages
   size_t digest_runs = 0;              // a page
+  std::vector<Blame> blames = {};      // of each page in `failed`
 };
 
 }  // namespace flexkv

@@ -158,7 +158,7 @@ bool OpState::advance(int32_t page) {
   return done;
 }
 
-void OpState::fail(int32_t page, PageState end, const std::string& reason) {
+void OpState::fail(int32_t page, PageState end, const std::string& reason, Blame blame) {
   const auto at = static_cast<size_t>(page);
   const int32_t stage = stage_.empty() ? 0 : stage_[at];
   if (states_[at] == PageState::kMoving) --moving_pages_;
@@ -170,6 +170,10 @@ void OpState::fail(int32_t page, PageState end, const std::string& reason) {
     --ready_pages_;
   }
   states_[at] = end;
+  if (blame != Blame::kUnknown) {
+    blames_.resize(states_.size());
+    blames_[at] = blame;
+  }
   --open_pages_;
   mark_issued(page);
   for (auto later = static_cast<size_t>(stage); later < left_.size(); ++later) --left_[later];
@@ -183,6 +187,17 @@ std::vector<int32_t> OpState::failed_pages() const {
     if (state(page) > PageState::kOk) failed.push_back(page);
   }
   return failed;
+}
+
+Blame OpState::blame(int32_t page) const {
+  switch (state(page)) {
+    case PageState::kFailed:
+      return blames_.empty() ? Blame::kUnknown : blames_[static_cast<size_t>(page)];
+    case PageState::kLaneDown:
+      return Blame::kWay;
+    default:
+      return Blame::kNobody;
+  }
 }
 
 void OpState::keep_digests(int32_t page, const std::vector<uint64_t>& digests) {
@@ -208,6 +223,7 @@ OpResult OpState::result() const {
   const PageState end = pages() == 0 ? empty_end_ : states_.front();
   if (pages() == 0 ? end == PageState::kOk : result.failed.empty()) return result;
   result.status = Status::kFailed;
+  for (const int32_t page : result.failed) result.blames.push_back(blame(page));
   const bool uniform =
       std::all_of(states_.begin(), states_.end(), [&](PageState state) { return state == end; });
   if (issued_ || !uniform) return result;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/blame.h"
 #include "base/status.h"
 #include "transfer/attached_view.h"
 #include "transfer/op.h"
@@ -29,6 +30,7 @@ struct MoveResult {
   Status status = Status::kOk;
   std::string reason;                  // for a person; empty when OK
   std::vector<uint64_t> digests = {};  // kGdsWrite: of the runs that were written
+  Blame blame = Blame::kUnknown;       // of kFailed
 };
 
 class PageMover {

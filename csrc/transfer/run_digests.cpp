@@ -43,8 +43,11 @@ MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int
   MoveResult result;
   each_run(view, lo, hi, [&](size_t number, const Segment& run) {
     if (digest_in(view.stripe(slot), run) == digests[number]) return true;
-    result = {Status::kFailed, "digest mismatch in run " + std::to_string(number) + " (layer " +
-                                   std::to_string(run.layer) + ") of slot " + std::to_string(slot)};
+    result = {Status::kFailed,
+              "digest mismatch in run " + std::to_string(number) + " (layer " + std::to_string(run.layer) +
+                  ") of slot " + std::to_string(slot),
+              {},
+              Blame::kPage};
     return false;
   });
   return result;

@@ -146,8 +146,8 @@ void Scheduler::update_runnable(OpState& op) {
   }
 }
 
-void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason) {
-  op.fail(page, end, reason);
+void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason, Blame blame) {
+  op.fail(page, end, reason, blame);
   tell_read_ended(op, page, false);
   update_runnable(op);
   progress_.notify_all();  // a layer may be over with it

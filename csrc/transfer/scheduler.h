@@ -149,7 +149,8 @@ class Scheduler : public WorkSource {
   void start_if_free(OpState& op);
   bool make_ready(OpState& op, int32_t page);
   void update_runnable(OpState& op);
-  void end_page(OpState& op, int32_t page, PageState end, const std::string& reason);
+  void end_page(OpState& op, int32_t page, PageState end, const std::string& reason,
+                Blame blame = Blame::kUnknown);
   void end_all_pages(OpState& op, PageState end, const std::string& reason);
   void page_arrived(OpState& op, int32_t page);
   void tell_read_ended(OpState& op, int32_t page, bool verified);

@@ -188,7 +188,7 @@ void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vec
   for (size_t i = 0; i < results.size(); ++i) {
     const int32_t page = piece->positions_[indices[i]];
     if (results[i].status != Status::kOk) {
-      end_page(op, page, bad_state(results[i].status), results[i].reason);
+      end_page(op, page, bad_state(results[i].status), results[i].reason, results[i].blame);
       continue;
     }
     op.keep_digests(page, results[i].digests);

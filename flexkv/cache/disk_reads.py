@@ -14,7 +14,7 @@ from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.leases import EntryIds
 from flexkv.storage.tags import tag_fields
-from flexkv.transfer.graph import OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
+from flexkv.transfer.graph import Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 
 
 @dataclass(slots=True)
@@ -215,8 +215,10 @@ class DiskReads:
         if op.tokens is not None and self._any_partial():
             self._host.tokens[op.group][op.slots] = op.tokens
         current = op.epoch == op.source.epoch
-        # A read that was never issued says nothing about what is on disk.
-        suspect = ~good if result.status is OpStatus.FAILED and current else np.zeros_like(good)
+        # A read that was never issued says nothing about what is on disk, nor does a page of it that was not.
+        suspect = np.zeros_like(good)
+        if result.status is OpStatus.FAILED and current:
+            suspect = ~good & (result.blamed(len(good)) <= Blame.DISK)
         counts.failed_reads += int(np.count_nonzero(suspect))
         counts.unread += int(np.count_nonzero(~good & ~suspect)) if current else len(good)
         if not current:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flexkv.cache.base import OpRole
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import BlockIds, OpId, OpResult, OpStatus, RunDigests, SlotIds, TransferOp
+from flexkv.transfer.graph import Blame, BlockIds, OpId, OpResult, OpStatus, RunDigests, SlotIds, TransferOp
 
 WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 """Statuses under which no page of the op counts, whatever the result lists."""
@@ -35,6 +35,7 @@ class InflightOp:
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
+        astray: of a load straight from disk, the disk or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
     """
 
@@ -58,6 +59,7 @@ class InflightOp:
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)
     barred: NDArray[np.bool_] = field(init=False)
+    astray: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ class InflightOp:
         """Takes one rank's result.
 
         Raises:
-            ContractError: a second report of this rank, or a list of failed pages that does not fit the op or status.
+            ContractError: a second report of this rank, or a list of failed pages or blames that does not fit.
         """
         if rank in self.reported:
             raise ContractError(f"op {self.op_id}: rank {rank} reported twice")
@@ -89,18 +91,21 @@ class InflightOp:
             )
         if result.status is OpStatus.OK and listed.size:
             raise ContractError(f"op {self.op_id}: rank {rank} says OK and lists {listed.size} failed pages")
+        blamed = result.blamed(len(self.entries)) if result.status is not OpStatus.OK else None
         self.reported.add(rank)
         if result.digests.size:
             self.digests[rank] = result.digests
-        if result.status is OpStatus.OK:
+        if blamed is None:
             return
         # A failure that names no page is taken as a failure of all: never a page too few.
         whole = result.status in WHOLE_OP_STATUSES or not listed.size
         pages: slice | NDArray[np.int64] = slice(None) if whole else listed.astype(np.int64)
         self.failed[pages] = True
-        # That a lane is down says nothing of a disk, as it says nothing of what was not issued.
-        innocent = result.status is not OpStatus.FAILED and self.places is not None
-        if result.status is not OpStatus.CANCELLED and not innocent:
+        if self.places is not None:
+            self.suspect[pages] |= blamed[pages] <= Blame.PAGE
+            self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())
+        elif result.status is not OpStatus.CANCELLED:
+            # Whoever is to blame, host memory has no other way to an engine: a page that stayed would fail again.
             self.suspect[pages] = True
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")

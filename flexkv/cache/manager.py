@@ -45,7 +45,6 @@ from flexkv.transfer.graph import (
     NO_READS,
     BlockIds,
     OpResult,
-    OpStatus,
     ReadIds,
     SlotIds,
     TransferGraph,
@@ -406,8 +405,7 @@ class LocalCacheManager(CacheManager):
             raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
         op = self._inflight.get(result.op_id)
         op.report(rank, result)
-        lane_down = result.status is OpStatus.LANE_DOWN and op.role is OpRole.LOAD
-        if lane_down and op.places is not None and self.disk.straight is not None:
+        if op.astray and op.role is OpRole.LOAD and self.disk.straight is not None:
             self.disk.straight.rest(f"rank {rank}: {result.reason}")
         if op.role is OpRole.LOAD and op.failed.any():
             self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))

@@ -24,8 +24,8 @@ from flexkv.transfer.graph import PageTags, SlotIds
 logger = get_logger(__name__)
 
 REST_S = 60.0
-"""After a rank's lane went down, nothing goes straight for so long: what hangs may end, and each try costs a request
-its hit."""
+"""After a rank's lane or a disk failed pages, nothing goes straight for so long: what hangs may end, the manager's own
+lane judges the disk, and each try costs a request its hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class StraightLoads:
         self._disk.end_read(group, entries, places, suspect)
 
     def rest(self, reason: str) -> None:
-        """A rank's lane is down, or brought nothing: for a while pages come up through host memory."""
+        """A rank's lane or a disk failed, or nothing was brought: for a while pages come up through host memory."""
         now_s = self._clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)

@@ -184,8 +184,8 @@ class TransferEngine(DataPlane):
         if max_results < 1:
             raise ContractError(f"poll(max_results={max_results}): must be at least 1")
         results = [
-            OpResult(OpId(op_id), OpStatus(status), failed, reason, digests)
-            for op_id, _, status, failed, reason, digests in self._native.poll(max_results)
+            OpResult(OpId(op_id), OpStatus(status), failed, reason, digests, blames)
+            for op_id, _, status, failed, reason, digests, blames in self._native.poll(max_results)
         ]
         if results and self._detached:
             self._drop_released()

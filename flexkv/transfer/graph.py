@@ -36,10 +36,14 @@ ReadIds = NDArray[np.int64]
 RunDigests = NDArray[np.uint64]
 """Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
 
+PageBlames = NDArray[np.uint8]
+"""`Blame` of each failed page, shape [failed pages], uint8."""
+
 NO_PLACES: SlotIds = np.empty(0, np.int32)
 NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
 NO_DIGESTS: RunDigests = np.empty((0, 0), np.uint64)
 NO_READS: ReadIds = np.empty(0, np.int64)
+NO_BLAMES: PageBlames = np.empty(0, np.uint8)
 
 
 class OpKind(IntEnum):
@@ -87,6 +91,21 @@ class OpStatus(IntEnum):
     CANCELLED = 2
     SKIPPED = 3
     LANE_DOWN = 4
+
+
+class Blame(IntEnum):
+    """What a page's failure says of the copy that was asked for; the same codes as `csrc/base/blame.h`."""
+
+    UNKNOWN = 0
+    """Nobody said: taken for PAGE, never a page too few."""
+    PAGE = 1
+    """What is stored is not what was asked for."""
+    DISK = 2
+    """The disk did not give it, or gave less."""
+    WAY = 3
+    """Memory, a device, its driver or the lane: no page would have fared better."""
+    NOBODY = 4
+    """Cancelled, late or not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +232,7 @@ class OpResult:
         reason: what went wrong, for a person; empty when `status` is OK.
         digests: of GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
             empty where all failed.
+        blames: `Blame` of each page in `failed`; empty where nobody said more than `status` does.
     """
 
     op_id: OpId
@@ -220,8 +240,32 @@ class OpResult:
     failed: NDArray[np.int32]
     reason: str = ""
     digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
+    blames: PageBlames = field(default_factory=lambda: NO_BLAMES)
+
+    def blamed(self, pages: int) -> PageBlames:
+        """`Blame` of each page of an op that has `pages` and did not end OK; UNKNOWN also for those that did not fail.
+
+        Raises:
+            ContractError: not as many blames as failed pages.
+        """
+        if self.status in _STATUS_BLAMES or not len(self.blames):
+            return np.full(pages, _STATUS_BLAMES.get(self.status, Blame.UNKNOWN), np.uint8)
+        if len(self.blames) != len(self.failed):
+            raise ContractError(
+                f"op {self.op_id}: {len(self.blames)} blames for {len(self.failed)} failed pages"
+            )
+        blamed = np.zeros(pages, np.uint8)
+        blamed[self.failed] = self.blames
+        return blamed
 
     @classmethod
     def cancelled(cls, op_id: OpId, pages: int, reason: str) -> OpResult:
         """Of an op of which no page may be used, because it never ran or was given up."""
         return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
+
+
+_STATUS_BLAMES = {
+    OpStatus.CANCELLED: Blame.NOBODY,
+    OpStatus.SKIPPED: Blame.NOBODY,
+    OpStatus.LANE_DOWN: Blame.WAY,
+}

@@ -36,7 +36,8 @@ struct LaneWorld {
     GdsOptions options;
     options.max_staging_blocks = 3;
     options.deadline_s = options.stuck_s = kLongestWaitS;
-    auto manager = std::make_shared<GDSManager>(files, options, host_transform_device(), io);
+    device = std::make_shared<FaultyTransformDevice>(host_transform_device());
+    auto manager = std::make_shared<GDSManager>(files, options, device, io);
     lane = std::make_shared<GdsLane>(std::vector<GdsGroup>{{codec, {{0, shape}}}}, 0, std::move(manager));
     engine =
         std::make_unique<TransferEngine>(std::make_shared<HostMover>(), EngineOptions{1024, 1, op_stuck_s},
@@ -87,6 +88,7 @@ struct LaneWorld {
   std::shared_ptr<const PageCodec> codec;
   std::shared_ptr<HostPool> host;
   std::shared_ptr<FaultyFileIo> io;
+  std::shared_ptr<FaultyTransformDevice> device;
   std::shared_ptr<GdsLane> lane;
   std::unique_ptr<TransferEngine> engine;
   int64_t next_op = 1;
@@ -125,6 +127,74 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
       }
     }
     CHECK(world.run(OpKind::kGdsRead, kCount).status == Status::kOk);
+  }
+}
+
+TEST_CASE("a failed page says whether its copy, the disk, the way or nobody is to blame") {
+  constexpr int32_t kCount = 5, kVictim = 3;
+  constexpr int64_t kAt = kHeader + kVictim * 16384 + 100;
+  struct Way {
+    const char* what;
+    FileFaultRule rule;
+    Blame blame;
+  };
+  const auto on_victim = [](IoFault fault) {
+    return FileFaultRule{.fault = fault, .write = false, .offset = kAt, .times = 1};
+  };
+  FileFaultRule of_memory = on_victim(IoFault::kFail);
+  of_memory.of_memory = true;
+  for (const auto& [what, rule, blame] :
+       {Way{"digest", on_victim(IoFault::kCorrupt), Blame::kPage},
+        Way{"EIO", on_victim(IoFault::kFail), Blame::kDisk},
+        Way{"short", on_victim(IoFault::kShort), Blame::kDisk}, Way{"cuFile", of_memory, Blame::kWay}}) {
+    CAPTURE(what);
+    LaneWorld world({rule});
+    world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
+    const OpResult read = world.run(OpKind::kGdsRead, kCount);
+    CHECK(read.failed == std::vector<int32_t>{kVictim});
+    CHECK(read.blames == std::vector<Blame>{blame});
+    CHECK(world.run(OpKind::kGdsRead, kCount).blames.empty());
+  }
+  LaneWorld world({});
+  OpResult written = world.run(OpKind::kGdsWrite, kCount);
+  std::fill_n(written.digests.begin() + 2 * kLayers, kLayers, 0);  // page 2 as a torn write leaves it
+  world.seal(written, kCount);
+  world.device->fail_batches(kCount);
+  const OpResult torn = world.run(OpKind::kGdsRead, kCount);
+  CHECK(torn.blames == std::vector<Blame>(torn.failed.size(), Blame::kWay));
+  world.device->fail_batches(0);
+  CHECK(world.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>{Blame::kPage});
+  OpSpec other = world.op(OpKind::kGdsRead, 2);
+  std::swap(other.places[0], other.places[1]);
+  REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
+  CHECK(world.engine->poll(1).front().blames == std::vector<Blame>(2, Blame::kPage));
+  // Staging that cannot be had: a lane of its own, as staging is made once.
+  LaneWorld poor({});
+  poor.device->fail_allocation(true);
+  const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
+  CHECK(starved.blames == std::vector<Blame>(kCount, Blame::kWay));
+  CHECK_MESSAGE(starved.reason.find("CUDA error 2") != std::string::npos, starved.reason);
+  poor.device->fail_allocation(false);
+  // Never written: the trailers are no trailers.
+  CHECK(poor.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>(kCount, Blame::kPage));
+  LaneWorld unbound({});
+  unbound.device->fail_threads(true);
+  CHECK(unbound.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>(kCount, Blame::kWay));
+}
+
+TEST_CASE("a gds read that is cancelled before its turn blames nobody") {
+  constexpr int32_t kCount = 16;
+  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kHeader, .times = 1}});
+  world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
+  const int64_t first = world.submit(OpKind::kGdsRead, 1);
+  REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
+  const int64_t second = world.submit(OpKind::kGdsRead, kCount);
+  CHECK(world.engine->cancel(second) == kCount);
+  world.io->release();
+  REQUIRE(world.engine->wait(first, kGdsGenerousS));
+  REQUIRE(world.engine->wait(second, kGdsGenerousS));
+  for (const OpResult& result : world.engine->poll(2)) {
+    CHECK(result.blames == std::vector<Blame>(result.failed.size(), Blame::kNobody));
   }
 }
 

@@ -10,7 +10,7 @@ from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulated_model import RuleBroken
 from flexkv.errors import ConfigError, ContractError
-from flexkv.transfer.graph import OpKind, OpResult, OpStatus, Priority
+from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, Priority
 from tests.unit.cache.disk_world import DiskWorld, chain
 
 
@@ -380,6 +380,25 @@ def test_a_page_whose_load_failed_is_forgotten_on_disk_too() -> None:
         0, OpResult(graph.ops[0].op_id, OpStatus.FAILED, np.array([1], np.int32), "digest")
     )
     assert world.hits(keys) == 1
+
+
+def test_pages_of_a_read_that_was_cut_off_stay_on_disk() -> None:
+    keys = chain(4)
+    world = DiskWorld()
+    world.store(keys)
+    world.run()
+    world.drop_host()
+    assert world.match(keys).reads == 1
+    (op,) = world.take()
+    while not world.lane.move_page(op.op_id, False):
+        continue
+    world.lane.end(op.op_id)
+    blames = np.array([Blame.NOBODY, Blame.PAGE], np.uint8)
+    failed = np.array([1, 3], np.int32)
+    world.manager.disk.complete(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
+    world.manager.check_integrity()
+    assert len(world.manager.disk.index) == 3
+    assert (world.manager.disk.counts.failed_reads, world.manager.disk.counts.unread) == (1, 1)
 
 
 def test_a_partial_tail_comes_back_with_its_tokens() -> None:

@@ -11,7 +11,7 @@ from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
 from flexkv.cache.straight_loads import REST_S
 from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
-from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
 ALWAYS = DiskLimits(straight=Straight.ALWAYS)
@@ -94,6 +94,38 @@ def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     counts = world.manager.disk.counts
     assert (counts.straight, counts.failed_reads) == (3, 1)
     assert look(world, keys).blocks == 2
+
+
+@pytest.mark.parametrize("blame", list(Blame))
+def test_only_a_page_that_is_to_blame_is_forgotten(blame: Blame) -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    op = load(world, 4)
+    failed = np.array([1, 2, 3], np.int32)
+    blames = np.array([blame, blame, Blame.NOBODY], np.uint8)
+    result = OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames)
+    done = world.manager.complete(0, result)
+    assert done is not None
+    assert done.failed_blocks.tolist() == [1, 2, 3]
+    forgotten = 2 if blame in (Blame.UNKNOWN, Blame.PAGE) else 0
+    assert len(world.manager.disk.index) == 4 - forgotten
+    assert world.manager.disk.counts.failed_reads == forgotten
+    # What goes on to fail so, or may be the disk's, is judged on the way through host memory.
+    reads = 1 if blame in (Blame.DISK, Blame.WAY) else 0
+    assert look(world, keys[:1], "next").reads == reads
+
+
+def test_blames_that_do_not_fit_the_failed_pages_are_refused() -> None:
+    keys = chain(4)
+    world = written(keys)
+    look(world, keys)
+    op = load(world, 4)
+    result = OpResult(
+        op.op_id, OpStatus.FAILED, np.array([1, 2], np.int32), "why", blames=np.ones(1, np.uint8)
+    )
+    with pytest.raises(ContractError, match="1 blames for 2 failed pages"):
+        world.manager.complete(0, result)
 
 
 @pytest.mark.parametrize("status", [OpStatus.CANCELLED, OpStatus.LANE_DOWN])
