@@ -129,8 +129,9 @@ class FlexKVScheduler(SchedulerBase):
     ) -> bool:
         return self.side.finished(request, _only_group(cache_block_ids_by_layer_group))
 
-    def cancel_load(self, request: Any) -> None:
-        self.side.cancel_load(_id_of(request))
+    def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
+        """The engine hands back prompt tokens [start, end) of what it was promised: the whole, or a part at an end."""
+        self.side.cancel_load(_id_of(request), start, end)
 
     def request_reset(self, request: Any) -> None:
         self.side.forget(_id_of(request))

@@ -14,6 +14,8 @@ from flexkv.transfer.graph import OpId
 GROUP = 0
 """The one KV group of a cache that this adapter accepts."""
 
+NO_BLOCKS = range(0)
+
 
 class RequestKeys:
     """Index keys of one request's blocks, from its tokens. Costs O(new blocks).
@@ -39,21 +41,45 @@ class Tracked:
 
     Attributes:
         keys: None where its KV depends on what no key says.
-        start_block, promised: the last promise: blocks from `start_block` on; 0 for none.
+        offer: blocks of the last promise, until their load is ordered; empty for none.
+        wanted: those of them that the engine still takes.
         step_loaded: tokens from the start whose KV the next step's forward finds in its blocks, by a load inside it.
         computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
         load: op of a load between steps that has not ended well on all ranks.
+        loading: blocks that it loads.
+        excused: the engine took back all of a promise whose load was to run between steps. The ranks were told to
+            return the id should it be named all the same.
         prompt_tokens: that the request had when the engine last asked for it.
     """
 
     request_id: int
     keys: RequestKeys | None
-    start_block: int = 0
-    promised: int = 0
+    offer: range = NO_BLOCKS
+    wanted: range = NO_BLOCKS
     step_loaded: int = 0
     computed: int = 0
     load: OpId | None = None
+    loading: range = NO_BLOCKS
+    excused: bool = False
     prompt_tokens: int = 0
+
+
+def still_wanted(blocks: range, start: int, end: int, block_tokens: int) -> range:
+    """Blocks of an offer that are left when the engine hands back tokens [start, end) of it.
+
+    It hands back the whole, or a part at either end; the rest counts as loaded, so a block of which a part is left is
+    loaded too. A range in the middle, which it never hands back, would be loaded for nothing.
+    """
+    first, last = blocks.start * block_tokens, blocks.stop * block_tokens
+    if start >= end:
+        return blocks
+    if start <= first and end >= last:
+        return NO_BLOCKS
+    if start <= first:
+        return range(max(blocks.start, end // block_tokens), blocks.stop)
+    if end >= last:
+        return range(blocks.start, min(blocks.stop, -(-start // block_tokens)))
+    return blocks
 
 
 class RequestTable:

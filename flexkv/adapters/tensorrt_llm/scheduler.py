@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from flexkv.adapters.tensorrt_llm.messages import (
     SaveOrder,
     StepMetadata,
 )
-from flexkv.adapters.tensorrt_llm.requests import GROUP, RequestTable, Tracked
-from flexkv.cache.base import OpRole
+from flexkv.adapters.tensorrt_llm.requests import GROUP, NO_BLOCKS, RequestTable, Tracked, still_wanted
+from flexkv.cache.base import NO_BLOCK, OpRole
 from flexkv.config import FlexKVConfig
-from flexkv.errors import FlexKVError, GeometryError
+from flexkv.errors import FlexKVError, GeometryError, TransferError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import OpResult, TransferGraph, TransferOp
 
@@ -75,7 +76,8 @@ class SchedulerSide:
             return 0, False
         tracked = self._requests.of(request)
         # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
-        tracked.promised = tracked.step_loaded = tracked.computed = 0
+        tracked.offer = tracked.wanted = NO_BLOCKS
+        tracked.step_loaded = tracked.computed = 0
         tokens = request.get_tokens(0)
         tracked.prompt_tokens = len(tokens)
         if not self.usable or tracked.keys is None or computed_tokens % self._block_tokens:
@@ -93,7 +95,7 @@ class SchedulerSide:
         if not match.blocks:
             self.unit.manager.release(str(tracked.request_id))
             return 0, False
-        tracked.start_block, tracked.promised = start, match.blocks
+        tracked.offer = tracked.wanted = range(start, start + match.blocks)
         return match.blocks * self._block_tokens, not self._sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
@@ -102,22 +104,57 @@ class SchedulerSide:
         An async load goes to the ranks at once: its request is in no step's metadata, and there may be no step.
         """
         tracked = self._requests.of(request) if self._requests is not None else None
-        if tracked is None or not tracked.promised or self.unit is None:
+        if tracked is None or not tracked.offer or self.unit is None:
             return
-        start, count, tracked.promised = tracked.start_block, tracked.promised, 0
-        targets = np.asarray(block_ids[start : start + count], np.int32)
+        offer, wanted = tracked.offer, tracked.wanted
+        tracked.offer = tracked.wanted = NO_BLOCKS
+        tracked.excused = not wanted and not self._sync
+        if not wanted:
+            self._excuse(tracked)
+            return
+        self._renew(tracked, request, offer)
+        # The engine may have found memory for less than it takes.
+        given = block_ids[wanted.start : wanted.stop]
+        targets = np.full(len(offer), NO_BLOCK, np.int32)
+        first = wanted.start - offer.start
+        targets[first : first + len(given)] = given
         graph = self.unit.manager.begin_load(str(tracked.request_id), [targets])
-        self.counters.add("flexkv_hit_tokens_total", len(targets) * self._block_tokens)
+        self.counters.add("flexkv_hit_tokens_total", len(given) * self._block_tokens)
         if self._sync:
             if graph is not None:
                 graph = graph.layerwise() if self._by_layer else graph
                 self._loads.append(LoadJob(str(tracked.request_id), graph, sync=True))
-            tracked.step_loaded = (start + len(targets)) * self._block_tokens
+            tracked.step_loaded = (wanted.start + len(given)) * self._block_tokens
             return
         if graph is not None:
-            tracked.load = graph.ops[0].op_id
+            tracked.load, tracked.loading = graph.ops[0].op_id, wanted
         job = LoadJob(str(tracked.request_id), graph, sync=False)
         self._listener.broadcast(LoadOrder(tracked.request_id, job))
+
+    def _excuse(self, tracked: Tracked) -> None:
+        """A promise was taken back whole. Of a load between steps the engine may wait for the end all the same."""
+        if tracked.excused:
+            job = LoadJob(str(tracked.request_id), None, sync=False)
+            self._listener.broadcast(LoadOrder(tracked.request_id, job))
+
+    def _renew(self, tracked: Tracked, request: Any, offer: range) -> None:
+        """Finds again what was promised, where the engine kept the offer for longer than its lease lives.
+
+        Raises:
+            TransferError: it is gone. The engine counts the tokens as loaded and knows no other way.
+        """
+        assert self.unit is not None
+        assert tracked.keys is not None
+        manager, request_id = self.unit.manager, str(tracked.request_id)
+        if manager.leased_pages(request_id):
+            return
+        keys = tracked.keys.of(request.get_tokens(0))[: offer.stop]
+        if manager.match(request_id, [keys], offer.start).blocks < len(offer):
+            manager.release(request_id)
+            raise TransferError(
+                f"request {request_id}: the engine took up a promise of {len(offer)} blocks after more than "
+                f"load.lease_s={self._config.load.lease_s:g} s, and they are not in host memory any more"
+            )
 
     # --- the step ---
 
@@ -148,22 +185,33 @@ class SchedulerSide:
         self._drop_planned(tracked.request_id)
         graph = None
         loading = tracked.load is not None
-        if loading:
+        if loading or tracked.excused:
             self._listener.broadcast(CancelOrder(tracked.request_id))
-        elif self.usable:
+        if not loading and self.usable:
             self.unit.grow()
             graph = self._plan_stores(tracked, request, block_ids)
         # After the stores, because it marks the request's blocks as used together.
         self.unit.manager.release(str(tracked.request_id))
-        if graph is None and not loading:
+        if graph is None and not loading and not tracked.excused:
             return False
         self._listener.broadcast(SaveOrder(tracked.request_id, graph))
         return True
 
-    def cancel_load(self, request_id: int) -> None:
-        """Nobody waits for the request's load any more; its blocks stay in use until the ranks return its id."""
+    def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
+        """The engine will not take prompt tokens [start, end) of what it was promised; None for all from `start` on.
+
+        A load under way can be taken back whole only: its blocks stay in use until the ranks return its id.
+        """
         tracked = self._requests.get(request_id) if self._requests is not None else None
-        if tracked is not None and tracked.load is not None:
+        if tracked is None or self.unit is None:
+            return
+        tokens = self._block_tokens
+        end = sys.maxsize if end is None else end
+        if tracked.offer:
+            tracked.wanted = still_wanted(tracked.wanted, start, end, tokens)
+            if not tracked.wanted:
+                self.unit.manager.release(str(request_id))
+        elif tracked.load is not None and not still_wanted(tracked.loading, start, end, tokens):
             self._listener.broadcast(CancelOrder(request_id))
 
     def forget(self, request_id: int) -> None:

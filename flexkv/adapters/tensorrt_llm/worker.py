@@ -234,6 +234,9 @@ class WorkerSide(RankWorker):
                 continue
             if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
                 save.started = True
+                if request_id not in self._loads:
+                    # A load is named no later than the save of its request: this one never will be.
+                    self._cancelled.discard(request_id)
                 spoiled = self._spoiled.take(request_id)
                 if wanted.graph is not None and spoiled:
                     self._dropped(wanted.graph.ops, "a step that computed it broke off")

@@ -8,6 +8,7 @@ with garbage when they are freed, so that a copy out of a freed block or a block
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 from collections import Counter
@@ -34,12 +35,12 @@ class Group(Protocol):
 
 
 class Alone:
-    """The group of one rank."""
+    """The group of one rank. What is broadcast is pickled, as between processes."""
 
     rank = 0
 
     def broadcast(self, value: Any) -> Any:
-        return value
+        return pickle.loads(pickle.dumps(value))
 
     def allgather(self, value: Any) -> list[Any]:
         return [value]
@@ -70,7 +71,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Shape:
-    """A pool: [blocks, layers, kv, heads * tokens * size]."""
+    """A pool: [blocks, layers, kv, heads * tokens * size] of 4 bytes, or four times as many elements of fp8.
+
+    Attributes:
+        fp8: the engine hands over elements of one byte.
+    """
 
     blocks: int = 40
     layers: int = 3
@@ -78,6 +83,7 @@ class Shape:
     heads: int = 2
     tokens: int = 4
     size: int = 8
+    fp8: bool = False
 
 
 class HostTensor:
@@ -85,10 +91,10 @@ class HostTensor:
 
     device = SimpleNamespace(type="cpu", index=None)
 
-    def __init__(self, array: NDArray[Any]) -> None:
+    def __init__(self, array: NDArray[Any], dtype: str = "") -> None:
         self.array = array
         self.shape = array.shape
-        self.dtype = f"torch.{array.dtype}"
+        self.dtype = f"torch.{dtype or array.dtype}"
 
     def data_ptr(self) -> int:
         return int(self.array.ctypes.data)
@@ -113,7 +119,9 @@ class Pool:
             (s.blocks, s.layers, s.kv, s.heads, s.tokens, s.size), GARBAGE, np.uint32
         )
         flat = self.words.reshape(s.blocks, s.layers, s.kv, s.heads * s.tokens * s.size)
-        self.tensor = HostTensor(flat.view(np.float32))
+        self.tensor = (
+            HostTensor(flat.view(np.uint8), "float8_e4m3fn") if s.fp8 else HostTensor(flat.view(np.float32))
+        )
 
     def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
         """[layers, kv, heads, positions, size] of token positions [first, end)."""
@@ -162,6 +170,7 @@ class Request:
     tokens: list[int]
     new_tokens: int = 2
     cache_salt_id: int | None = None
+    cache_salt: str | None = None
     lora_task_id: int | None = None
     multimodal_hashes: Any = None
     blocks: list[int] = field(default_factory=list)
@@ -178,11 +187,37 @@ class Request:
 
     @property
     def secret(self) -> int:
-        return 7919 * (self.cache_salt_id or 0) + 104729 * (self.lora_task_id or 0)
+        return (
+            7919 * (self.cache_salt_id or 0)
+            + sum((self.cache_salt or "").encode())
+            + 104729 * (self.lora_task_id or 0)
+        )
 
     def get_tokens(self, beam: int) -> list[int]:
         assert beam == 0
         return list(self.tokens)
+
+
+@dataclass(frozen=True)
+class Version:
+    """What differs between the engine's versions in how the connector is called.
+
+    Attributes:
+        waits: it calls `wait_for_initialization`.
+        quiet: it builds no metadata in an iteration that computes nothing.
+        by_group: it hands the pool over as a layout, and block numbers by layer group.
+        request_data, scheduler_output: make what `build_connector_meta` is given.
+    """
+
+    waits: bool = True
+    quiet: bool = False
+    by_group: bool = False
+    request_data: Callable[..., Any] = SimpleNamespace
+    scheduler_output: Callable[..., Any] = SimpleNamespace
+
+
+FLAT = Version()
+BY_GROUP = Version(by_group=True)
 
 
 class Executor:
@@ -191,12 +226,12 @@ class Executor:
     Args:
         scheduler: on rank 0 only.
         chunk: tokens of a context chunk at most.
-        layout: hand the pool over as a layout, with one layer group, instead of as a tensor.
-        quiet: build no metadata in an iteration that computes nothing, as some versions do.
+        version: of the engine.
         hooks: the forward calls the hooks of its layers; it does not in the replay of a CUDA graph.
 
     Attributes:
         in_layer: called in the forward at each layer, once that may be read.
+        kept: tokens of an offer that the engine takes; it hands back the rest.
         calls: how often each hook was called.
         wrong: (request, position) where a forward found other numbers than it must.
         loaded: tokens that each request did not compute because they were loaded.
@@ -209,16 +244,16 @@ class Executor:
         worker: Any,
         shape: Shape,
         chunk: int = 1_000_000,
-        layout: bool = False,
-        quiet: bool = False,
+        version: Version = FLAT,
         hooks: bool = True,
         seed: int = 1,
     ) -> None:
         self.group, self.scheduler, self.worker = group, scheduler, worker
         assert (scheduler is not None) == (group.rank == 0), "the scheduler lives on rank 0 alone"
         self.shape, self.chunk = shape, chunk
-        self.by_group, self.quiet, self.hooks = layout, quiet, hooks
+        self.version, self.hooks = version, hooks
         self.in_layer: Callable[[int], None] = lambda layer: None
+        self.kept: Callable[[int], int] = lambda tokens: tokens
         self.pool = Pool(shape, group.rank)
         self.free = list(range(shape.blocks))
         random.Random(seed).shuffle(self.free)
@@ -235,11 +270,11 @@ class Executor:
         self._local_loading: dict[int, Request] = {}
         self._local_saving: dict[int, Request] = {}
         self._has_sequence: set[int] = set()
-        if layout:
+        if version.by_group:
             worker.register_kv_cache_layout(layout_of(self.pool))
         else:
             worker.register_kv_caches(self.pool.tensor)
-        if scheduler is not None:
+        if scheduler is not None and version.waits:
             scheduler.wait_for_initialization()
 
     # --- what a test does ---
@@ -280,7 +315,7 @@ class Executor:
                 request.state = "loading"
                 assert request_id == request.request_id
             batch = [r for r in batch if r.state != "loading"]
-            if batch or not self.quiet:
+            if batch or not self.version.quiet:
                 self._bind(output)
                 self.worker.start_load_kv(None)
                 self.calls["start_load_kv"] += 1
@@ -302,6 +337,11 @@ class Executor:
             if tokens == 0 and is_async:
                 raise RuntimeError("load_kv_async must be False when num_tokens is 0")
             assert tokens < request.prompt, "at least one prompt token must be left to compute"
+            if (kept := self.kept(tokens)) < tokens:
+                if self.scheduler is not None:
+                    self.calls["cancel_load"] += 1
+                    self.scheduler.cancel_load(request, kept, tokens)
+                tokens, is_async = kept, is_async and kept > 0
             if is_async:
                 self._new_loading[request.request_id] = request
             request.matched = tokens
@@ -311,7 +351,7 @@ class Executor:
             self.loaded[request.request_id] = tokens
             if self.scheduler is not None:
                 self.calls["update_state_after_alloc"] += 1
-                if self.by_group:
+                if self.version.by_group:
                     self.scheduler.update_state_after_alloc_by_layer_group(request, [list(request.blocks)])
                 else:
                     self.scheduler.update_state_after_alloc(request, list(request.blocks))
@@ -320,16 +360,16 @@ class Executor:
         while len(request.blocks) * self.shape.tokens < tokens:
             request.blocks.append(self.free.pop())
 
-    def _scheduler_output(self, batch: list[Request]) -> SimpleNamespace:
-        new: list[SimpleNamespace] = []
-        cached: list[SimpleNamespace] = []
+    def _scheduler_output(self, batch: list[Request]) -> Any:
+        new: list[Any] = []
+        cached: list[Any] = []
         for request in batch:
             if request.request_id in self._new_loading:
                 continue
             if request.state == "generation":
                 self._allocate(request, len(request.tokens))
             is_context = request.state == "context"
-            said = SimpleNamespace(
+            said = self.version.request_data(
                 request_id=request.request_id,
                 new_tokens=request.tokens[request.told_tokens :],
                 new_block_ids=request.blocks[request.told_blocks :],
@@ -341,7 +381,7 @@ class Executor:
             request.told_tokens, request.told_blocks = len(request.tokens), len(request.blocks)
             (cached if request.told else new).append(said)
             request.told = True
-        return SimpleNamespace(new_requests=new, cached_requests=cached)
+        return self.version.scheduler_output(new_requests=new, cached_requests=cached)
 
     def loaded_in_step(self, request: Request) -> bool:
         """Whether this very iteration's lookup matched it: only then its first report leaves the match out."""
@@ -349,7 +389,7 @@ class Executor:
             request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)
         )
 
-    def _bind(self, output: SimpleNamespace) -> None:
+    def _bind(self, output: Any) -> None:
         metadata = None
         if self.scheduler is not None:
             self.calls["build_connector_meta"] += 1
@@ -395,7 +435,7 @@ class Executor:
         is_saving = False
         if self.scheduler is not None:
             self.calls["request_finished"] += 1
-            if self.by_group:
+            if self.version.by_group:
                 is_saving = self.scheduler.request_finished_by_layer_group(request, [list(request.blocks)])
             else:
                 is_saving = self.scheduler.request_finished(request, list(request.blocks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +9,14 @@ import pytest
 from flexkv.adapters.tensorrt_llm.link import Listener, connect
 from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Request
+from tests.unit.tensorrt_llm.executor import LONG_S
 from tests.unit.tensorrt_llm.faults import Faults
-from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import World, stalled_load, steps
+from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, promised, stalled_load, steps, stored
 from tests.unit.transfer.transfer_world import STALL
 
 
-def test_a_request_that_is_cancelled_while_it_loads(make_world: Callable[..., World]) -> None:
-    world, request, faults = stalled_load(make_world, PROMPT)
+def test_a_request_that_is_cancelled_while_it_loads(make_world: Make) -> None:
+    world, request, faults = stalled_load(make_world)
     world.executor.cancel(request)
     steps(world)
     assert request.state == "saving", "bytes may still arrive: the blocks stay"
@@ -28,7 +26,7 @@ def test_a_request_that_is_cancelled_while_it_loads(make_world: Callable[..., Wo
     world.check()
 
 
-def test_a_request_that_is_cancelled_while_it_computes(make_world: Callable[..., World]) -> None:
+def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None:
     """Only what was computed is stored."""
     world = make_world(chunk=6)
     world.warm_up()
@@ -42,13 +40,11 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Callable[...,
 
 
 def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
-    make_world: Callable[..., World],
+    make_world: Make,
 ) -> None:
     """Its blocks are read by no forward, so what goes on does not stop for them."""
     faults = Faults(STALL, OpKind.H2D, times=1)
-    world = make_world({"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, {"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
     first = world.request(PROMPT)
     world.executor.step()
     assert faults.mover.wait_stalled(1, LONG_S)
@@ -64,7 +60,7 @@ def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
     world.check()
 
 
-def test_a_reset_request_starts_again(make_world: Callable[..., World]) -> None:
+def test_a_reset_request_starts_again(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     request = world.request(PROMPT)
@@ -77,7 +73,7 @@ def test_a_reset_request_starts_again(make_world: Callable[..., World]) -> None:
 
 
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
-    make_world: Callable[..., World],
+    make_world: Make,
 ) -> None:
     """The engine paused it, asks again, and the client is gone before the next forward."""
     world = make_world()
@@ -91,30 +87,26 @@ def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(
-    make_world: Callable[..., World], ended: bool
-) -> None:
+def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(make_world: Make, ended: bool) -> None:
     """Its blocks are another's by the time of the step."""
-    world = make_world({"FLEXKV_LOAD_MODE": "sync"})
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     manager = world.scheduler.side.unit.manager
-    request = Request(900, list(PROMPT))
-    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
-    world.scheduler.update_state_after_alloc(request, list(range(8)))
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
     assert manager.inflight_ops() == 1
     if ended:
-        assert not world.scheduler.request_finished(request, list(range(8)))
+        assert not world.scheduler.request_finished(request, blocks)
     else:
         world.scheduler.request_reset(request)
     nothing = SimpleNamespace(new_requests=[], cached_requests=[])
     assert world.scheduler.build_connector_meta(nothing).loads == ()
     assert manager.inflight_ops() == 0
+    world.executor.free += blocks
     assert world.hit(world.serve(PROMPT)) == WHOLE
     world.check()
 
 
-def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Callable[..., World]) -> None:
+def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     world.scheduler.shutdown()
@@ -125,15 +117,11 @@ def test_a_rank_without_its_scheduler_gives_blocks_back(make_world: Callable[...
 
 
 def test_a_rank_without_its_scheduler_gives_back_loads_that_it_never_started(
-    make_world: Callable[..., World],
+    make_world: Make,
 ) -> None:
-    world = make_world()
-    world.warm_up()
-    world.serve(PROMPT)
-    request = Request(900, list(PROMPT))
-    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
+    world = stored(make_world)
+    request, blocks = promised(world)
     world.worker.side._wire.close("for the test")
-    blocks = [world.executor.free.pop() for _ in range(8)]
     world.scheduler.update_state_after_alloc(request, blocks)
     for loading in ([900], [], []):
         assert world.worker.get_finished([], loading) == ([], []), "its blocks hold nothing"

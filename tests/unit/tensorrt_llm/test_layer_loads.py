@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Timer
 from typing import Any
 
@@ -15,13 +14,11 @@ from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.config import load_config
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S
+from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, LONG_S, Version
 from tests.unit.tensorrt_llm.faults import Faults
-from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import SHAPE, World, arguments
+from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, World, arguments, stored
 from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
-Make = Callable[..., World]
 LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
 TRUSTING = LAYERWISE | {"FLEXKV_LOAD_LAYER_HOOKS": "trust"}
 LONGER = [*PROMPT, *range(500, 540)]
@@ -34,25 +31,22 @@ def eager() -> Any:
     return arguments(cuda_graph_config=None)
 
 
-def stored(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
-    """A world that has stored PROMPT."""
-    world = make_world(environment, **({"llm_args": eager()} | options))
-    world.warm_up()
-    world.serve(PROMPT)
-    return world
+def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
+    """A world that has stored PROMPT, and whose forwards wait for each layer of their loads."""
+    return stored(make_world, environment, **({"llm_args": eager()} | options))
 
 
-@pytest.mark.parametrize(("ranks", "by_layer"), [(1, True), (2, False)])
-def test_with_several_ranks_loads_end_before_the_forward(ranks: int, by_layer: bool) -> None:
+@pytest.mark.parametrize(("ranks", "hooked"), [(1, True), (2, False)])
+def test_with_several_ranks_loads_end_before_the_forward(ranks: int, hooked: bool) -> None:
     """A rank that lost a layer could not tell the others before they sample."""
     given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
-    assert SchedulerSide(load_config({}, TRUSTING), given)._by_layer is by_layer
+    assert SchedulerSide(load_config({}, TRUSTING), given)._by_layer is hooked
 
 
-@pytest.mark.parametrize("layout", [False, True])
+@pytest.mark.parametrize("version", [FLAT, BY_GROUP], ids=["flat", "by group"])
 @pytest.mark.parametrize("chunk", [5, 1_000])
-def test_a_prefix_is_loaded_layer_by_layer(make_world: Make, layout: bool, chunk: int) -> None:
-    world = stored(make_world, layout=layout, chunk=chunk)
+def test_a_prefix_is_loaded_layer_by_layer(make_world: Make, version: Version, chunk: int) -> None:
+    world = by_layer(make_world, version=version, chunk=chunk)
     for tail in range(3):
         world.request([*PROMPT[:20], 1, tail, 3, 4, 5])
     world.executor.run()
@@ -63,7 +57,7 @@ def test_a_prefix_is_loaded_layer_by_layer(make_world: Make, layout: bool, chunk
 
 def test_a_layer_is_read_while_the_next_is_still_coming(make_world: Make) -> None:
     faults = Faults(STALL, OpKind.H2D, times=1, layer=1)
-    world = stored(make_world, movers=faults)
+    world = by_layer(make_world, movers=faults)
 
     def in_layer(layer: int) -> None:
         if layer == 0:
@@ -86,7 +80,7 @@ def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
         loads._waited.add(layer)
 
     monkeypatch.setattr(LayerLoads, "wait", only_says_so)
-    world = stored(make_world, movers=Faults(DELAY, OpKind.H2D, layer=0, page=0, delay_s=0.2))
+    world = by_layer(make_world, movers=Faults(DELAY, OpKind.H2D, layer=0, page=0, delay_s=0.2))
     request = world.serve(PROMPT)
     assert {request_id for request_id, _ in world.executor.wrong} == {request.request_id}
 
@@ -106,7 +100,7 @@ def test_where_hooks_may_not_fire_loads_end_before_the_forward(
 ) -> None:
     """The trap: the hooks are silent, and every load is slow in every layer."""
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
-    world = stored(make_world, llm_args=llm_args, hooks=False, movers=slow)
+    world = by_layer(make_world, llm_args=llm_args, hooks=False, movers=slow)
     assert "may run without the hooks of its layers" in caplog.text
     assert world.hit(world.serve(PROMPT)) == WHOLE
     world.check()
@@ -142,7 +136,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
 
 @pytest.mark.parametrize("layer", range(SHAPE.layers))
 def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int) -> None:
-    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1, layer=layer, page=2))
+    world = by_layer(make_world, movers=Faults(FAIL, OpKind.H2D, times=1, layer=layer, page=2))
     request = world.request(LONGER)
     with pytest.raises(TransferError, match="the forward has read them"):
         world.executor.step()
@@ -198,7 +192,7 @@ def test_control_what_it_had_stored_would_be_seen(make_world: Make, monkeypatch:
 
 def test_loads_of_a_step_that_broke_off_end_before_its_blocks_are_used_again(make_world: Make) -> None:
     faults = Faults(STALL, OpKind.H2D, times=1, layer=2)
-    world = stored(make_world, movers=faults)
+    world = by_layer(make_world, movers=faults)
     world.request(PROMPT)
     break_at(world, 1)
     assert faults.mover.wait_stalled(1, LONG_S)

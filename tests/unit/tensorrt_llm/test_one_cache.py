@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from flexkv.adapters.common.unit_disk import UnitOwner
@@ -20,59 +16,48 @@ from flexkv.cache.keys import TokenChain
 from flexkv.config import load_config
 from flexkv.layout.sglang import SglangHandler
 from tests.unit.tensorrt_llm.executor import LONG_S, Pool, Request
-from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE, lookup
-from tests.unit.tensorrt_llm.world import SHAPE, World, arguments, settings
+from tests.unit.tensorrt_llm.world import (
+    PROMPT,
+    SHAPE,
+    WHOLE,
+    Make,
+    World,
+    arguments,
+    settings,
+    wait_for_the_disk,
+    write_model,
+)
 
 PAGES = WHOLE // SHAPE.tokens
 
 
-def test_what_sglang_stored_is_loaded(
-    make_world: Callable[..., World], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = tmp_path / "disk"
-    given = arguments(tokens=SHAPE.tokens, model=model(tmp_path))
+def over_sglangs_pages(make_world: Make, folder: Path, spoiled: bool) -> World:
+    """A world into whose host memory has come what an engine of SGLang's order left on disk."""
+    given = arguments(model=write_model(folder, SHAPE.size, SHAPE.layers))
     common = {
         "FLEXKV_KEYS_SCHEME": "common",
-        "FLEXKV_DISK_FOLDERS": str(disk),
+        "FLEXKV_DISK_FOLDERS": str(folder / "disk"),
         "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB",
         "FLEXKV_DISK_COMPUTE_IF_FASTER": "false",
     }
-    store_as_sglang_does(common, EngineArguments.of(given), spoiled=False)
-    world = make_world(common, llm_args=given)
+    store_as_sglang_does(common, EngineArguments.of(given), spoiled)
+    world: World = make_world(common, llm_args=given)
     world.warm_up()
     wait_for_the_disk(world)
+    return world
+
+
+def test_what_sglang_stored_is_loaded(make_world: Make, tmp_path: Path) -> None:
+    world = over_sglangs_pages(make_world, tmp_path, spoiled=False)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     world.check()
 
 
-def test_wrong_numbers_would_be_seen(make_world: Callable[..., World], tmp_path: Path) -> None:
+def test_wrong_numbers_would_be_seen(make_world: Make, tmp_path: Path) -> None:
     """The control: one number of one page is another."""
-    given = arguments(tokens=SHAPE.tokens, model=model(tmp_path))
-    common = {
-        "FLEXKV_KEYS_SCHEME": "common",
-        "FLEXKV_DISK_FOLDERS": str(tmp_path / "disk"),
-        "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB",
-        "FLEXKV_DISK_COMPUTE_IF_FASTER": "false",
-    }
-    store_as_sglang_does(common, EngineArguments.of(given), spoiled=True)
-    world = make_world(common, llm_args=given)
-    world.warm_up()
-    wait_for_the_disk(world)
+    world = over_sglangs_pages(make_world, tmp_path, spoiled=True)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert world.executor.wrong
-
-
-def model(folder: Path) -> str:
-    """The model's own file, which says how many heads the pool's blocks have."""
-    shape = {
-        "num_hidden_layers": SHAPE.layers,
-        "num_attention_heads": SHAPE.heads,
-        "num_key_value_heads": SHAPE.heads,
-        "head_dim": SHAPE.size,
-        "hidden_size": SHAPE.heads * SHAPE.size,
-    }
-    (folder / "config.json").write_text(json.dumps(shape))
-    return str(folder)
 
 
 def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, spoiled: bool) -> None:
@@ -106,10 +91,3 @@ def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, 
     cache.store("s", cache.keys(hashes), np.arange(1, PAGES + 1, dtype=np.int32), lambda done: None, None)
     assert cache.quiesce(LONG_S)
     cache.close()
-
-
-def wait_for_the_disk(world: World) -> None:
-    ends_s = time.monotonic() + LONG_S
-    while lookup(world) < WHOLE:
-        assert time.monotonic() < ends_s, "what lies on disk never came up"
-        time.sleep(0.005)

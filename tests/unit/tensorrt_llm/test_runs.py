@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexkv import c_ext
+from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
+from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Request
-from tests.unit.tensorrt_llm.world import SHAPE, World
-from tests.unit.transfer.transfer_world import CORRUPT
-
-PROMPT = [(7 * n) % 1000 for n in range(30)]
-WHOLE = 28
-"""Of the prompt's 30 tokens, those in whole blocks of 4."""
+from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, LONG_S, Request, Shape, Version
+from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.world import (
+    PROMPT,
+    SHAPE,
+    WHOLE,
+    Make,
+    arguments,
+    lookup,
+    stored,
+    wait_for_the_disk,
+    write_model,
+)
+from tests.unit.transfer.transfer_world import CORRUPT, DELAY
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
-@pytest.mark.parametrize("layout", [False, True])
-def test_a_prefix_is_loaded(make_world: Callable[..., World], mode: str, layout: bool) -> None:
-    world = make_world({"FLEXKV_LOAD_MODE": mode}, layout=layout)
+@pytest.mark.parametrize("version", [FLAT, BY_GROUP], ids=["flat", "by group"])
+def test_a_prefix_is_loaded(make_world: Make, mode: str, version: Version) -> None:
+    world = make_world({"FLEXKV_LOAD_MODE": mode}, version=version)
     world.warm_up()
     cold = world.serve(PROMPT)
     assert world.hit(cold) == 0
@@ -36,8 +46,63 @@ def test_a_prefix_is_loaded(make_world: Callable[..., World], mode: str, layout:
     world.check()
 
 
+@pytest.mark.parametrize("version", [FLAT, BY_GROUP], ids=["flat", "by group"])
+def test_fp8_blocks_are_moved_as_they_are(make_world: Make, tmp_path: Path, version: Version) -> None:
+    given = arguments(
+        model=write_model(tmp_path, head_dim=4 * SHAPE.size, layers=SHAPE.layers), cache={"dtype": "fp8"}
+    )
+    world = stored(make_world, llm_args=given, shape=Shape(fp8=True), version=version)
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    assert (
+        world.worker.side.view.stripe_bytes == SHAPE.layers * 2 * SHAPE.heads * SHAPE.tokens * 4 * SHAPE.size
+    )
+    world.check()
+
+
+@pytest.mark.parametrize("mode", ["async", "layerwise"])
+def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
+    make_world: Make, tmp_path: Path, mode: str
+) -> None:
+    """The model has 3 layers, the pool 4: a hit without the draft's would draft from what the block held before."""
+    draft = Shape(layers=SHAPE.layers + 1)
+    model = write_model(tmp_path, head_dim=SHAPE.size, layers=SHAPE.layers)
+    given = arguments(model=model, cuda_graph_config=None, speculative_config={"decoding_type": "MTP"})
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": mode}, llm_args=given, shape=draft)
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+    assert world.worker.side.view.num_layers == draft.layers
+    world.check()
+    with pytest.raises(ConfigError, match="the pool has 4 layers, the model 3"):
+        make_world(llm_args=arguments(model=model), shape=draft)
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_chunked_context(make_world: Callable[..., World], mode: str) -> None:
+def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode: str) -> None:
+    """The hooks of layers do not fire in the replay of a graph."""
+    slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": mode}, hooks=False, movers=slow)
+    assert world.hit(world.serve([*PROMPT, 5])) == WHOLE
+    assert world.executor.calls["layer"] == 0
+    world.check()
+
+
+def test_worker_and_scheduler_are_made_at_once() -> None:
+    """The engine makes them in two threads, before there is a pool."""
+    ready = threading.Barrier(2)
+
+    def make(kind: Any) -> Any:
+        ready.wait(LONG_S)
+        return kind(arguments())
+
+    with ThreadPoolExecutor(2) as threads:
+        worker, scheduler = threads.map(make, (FlexKVWorker, FlexKVScheduler))
+    assert scheduler.get_num_new_matched_tokens(Request(1, list(PROMPT)), 0) == (0, False)
+    assert worker.get_finished([], []) == ([], [])
+    worker.shutdown()
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_chunked_context(make_world: Make, mode: str) -> None:
     world = make_world({"FLEXKV_LOAD_MODE": mode}, chunk=5)
     world.warm_up()
     world.serve(PROMPT[:10])
@@ -51,14 +116,12 @@ def test_chunked_context(make_world: Callable[..., World], mode: str) -> None:
     world.check()
 
 
-def test_it_warns_of_weights_that_change(
-    make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_warns_of_weights_that_change(make_world: Make, caplog: pytest.LogCaptureFixture) -> None:
     make_world().warm_up()
     assert caplog.text.count("when weights change") == 1
 
 
-def test_at_least_one_prompt_token_is_left(make_world: Callable[..., World]) -> None:
+def test_at_least_one_prompt_token_is_left(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     world.serve(PROMPT[:16])
@@ -67,10 +130,8 @@ def test_at_least_one_prompt_token_is_left(make_world: Callable[..., World]) -> 
     world.check()
 
 
-def test_salt_and_adapter_are_kept_apart(make_world: Callable[..., World]) -> None:
-    world = make_world()
-    world.warm_up()
-    world.serve(PROMPT)
+def test_salt_and_adapter_are_kept_apart(make_world: Make) -> None:
+    world = stored(make_world)
     for who in ({"cache_salt_id": 5}, {"cache_salt_id": 6}, {"lora_task_id": 5}, {"lora_task_id": 6}):
         assert world.hit(world.serve(PROMPT, **who)) == 0, who
         assert world.hit(world.serve(PROMPT, **who)) == WHOLE, who
@@ -78,7 +139,7 @@ def test_salt_and_adapter_are_kept_apart(make_world: Callable[..., World]) -> No
     world.check()
 
 
-def test_what_is_not_in_the_tokens_is_not_cached(make_world: Callable[..., World]) -> None:
+def test_what_is_not_in_the_tokens_is_not_cached(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     for _ in range(2):
@@ -87,10 +148,8 @@ def test_what_is_not_in_the_tokens_is_not_cached(make_world: Callable[..., World
     world.check()
 
 
-def test_many_requests_at_once(make_world: Callable[..., World]) -> None:
-    world = make_world()
-    world.warm_up()
-    world.serve(PROMPT)
+def test_many_requests_at_once(make_world: Make) -> None:
+    world = stored(make_world)
     for turn in range(3):
         for tail in range(3):
             world.request([*PROMPT[:20], turn, tail, *range(6)])
@@ -99,7 +158,7 @@ def test_many_requests_at_once(make_world: Callable[..., World]) -> None:
     world.check()
 
 
-def test_eviction_under_pressure(make_world: Callable[..., World]) -> None:
+def test_eviction_under_pressure(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     for number in range(world.scheduler.side.unit.slots // 7 + 20):
@@ -110,7 +169,7 @@ def test_eviction_under_pressure(make_world: Callable[..., World]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_conformance_counts(make_world: Callable[..., World], mode: str) -> None:
+def test_conformance_counts(make_world: Make, mode: str) -> None:
     """As the engine's own tests count: three hooks once a forward pass, layer hooks once a layer and pass."""
     world = make_world({"FLEXKV_LOAD_MODE": mode})
     world.warm_up()
@@ -126,18 +185,16 @@ def test_conformance_counts(make_world: Callable[..., World], mode: str) -> None
     assert executor.calls["get_finished"] >= executor.passes
 
 
-def test_the_driver_sees_wrong_bytes(make_world: Callable[..., World]) -> None:
+def test_the_driver_sees_wrong_bytes(make_world: Make) -> None:
     """The control: where loads bring wrong bytes and nothing verifies them, the executor reports positions."""
     rule = c_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
-    world = make_world(movers=lambda: c_ext.FaultyMover(c_ext.HostMover(), [rule]))
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, movers=lambda: c_ext.FaultyMover(c_ext.HostMover(), [rule]))
     warm = world.serve(PROMPT)
     assert world.hit(warm) == WHOLE
     assert {request_id for request_id, _ in world.executor.wrong} == {warm.request_id}
 
 
-def test_disk_tier_after_a_restart(make_world: Callable[..., World], tmp_path: Path) -> None:
+def test_disk_tier_after_a_restart(make_world: Make, tmp_path: Path) -> None:
     disk = {"FLEXKV_DISK_FOLDERS": str(tmp_path), "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB"}
     first = make_world(disk)
     first.warm_up()
@@ -147,18 +204,7 @@ def test_disk_tier_after_a_restart(make_world: Callable[..., World], tmp_path: P
     second = make_world(disk)
     second.warm_up()
     assert lookup(second) == 0, "only what is in host memory and verified is promised"
-    ends_s = time.monotonic() + LONG_S
     # Nothing is computed meanwhile: what is found was on disk.
-    while lookup(second) < WHOLE:
-        assert time.monotonic() < ends_s, "what lies on disk never came up"
-        time.sleep(0.005)
+    wait_for_the_disk(second)
     assert second.hit(second.serve(PROMPT)) == WHOLE
     second.check()
-
-
-def lookup(world: World) -> int:
-    """Tokens of the prompt that are promised to a request, which then goes."""
-    request = Request(99, list(PROMPT))
-    tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
-    assert not world.scheduler.request_finished(request, [])
-    return int(tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 from flexkv.adapters.tensorrt_llm.scheduler import present_runs
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Request
+from tests.unit.tensorrt_llm.executor import LONG_S, Request, Version
 from tests.unit.tensorrt_llm.faults import Faults
-from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import World, stalled_load, steps
+from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stalled_load, steps, stored
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 
@@ -29,11 +27,9 @@ def loaded_by(world: World, request_id: int) -> list[int]:
     return loaded
 
 
-def test_a_lone_async_load_needs_no_metadata(make_world: Callable[..., World]) -> None:
+def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
     """Where nothing is scheduled no metadata is built, so a load that started only there would never start."""
-    world = make_world(quiet=True)
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, version=Version(quiet=True))
     built = world.executor.calls["build_connector_meta"]
     request = world.request(PROMPT, new_tokens=1)
     world.executor.run(until=lambda: request.state != "context" or request.position > 0)
@@ -43,9 +39,9 @@ def test_a_lone_async_load_needs_no_metadata(make_world: Callable[..., World]) -
     world.check()
 
 
-def test_an_id_is_remembered_and_returned_once(make_world: Callable[..., World]) -> None:
+def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
     """The engine names an id once; a load that takes many iterations is returned in a later one, and only there."""
-    world, request, faults = stalled_load(make_world, PROMPT)
+    world, request, faults = stalled_load(make_world)
     steps(world)
     assert request.state == "loading"
     other = world.request([5, 6, 7, 8, 9])
@@ -57,7 +53,7 @@ def test_an_id_is_remembered_and_returned_once(make_world: Callable[..., World])
     world.check()
 
 
-def test_a_save_in_flight_keeps_its_blocks(make_world: Callable[..., World]) -> None:
+def test_a_save_in_flight_keeps_its_blocks(make_world: Make) -> None:
     """Blocks are filled with garbage when they are freed: freed too early, the stored page would be garbage."""
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
@@ -73,7 +69,7 @@ def test_a_save_in_flight_keeps_its_blocks(make_world: Callable[..., World]) -> 
     world.check()
 
 
-def test_never_async_without_tokens(make_world: Callable[..., World]) -> None:
+def test_never_async_without_tokens(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     assert world.scheduler.get_num_new_matched_tokens(world.executor.add(Request(1, [1, 2, 3, 4, 5])), 0) == (
@@ -83,20 +79,16 @@ def test_never_async_without_tokens(make_world: Callable[..., World]) -> None:
     world.executor.requests.clear()
 
 
-def test_blocks_that_the_engine_has_in_part_are_not_looked_up(make_world: Callable[..., World]) -> None:
-    world = make_world()
-    world.warm_up()
-    world.serve(PROMPT)
+def test_blocks_that_the_engine_has_in_part_are_not_looked_up(make_world: Make) -> None:
+    world = stored(make_world)
     assert world.scheduler.get_num_new_matched_tokens(Request(1, list(PROMPT)), 3) == (0, False)
     assert world.scheduler.get_num_new_matched_tokens(Request(1, list(PROMPT)), 8) == (WHOLE - 8, True)
     assert not world.scheduler.request_finished(Request(1, list(PROMPT)), [])
     world.check()
 
 
-def test_metadata_that_stays_bound_is_carried_out_once(make_world: Callable[..., World]) -> None:
-    world = make_world({"FLEXKV_LOAD_MODE": "sync"}, movers=(faults := Faults(FAIL, OpKind.DROP)))
-    world.warm_up()
-    world.serve(PROMPT)
+def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None:
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"}, movers=(faults := Faults(FAIL, OpKind.DROP)))
     request = world.request(PROMPT, new_tokens=1)
     world.executor.run(until=lambda: request.state != "context")
     calls = faults.mover.calls
@@ -107,11 +99,9 @@ def test_metadata_that_stays_bound_is_carried_out_once(make_world: Callable[...,
     world.check()
 
 
-def test_a_failed_async_load_is_not_reported(make_world: Callable[..., World]) -> None:
+def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
     """The engine has no way to hear of it: its request waits until it is cancelled, and the others go on."""
-    world = make_world(movers=Faults(FAIL, OpKind.H2D, times=1))
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request = world.request(PROMPT)
     steps(world)
     assert request.state == "loading"
@@ -122,39 +112,30 @@ def test_a_failed_async_load_is_not_reported(make_world: Callable[..., World]) -
     world.check()
 
 
-def test_a_failed_sync_load_stops_the_step(make_world: Callable[..., World]) -> None:
-    world = make_world({"FLEXKV_LOAD_MODE": "sync"}, movers=Faults(FAIL, OpKind.H2D, times=1))
-    world.warm_up()
-    world.serve(PROMPT)
+def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"}, movers=Faults(FAIL, OpKind.H2D, times=1))
     world.request(PROMPT)
     with pytest.raises(TransferError, match="must not read them"):
         world.executor.step()
     assert world.executor.wrong == []
 
 
-def test_an_order_waits_for_its_id(make_world: Callable[..., World]) -> None:
+def test_an_order_waits_for_its_id(make_world: Make) -> None:
     """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
-    world = make_world(movers=(faults := Faults(FAIL, OpKind.DROP)))
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DROP)))
     calls = faults.mover.calls
-    request = Request(900, list(PROMPT))
-    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
-    blocks = [world.executor.free.pop() for _ in range(8)]
+    request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
     for _ in range(5):
         assert world.worker.get_finished([], []) == ([], [])
     assert faults.mover.calls == calls, "the order has come, and nothing was copied"
     assert loaded_by(world, 900) == [900]
-    request.blocks = blocks
     assert world.executor.pool.wrong(request, WHOLE) == []
 
 
-def test_an_engine_that_takes_less_than_was_promised(make_world: Callable[..., World]) -> None:
+def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
     """Its first report does not say how much it took: only what is computed in any case is stored."""
-    world = make_world({"FLEXKV_LOAD_MODE": "sync"})
-    world.warm_up()
-    world.serve(PROMPT)
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request = Request(900, [*PROMPT[:28], *range(500, 530)])
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
     blocks = [world.executor.free.pop() for _ in range(15)]
@@ -171,7 +152,7 @@ def test_an_engine_that_takes_less_than_was_promised(make_world: Callable[..., W
     assert not world.scheduler.request_finished(request, blocks), "the 7 blocks are stored already"
 
 
-def test_blocks_without_a_page_are_skipped(make_world: Callable[..., World]) -> None:
+def test_blocks_without_a_page_are_skipped(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
     request = world.request(PROMPT, new_tokens=50)

@@ -11,8 +11,7 @@ from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import Shape
 from tests.unit.tensorrt_llm.pair import run_pair
-from tests.unit.tensorrt_llm.test_runs import PROMPT, WHOLE
-from tests.unit.tensorrt_llm.world import World
+from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, World
 from tests.unit.transfer.transfer_world import CORRUPT, STALL
 
 LONG_S = 60.0

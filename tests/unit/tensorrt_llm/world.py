@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,12 @@ from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.transfer.transfer_world import STALL
 
 SHAPE = Shape()
+PROMPT = [(7 * n) % 1000 for n in range(30)]
+WHOLE = 28
+"""Of the prompt's 30 tokens, those in whole blocks of 4."""
+
+Make = Callable[..., "World"]
+"""The fixture `make_world`: environment, and what `World` takes."""
 
 
 def settings(**more: str) -> dict[str, str]:
@@ -126,13 +134,29 @@ class World:
             self.scheduler.shutdown()
 
 
-def stalled_load(make_world: Callable[..., World], tokens: list[int]) -> tuple[World, Request, Faults]:
-    """A world that has stored these tokens, and a request for them whose load stands still until it is let go."""
-    faults = Faults(STALL, OpKind.H2D, times=1)
-    world = make_world(movers=faults)
+def stored(make_world: Make, environment: dict[str, str] | None = None, **options: Any) -> World:
+    """A world that has stored PROMPT."""
+    world: World = make_world(environment, **options)
     world.warm_up()
-    world.serve(tokens)
-    request = world.request(tokens)
+    world.serve(PROMPT)
+    return world
+
+
+def promised(world: World) -> tuple[Request, list[int]]:
+    """A request 900 that was promised PROMPT, and eight blocks for it that hold garbage."""
+    request = Request(900, list(PROMPT))
+    assert world.scheduler is not None
+    is_async = not world.scheduler.side._sync
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, is_async)
+    request.blocks = [world.executor.free.pop() for _ in range(8)]
+    return request, request.blocks
+
+
+def stalled_load(make_world: Make) -> tuple[World, Request, Faults]:
+    """A world that has stored PROMPT, and a request for it whose load stands still until it is let go."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = stored(make_world, movers=faults)
+    request = world.request(PROMPT)
     world.executor.step()
     assert faults.mover.wait_stalled(1, LONG_S)
     return world, request, faults
@@ -141,3 +165,33 @@ def stalled_load(make_world: Callable[..., World], tokens: list[int]) -> tuple[W
 def steps(world: World, count: int = 20) -> None:
     for _ in range(count):
         world.executor.step()
+
+
+def lookup(world: World) -> int:
+    """Tokens of PROMPT that are promised to a request, which then goes."""
+    request = Request(99, list(PROMPT))
+    assert world.scheduler is not None
+    tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
+    assert not world.scheduler.request_finished(request, [])
+    return int(tokens)
+
+
+def wait_for_the_disk(world: World) -> None:
+    """Waits until all of PROMPT has come up."""
+    ends_s = time.monotonic() + LONG_S
+    while lookup(world) < WHOLE:
+        assert time.monotonic() < ends_s, "what lies on disk never came up"
+        time.sleep(0.005)
+
+
+def write_model(folder: Path, head_dim: int, layers: int) -> str:
+    """The model's own file, which the pool is checked against."""
+    shape = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.heads,
+        "head_dim": head_dim,
+        "hidden_size": SHAPE.heads * head_dim,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
