@@ -5,7 +5,9 @@ GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle 
 passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
 fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `layerwise` loads
 32,768 tokens at once, page by page and in ranges of layers. `streamed` loads to an engine's pool in plain memory, each
-page when it is up, and beside it all pages when the last is up. `cold` is a start with 1M blocks.
+page when it is up, and beside it all pages when the last is up. `cold` is a start with 1M blocks. `registered` is a tier
+whose host pool io_uring keeps pinned, in the same rounds. `durable` is how long a page that was written waits until it
+is durable, while more are written all the time.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from flexkv.transfer.graph import (
 PAGES = (2 * MIB, 64 * KIB)
 FILLS = 3
 """New slabs, each filled once: a first pass cannot be repeated."""
+LAG_BYTES = 8 * MIB
 LOAD_PAGES = 512
 """32,768 tokens in blocks of 64 tokens of 32 KiB: a model of 16 layers, 8 KV heads of 64, 16 bits."""
 STREAM_BYTES = 256 * MIB
@@ -101,15 +104,19 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
     samples = first_fills(folder, page_bytes, slots)
     rig = Rig(folder / "steady", page_bytes, slots)
     other = Rig(folder / "bare", page_bytes, slots)
+    registered = Rig(folder / "registered", page_bytes, slots, register_buffers=True)
     rng = np.random.default_rng(1)
     order = rng.permutation(slots).astype(np.int32)
     rig.write(order)
     other.bare(order, True)
+    registered.write(order)
     calls: dict[str, Callable[[], Sample | None]] = {
         "write": lambda: timed(lambda: rig.write(order)),
         "write bare": lambda: timed(lambda: other.bare(order, True)),
         "write fio": lambda: fio(folder, page_bytes, "write", slots),
+        "write registered": lambda: timed(lambda: registered.write(order)),
         "read": lambda: timed(lambda: rig.read(order)),
+        "read registered": lambda: timed(lambda: registered.read(order)),
         "read bare": lambda: timed(lambda: other.bare(order, False)),
         "read fio": lambda: fio(folder, page_bytes, "read", slots),
     }
@@ -120,8 +127,8 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
             sample = calls[name]()
             if sample is not None:
                 samples.setdefault(name, []).append(sample)
-    rig.close()
-    other.close()
+    for used in (rig, other, registered):
+        used.close()
     payload = slots * page_bytes / 1e9
     return {
         name: {
@@ -129,6 +136,24 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
             "cores_per_gb_s": statistics.median(cpu for _, cpu in taken) / payload,
         }
         for name, taken in samples.items()
+    }
+
+
+def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, float]:
+    """Milliseconds from the end of a page's write to when it is durable, as who writes without a pause hears of both
+    every LAG_BYTES."""
+    rig = Rig(folder, page_bytes, slots)
+    rig.batch = LAG_BYTES // page_bytes
+    rng = np.random.default_rng(5)
+    for _ in range(rounds):
+        rig.write(rng.permutation(slots).astype(np.int32))
+    lags_ms = np.concatenate(rig.lags_s) * 1e3
+    rig.close()
+    return {
+        "pages": len(lags_ms),
+        "median_ms": float(np.median(lags_ms)),
+        "p99_ms": float(np.percentile(lags_ms, 99)),
+        "most_ms": float(lags_ms.max()),
     }
 
 
@@ -248,6 +273,9 @@ def show(page_bytes: int, found: dict[str, dict[str, float]]) -> None:
         if peer := found.get(f"{name} fio"):
             line += f"  fio {peer['gb_per_s']:5.2f} ({peer['cores_per_gb_s']:.3f})"
             line += f"  {ours['gb_per_s'] / peer['gb_per_s']:4.2f}x"
+        if pinned := found.get(f"{name} registered"):
+            line += f"  registered {pinned['gb_per_s']:5.2f} ({pinned['cores_per_gb_s']:.3f})"
+            line += f"  {pinned['gb_per_s'] / ours['gb_per_s']:4.2f}x"
         print(line)
     if "write fio" not in found:
         print("  no row of fio: it is not installed")
@@ -274,6 +302,14 @@ def main() -> None:
             found = measure(Path(folder), page_bytes, arguments.mib * MIB // page_bytes, arguments.rounds)
         report[f"{page_bytes // KIB} KiB"] = found
         show(page_bytes, found)
+    for page_bytes in PAGES:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            lag = durable(Path(folder), page_bytes, arguments.mib * MIB // page_bytes, arguments.rounds)
+        report[f"durable {page_bytes // KIB} KiB"] = lag
+        print(
+            f"written to durable, {page_bytes // KIB} KiB pages: median {lag['median_ms']:.0f} ms, 99 of 100 within "
+            f"{lag['p99_ms']:.0f} ms, {lag['most_ms']:.0f} ms at most"
+        )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         report["layerwise"] = loads = layerwise(Path(folder), arguments.rounds)
     print(

@@ -65,13 +65,16 @@ class Rig:
         slots: int,
         host_slots: int | None = None,
         preallocate: bool = True,
+        register_buffers: bool = False,
     ) -> None:
         self.page_bytes, self.slots = page_bytes, slots
         self.batch = min(slots, BATCH_BYTES // page_bytes)
         host_slots = host_slots or IN_FLIGHT * self.batch
         self.group = group_of(page_bytes)
         image = codec_of(self.group).image_bytes
-        options = DiskOptions(slots * image, depth=DEPTH, preallocate=preallocate)
+        options = DiskOptions(
+            slots * image, depth=DEPTH, preallocate=preallocate, register_buffers=register_buffers
+        )
         self.unit = DiskUnit.open([folder], IDENTITY, [self.group], options)
         self.pool = HostPool(image, host_slots)
         assert self.pool.wait_ready(host_slots, WAIT_S)
@@ -81,6 +84,10 @@ class Rig:
         self.engine = TransferEngine(lanes=[self.lane])
         self.op_ids = itertools.count(1)
         self.generations = np.zeros(slots, np.uint64)
+        self.written_s = np.zeros(slots)
+        """When the write of each place was heard to have ended."""
+        self.lags_s: list[NDArray[np.float64]] = []
+        """From there to when each page was heard to be durable."""
         self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
         slab = next(folder.rglob("group0.slab"))
         header = read_header(str(slab))
@@ -118,17 +125,25 @@ class Rig:
         self.finish(ticket)
         if kind is OpKind.DISK_WRITE:
             tokens = np.full(len(part), BLOCK_TOKENS, np.int32)
+            self.written_s[part] = time.monotonic()
             assert self.unit.record_publish(0, self.keys[part], part, self.generations[part], tokens)
+            self._hear()
+
+    def _hear(self) -> int:
+        """How many pages became durable since the last time."""
+        events, now_s = self.unit.poll(), time.monotonic()
+        assert not events.lost, events.lost
+        self.lags_s += [now_s - self.written_s[pages.places] for pages in events.durable]
+        return sum(len(pages.places) for pages in events.durable)
 
     def write(self, places: NDArray[np.int32]) -> None:
         """Returns when all pages are durable."""
         self.generations[places] = self.unit.next_generations(len(places))
+        before = len(self.lags_s)
         self._batches(OpKind.DISK_WRITE, places)
-        left, deadline = len(places), time.monotonic() + WAIT_S
+        left, deadline = len(places) - sum(map(len, self.lags_s[before:])), time.monotonic() + WAIT_S
         while left:
-            events = self.unit.poll()
-            assert not events.lost, events.lost
-            left -= sum(len(pages.places) for pages in events.durable)
+            left -= self._hear()
             assert time.monotonic() < deadline
             if left:
                 time.sleep(0.0005)

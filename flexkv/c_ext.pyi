@@ -424,6 +424,7 @@ class DiskLane(Lane):
     Args:
         slabs: of each disk, one a group.
         zero_fill: clear slots that have space and were never written, ahead of the pages, while a disk is idle.
+        register_buffers: io_uring keeps the pools' pages pinned; where it is refused that, I/O goes on without.
 
     Raises:
         GeometryError: a pool's or slab's slots are no images of its group. ConfigError: `io` or `depth`. DiskError:
@@ -440,6 +441,7 @@ class DiskLane(Lane):
         stuck_s: float,
         faults: IoFaults | None = None,
         zero_fill: bool = False,
+        register_buffers: bool = False,
     ) -> None: ...
     def take_out(self, disk: int, reason: str) -> None: ...
     @property
@@ -448,8 +450,8 @@ class DiskLane(Lane):
     @property
     def files_closed(self) -> bool:
         """Its engine was closed and nothing moves: the slabs were let go."""
-    def states(self) -> list[tuple[bool, str, str]]:
-        """Of each disk: lost, why, backend."""
+    def states(self) -> list[tuple[bool, str, str, str]]:
+        """Of each disk: lost, why, its backend, and what keeps that from being what was asked for."""
     def counts(self, disk: int) -> DiskCounts: ...
 
 # --- rope ---------------------------------------------------------------------------------------------------

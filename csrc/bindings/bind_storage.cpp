@@ -103,7 +103,7 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
                                     const std::vector<std::shared_ptr<HostPool>>& pools,
                                     std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
                                     const std::string& io, int32_t depth, double stuck_s,
-                                    std::shared_ptr<IoFaults> faults, bool zero_fill) {
+                                    std::shared_ptr<IoFaults> faults, bool zero_fill, bool register_buffers) {
   if (codecs.size() != pools.size()) {
     throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
                         " host pools");
@@ -116,13 +116,13 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
       return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
     };
   }
-  return std::make_shared<DiskLane>(std::move(groups), std::move(slabs),
-                                    DiskOptions{to_backend(io), depth, stuck_s, zero_fill}, std::move(wrap));
+  const DiskOptions options{to_backend(io), depth, stuck_s, register_buffers, zero_fill};
+  return std::make_shared<DiskLane>(std::move(groups), std::move(slabs), options, std::move(wrap));
 }
 
 py::list states(const DiskLane& lane) {
   py::list list;
-  for (const DiskState& s : lane.states()) list.append(py::make_tuple(s.lost, s.reason, s.backend));
+  for (const DiskState& s : lane.states()) list.append(py::make_tuple(s.lost, s.reason, s.backend, s.note));
   return list;
 }
 
@@ -203,7 +203,8 @@ void bind_storage(py::module_& m) {
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
   py::class_<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
       .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
-           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false)
+           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false,
+           py::arg("register_buffers") = false)
       .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("zero_fill", &DiskLane::zero_fill)

@@ -41,6 +41,23 @@ class IoQueue {
   virtual void wake() = 0;
 };
 
+// Memory that many requests will name. Registered with io_uring when the first of them does: the kernel then
+// pins its pages once, and not for each request.
+struct IoMemory {
+  std::byte* base = nullptr;
+  int64_t bytes = 0;  // at most 1 GiB, which is what the kernel takes
+  // Whether all of it is there: what is not yet would be taken by being registered.
+  std::function<bool()> ready = [] { return true; };
+};
+
+// What is to be registered, if anything.
+struct IoMemories {
+  std::vector<IoMemory> parts = {};
+  // Called in the owner's thread, at most once, with the reason why no more is registered: requests then go
+  // as they would without. Required where there are parts.
+  std::function<void(const std::string& reason)> refused = nullptr;
+};
+
 enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 
 // Why this process cannot use io_uring; empty if it can. Asks the kernel each time.
@@ -48,7 +65,7 @@ std::string uring_refusal();
 
 // To be called in the owner's thread: some rings belong to the thread that made them. Throws DiskError when
 // kUring is asked for and refused.
-std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth);
+std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
 // Puts another queue around that of a disk; called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;

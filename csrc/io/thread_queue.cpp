@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "io/uring_queue.h"
 
@@ -84,11 +85,12 @@ void ThreadQueue::wake() {
   ended_.notify_one();
 }
 
-std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth) {
+std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories) {
   if (backend == IoBackend::kThreads || (backend == IoBackend::kAuto && !uring_refusal().empty())) {
+    if (!memories.parts.empty()) memories.refused("it needs io_uring");
     return std::make_unique<ThreadQueue>(depth);
   }
-  return std::make_unique<UringQueue>(depth);
+  return std::make_unique<UringQueue>(depth, std::move(memories));
 }
 
 }  // namespace flexkv

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -18,9 +19,32 @@
 #ifndef IORING_SETUP_DEFER_TASKRUN
 #define IORING_SETUP_DEFER_TASKRUN (1U << 13)
 #endif
+#ifndef IORING_RSRC_REGISTER_SPARSE
+#define IORING_RSRC_REGISTER_SPARSE (1U << 0)
+#endif
 
 namespace flexkv {
 namespace {
+
+// The arguments of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE, which older headers lack or
+// name otherwise.
+constexpr unsigned kRegisterBuffers2 = 15;
+constexpr unsigned kRegisterBuffersUpdate = 16;
+struct BufferTable {
+  uint32_t count = 0;
+  uint32_t flags = 0;
+  uint64_t reserved = 0;
+  uint64_t data = 0;
+  uint64_t tags = 0;
+};
+struct BufferUpdate {
+  uint32_t first = 0;
+  uint32_t reserved = 0;
+  uint64_t data = 0;
+  uint64_t tags = 0;
+  uint32_t count = 0;
+  uint32_t reserved2 = 0;
+};
 
 uint32_t load(const uint32_t* at) {
   return std::atomic_ref(*const_cast<uint32_t*>(at)).load(std::memory_order_acquire);
@@ -87,6 +111,24 @@ int Uring::enter(uint32_t min_complete) {
   const uint32_t pending = *tail - load(at(sq_ring_, params_.sq_off.head));
   const long done =
       syscall(__NR_io_uring_enter, fd_, pending, min_complete, IORING_ENTER_GETEVENTS, nullptr, size_t{0});
+  return done < 0 ? -errno : 0;
+}
+
+int Uring::reserve_buffers(uint32_t count) {
+  BufferTable table;
+  table.count = count;
+  table.flags = IORING_RSRC_REGISTER_SPARSE;
+  const long done = syscall(__NR_io_uring_register, fd_, kRegisterBuffers2, &table, sizeof(table));
+  return done < 0 ? -errno : 0;
+}
+
+int Uring::register_buffer(uint32_t place, void* base, size_t bytes) {
+  const iovec memory{base, bytes};
+  BufferUpdate update;
+  update.first = place;
+  update.data = reinterpret_cast<uint64_t>(&memory);
+  update.count = 1;
+  const long done = syscall(__NR_io_uring_register, fd_, kRegisterBuffersUpdate, &update, sizeof(update));
   return done < 0 ? -errno : 0;
 }
 

@@ -20,6 +20,10 @@ class Uring {
   io_uring_sqe* next_sqe();
   // Submits what next_sqe() gave out and waits until `min_complete` have ended. 0 or -errno.
   int enter(uint32_t min_complete);
+  // Room for so many registered buffers, none of which is there yet. 0 or -errno.
+  int reserve_buffers(uint32_t count);
+  // Puts memory into one of those places: pins its pages. 0 or -errno.
+  int register_buffer(uint32_t place, void* base, size_t bytes);
   // The oldest completion not seen yet, or null; seen() lets it go.
   const io_uring_cqe* peek_cqe() const;
   void seen();

@@ -4,18 +4,27 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
 namespace flexkv {
 
-UringQueue::UringQueue(int32_t depth) : depth_(depth), ring_(static_cast<uint32_t>(depth) + 1) {
+UringQueue::UringQueue(int32_t depth, IoMemories memories)
+    : depth_(depth), ring_(static_cast<uint32_t>(depth) + 1), refused_(std::move(memories.refused)) {
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) throw DiskError(std::string("eventfd: ") + std::strerror(errno));
   arm();
+  for (const IoMemory& part : memories.parts) memories_.push_back({part});
+  std::sort(memories_.begin(), memories_.end(),
+            [](const Memory& a, const Memory& b) { return a.part.base < b.part.base; });
+  if (memories_.empty()) return;
+  const int error = ring_.reserve_buffers(static_cast<uint32_t>(memories_.size()));
+  if (error != 0) refuse("a table of registered buffers", -error);
 }
 
 UringQueue::~UringQueue() { close(wake_fd_); }
@@ -35,9 +44,42 @@ void UringQueue::arm() {
   entry->user_data = kReservedCookie;
 }
 
+void UringQueue::refuse(const char* what, int error) {
+  memories_.clear();  // requests under way in what was registered before are not touched by it
+  refused_(std::string(what) + ": " + std::strerror(error));
+}
+
+// The place of the registered memory that the request lies in, or -1.
+int32_t UringQueue::registered_place(const IoRequest& request) {
+  const auto after = std::upper_bound(
+      memories_.begin(), memories_.end(), request.buffer,
+      [](const std::byte* buffer, const Memory& memory) { return buffer < memory.part.base; });
+  if (after == memories_.begin()) return -1;
+  Memory& memory = *(after - 1);
+  if (request.buffer + request.bytes > memory.part.base + memory.part.bytes) return -1;
+  const auto place = static_cast<int32_t>(&memory - memories_.data());
+  if (!memory.registered) {
+    if (!memory.part.ready()) return -1;
+    const int error = ring_.register_buffer(static_cast<uint32_t>(place), memory.part.base,
+                                            static_cast<size_t>(memory.part.bytes));
+    if (error != 0) {
+      refuse("registering a buffer", -error);
+      return -1;
+    }
+    memory.registered = true;
+  }
+  return place;
+}
+
 void UringQueue::submit(const IoRequest& request) {
+  const int32_t place = registered_place(request);
   io_uring_sqe* entry = sqe();
-  entry->opcode = request.write ? IORING_OP_WRITE : IORING_OP_READ;
+  if (place < 0) {
+    entry->opcode = request.write ? IORING_OP_WRITE : IORING_OP_READ;
+  } else {
+    entry->opcode = request.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+    entry->buf_index = static_cast<uint16_t>(place);
+  }
   entry->fd = request.fd;
   entry->addr = reinterpret_cast<uint64_t>(request.buffer);
   entry->len = static_cast<uint32_t>(request.bytes);

@@ -1,5 +1,7 @@
 // I/Os by io_uring.
 #pragma once
+#include <vector>
+
 #include "io/io_queue.h"
 #include "io/uring.h"
 
@@ -8,7 +10,7 @@ namespace flexkv {
 class UringQueue : public IoQueue {
  public:
   // In the owner's thread. Throws DiskError.
-  explicit UringQueue(int32_t depth);
+  explicit UringQueue(int32_t depth, IoMemories memories = {});
   ~UringQueue() override;
 
   const char* name() const override { return "io_uring"; }
@@ -19,13 +21,21 @@ class UringQueue : public IoQueue {
   void wake() override;
 
  private:
+  struct Memory {
+    IoMemory part;
+    bool registered = false;
+  };
   io_uring_sqe* sqe();
+  int32_t registered_place(const IoRequest& request);
+  void refuse(const char* what, int error);
   void arm();
   bool collect(std::vector<IoDone>& done, uint32_t min_complete);
 
   const int32_t depth_;
   Uring ring_;
   int wake_fd_ = -1;
+  std::vector<Memory> memories_;  // ascending, apart; empty when nothing is registered any more
+  std::function<void(const std::string&)> refused_;
 };
 
 }  // namespace flexkv

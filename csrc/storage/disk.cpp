@@ -89,6 +89,11 @@ std::string Disk::backend() const {
   return backend_;
 }
 
+std::string Disk::backend_note() const {
+  const std::lock_guard lock(mutex_);
+  return backend_note_;
+}
+
 void Disk::take_out(const std::string& reason, WorkSource* source) {
   std::vector<Ended> ended;
   {

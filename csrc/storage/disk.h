@@ -35,6 +35,8 @@ struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
   int32_t depth = 32;
   double stuck_s = 30.0;
+  // Have io_uring keep the host pools' pages pinned, rather than pin those of each I/O.
+  bool register_buffers = false;
   // Write zeros to slots that have space and were never written, ahead of the pages and while nothing else
   // is to be done.
   bool zero_fill = false;
@@ -70,6 +72,8 @@ class Disk {
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
+  // What keeps the backend from being what was asked for; empty while nothing does.
+  std::string backend_note() const;
   // No I/O is begun any more: what is queued ends with LANE_DOWN, what is under way when it is over.
   void take_out(const std::string& reason, WorkSource* source);
   // The watchdog's look. True when no I/O has ended for `looks` looks in a row although some are under way.
@@ -110,6 +114,9 @@ class Disk {
     std::vector<MoveResult> results;
   };
 
+  std::unique_ptr<IoQueue> make_queue();
+  IoMemories host_memory();
+  void note(const std::string& text);
   void work(IoQueue& queue, WorkSource& source);
   bool wait_for_tasks();
   void begin_picked(IoQueue& queue, std::vector<Ended>& ended);
@@ -146,6 +153,7 @@ class Disk {
   std::deque<PageTask> writes_;
   IoQueue* queue_ = nullptr;  // while the thread may be in its wait()
   std::string backend_;
+  std::string backend_note_;
   uint64_t pushes_ = 0;
   bool stopping_ = false;
   bool zero_filling_ = false;

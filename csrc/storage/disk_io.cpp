@@ -55,15 +55,44 @@ uint64_t unix_now() { return static_cast<uint64_t>(std::time(nullptr)); }
 
 }  // namespace
 
+void Disk::note(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  backend_note_ += (backend_note_.empty() ? "" : "; ") + text;
+}
+
+// The extents of every group's host pool.
+IoMemories Disk::host_memory() {
+  IoMemories memories;
+  if (!options_.register_buffers) return memories;
+  for (const DiskGroup& group : *groups_) {
+    const ExtentTable& extents = group.pool->extents();
+    for (int64_t extent = 0; extent < extents.count; ++extent) {
+      const int64_t first = extent * extents.slots_per_extent;
+      const int64_t end = first + extents.slots_of(extent);
+      memories.parts.push_back({group.pool->slot_address(first), (end - first) * extents.geometry.slot_bytes,
+                                [pool = group.pool, end] { return pool->ready_slots() >= end; }});
+    }
+  }
+  memories.refused = [this](const std::string& reason) { note("buffers are not registered: " + reason); };
+  return memories;
+}
+
+std::unique_ptr<IoQueue> Disk::make_queue() {
+  std::unique_ptr<IoQueue> queue = make_io_queue(options_.io, options_.depth, host_memory());
+  if (options_.io == IoBackend::kAuto) {
+    if (const std::string refusal = uring_refusal(); !refusal.empty()) note("no io_uring: " + refusal);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    backend_ = queue->name();
+  }
+  return wrap_ ? wrap_(std::move(queue), number_) : std::move(queue);
+}
+
 void Disk::run(const std::shared_ptr<WorkSource>& source) {
   std::unique_ptr<IoQueue> queue;  // out here, so that nobody wakes one that is gone
   try {
-    queue = make_io_queue(options_.io, options_.depth);
-    {
-      const std::lock_guard lock(mutex_);
-      backend_ = queue->name();
-    }
-    if (wrap_) queue = wrap_(std::move(queue), number_);
+    queue = make_queue();
     work(*queue, *source);
     zero_fill_.reset();  // it has files of its own
     const std::lock_guard lock(mutex_);

@@ -15,6 +15,7 @@ struct DiskState {
   bool lost = false;
   std::string reason = {};   // why it was taken out
   std::string backend = {};  // "io_uring" or "threads"; empty before first use
+  std::string note = {};     // what keeps it from being what was asked for
 };
 
 class DiskLane : public Lane {

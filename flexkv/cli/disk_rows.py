@@ -197,7 +197,7 @@ class _DiskWays:
         """By the disk tier's lane to host memory, and the copy lane from there."""
 
         def path() -> tuple[str, int]:
-            backends = ", ".join(sorted({backend for _, _, backend in self._disk_lane.states()}))
+            backends = ", ".join(sorted({backend for _, _, backend, _ in self._disk_lane.states()}))
             copied_by, multiprocessors = copy_path(self._through_host)
             return f"{backends}, then {copied_by}", multiprocessors
 

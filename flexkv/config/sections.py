@@ -325,6 +325,12 @@ class DiskConfig(Section):
         le=1024,
         description="Reads and writes under way at once on one disk; more only queue in the device.",
     )
+    register_buffers: bool = Field(
+        False,
+        description="io_uring keeps the host pool pinned, rather than the pages of each read and write; counts against "
+        "the `memlock` limit, once a disk. Off: what it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
+        "on without and the log says why.",
+    )
     stuck_s: Seconds = Field(
         30.0,
         description="A disk with a read or write that takes longer is taken out; the other disks go on.",

@@ -92,6 +92,8 @@ class DiskOptions:
         journal_rows: rows that may wait to be made durable; beyond it they are dropped and counted.
         preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
             the pages while the disk is idle.
+        register_buffers: io_uring keeps the host pool's pages pinned. Where it is refused that, which `memlock` limits
+            do, I/O goes on without.
         sealed_apart: ranks write stripes by themselves (`DISK_SEAL`). Nothing is cleared then: zeros and stripes would
             be written by two who do not know of each other.
     """
@@ -102,6 +104,7 @@ class DiskOptions:
     stuck_s: float = 30.0
     journal_rows: int = 262_144
     preallocate: bool = True
+    register_buffers: bool = False
     sealed_apart: bool = False
 
 

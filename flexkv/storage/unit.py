@@ -63,6 +63,8 @@ class DiskUnit(DiskTier):
         self._groups = list(groups)
         self._codecs = [codec_of(group) for group in groups]
         self._lost: dict[int, str] = {}
+        self._notes: dict[int, str] = {}
+        """What was said of each disk's backend."""
         self._untold: list[LostDisk] = []
         self._durable: deque[DurablePages] = deque()
         self._dropped_rows = 0
@@ -191,6 +193,7 @@ class DiskUnit(DiskTier):
             self._options.stuck_s,
             self._faults,
             self._options.preallocate and not self._options.sealed_apart,
+            self._options.register_buffers,
         )
         return self._lane
 
@@ -286,9 +289,12 @@ class DiskUnit(DiskTier):
 
     def _find_lost(self) -> None:
         if self._lane is not None:
-            for disk, (lost, reason, _) in enumerate(self._lane.states()):
+            for disk, (lost, reason, backend, note) in enumerate(self._lane.states()):
                 if lost:
                     self._lose(disk, reason)
+                if note != self._notes.get(disk, ""):
+                    self._notes[disk] = note
+                    logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
         for disk, journal in enumerate(self._journals):
             if journal is not None and journal.failure:
                 self._lose(disk, journal.failure)

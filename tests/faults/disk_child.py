@@ -97,6 +97,7 @@ class Child:
             io=self.rng.choice(self.way.ios),
             depth=self.rng.choice([1, 4, 16]),
             preallocate=self.rng.random() < 0.5,
+            register_buffers=self.rng.random() < 0.5,
         )
         rows = self.world.unit.rows(0)
         self.inherited = set(rows.generations.tolist())

@@ -28,7 +28,7 @@ if not holes(world.folder / "group0.slab"):
     os._exit(0)
 world.write(range({DISKS}), range({DISKS}))  # a place of each disk: an idle one then clears what comes next
 lane = world.unit._lane
-world.until(lambda: all(lost for lost, _, _ in lane.states()), "not every disk hangs")
+world.until(lambda: all(lost for lost, *_ in lane.states()), "not every disk hangs")
 began = time.monotonic()
 world.engine.close(GENEROUS_S)
 print(time.monotonic() - began, lane.files_closed, flush=True)

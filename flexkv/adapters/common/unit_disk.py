@@ -163,6 +163,7 @@ def open_tier(
         io=disk.io,
         depth=disk.depth,
         stuck_s=disk.stuck_s,
+        register_buffers=disk.register_buffers,
         sealed_apart=disk.gds_stores,
     )
     return DiskUnit.open(_folders(config), identity, [group], options)

@@ -1,0 +1,80 @@
+"""A disk tier in a process that the kernel refuses a system call, as a container's seccomp filter does.
+
+Arguments: folder, `io` of the tier, number of the call, errno that it ends with, and the call's second argument if only
+calls with that one are refused, or -1. Prints, as JSON, what was said of the disk, and what was logged; or the error
+that ended it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import re
+import struct
+import sys
+from pathlib import Path
+
+from flexkv.errors import FlexKVError
+from tests.unit.storage.disk_world import DiskWorld
+
+IO_URING_SETUP, IO_URING_REGISTER = 425, 427
+"""The same numbers on every architecture."""
+NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
+"""PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER."""
+LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+NUMBER, SECOND_ARGUMENT = 0, 24
+"""Where a filter finds them in what it is shown."""
+PLACE = re.compile(r"^\s*\d+: 0x[0-9a-f]+/\d+", re.MULTILINE)
+
+
+class Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def refuse(call: int, error: int, second: int) -> None:
+    """From now on this process, and every thread that it starts, gets `error` for system call `call`."""
+    lines = [(LOAD, 0, 0, NUMBER), (JUMP_IF_EQUAL, 0, 1 if second < 0 else 3, call)]
+    if second >= 0:
+        lines += [(LOAD, 0, 0, SECOND_ARGUMENT), (JUMP_IF_EQUAL, 0, 1, second)]
+    lines += [(RETURN, 0, 0, ERRNO | error), (RETURN, 0, 0, ALLOW)]
+    code = b"".join(struct.pack("<HBBI", *line) for line in lines)
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = Program(len(lines), code)
+    assert libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert libc.prctl(SECCOMP, FILTER, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+
+
+def main() -> None:
+    folder, io, *numbers = sys.argv[1:]
+    call, error, second = map(int, numbers)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flexkv").addHandler(handler)
+    if call:
+        refuse(call, error, second)
+    try:
+        world = DiskWorld([Path(folder)], io=io, register_buffers=True)
+    except FlexKVError as refusal:
+        print(json.dumps({"error": f"{type(refusal).__name__}: {refusal}"}))
+        return
+    result, generations = world.write(range(8), range(8))
+    assert result.reason == ""
+    for layerwise in (False, True):
+        assert world.read(range(8), range(8), generations, layerwise).reason == ""
+    world.wait_durable(range(8), generations)
+    assert world.unit._lane is not None
+    (_, _, backend, note), *_ = world.unit._lane.states()
+    rings = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
+    # A line for each place of the table, with address and length where memory is registered there.
+    pinned = sum(
+        len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
+    )
+    assert world.close()
+    print(json.dumps({"backend": backend, "note": note, "logged": logged, "pinned": pinned}))
+
+
+if __name__ == "__main__":
+    main()
