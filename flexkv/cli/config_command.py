@@ -6,9 +6,9 @@ import json
 import os
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from flexkv.cli.tables import print_table
 from flexkv.config import FlexKVConfig, SettingRow, load_config
 from flexkv.config.names import ALIASES
 from flexkv.config.sizes import format_size
@@ -40,7 +40,7 @@ def show(as_json: bool, extra: str | None) -> None:
     for row in rows:
         style = "dim" if row.origin == "default" else ""
         table.add_row(row.key, show_value(row), row.origin, style=style)
-    Console(markup=False, highlight=False).print(table)
+    print_table(table)
 
 
 @command.command()

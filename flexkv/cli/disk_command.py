@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from flexkv.cli.tables import print_table
 from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.folder import LOCK_NAME
@@ -36,8 +36,7 @@ def ls(folder: Path, as_json: bool) -> None:
         click.echo(json.dumps(entries, indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    table.add_column("folder", overflow="fold")  # whole, on several lines if need be: `drop` asks for it
-    for heading in ("model", "format", "size", "created", "last used", "state"):
+    for heading in ("folder", "model", "format", "size", "created", "last used", "state"):
         table.add_column(heading)
     for entry in entries:
         table.add_row(
@@ -49,7 +48,7 @@ def ls(folder: Path, as_json: bool) -> None:
             _age(entry["last_used"]),
             "in use" if entry["in_use"] else "",
         )
-    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+    print_table(table)
 
 
 @command.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from rich.table import Table
 
 import flexkv
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
+from flexkv.cli.tables import print_table
 from flexkv.config import load_config, read_memory, resolve_host_bytes
 from flexkv.config.sizes import format_size
 
@@ -24,7 +26,7 @@ SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(as_json: bool) -> None:
     """Show what this build and this machine can do, and what could be changed about it."""
-    facts = {**build_facts(), **machine_facts()}
+    facts = {**build_facts(), **machine_facts(), **disk_facts()}
     advice = machine_hints()
     if as_json:
         click.echo(json.dumps({**facts, "hints": advice}, indent=2))
@@ -32,8 +34,8 @@ def command(as_json: bool) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in facts.items():
         table.add_row(name, value)
+    print_table(table)
     console = Console(markup=False, highlight=False)
-    console.print(table)
     for hint in advice:
         console.print(f"hint: {hint}", soft_wrap=True)  # commands stay whole for copying
 
@@ -71,6 +73,39 @@ def machine_facts() -> dict[str, str]:
         "huge pages, shared": _mode(SHARED_PAGES),
         "huge pages, reserved": f"{memory.huge_pages_free} free of {format_size(memory.huge_page_bytes)}",
     }
+
+
+def disk_facts() -> dict[str, str]:
+    """The disk tier's folders with the current settings, and how their slabs are read."""
+    try:
+        from flexkv import c_ext
+    except ImportError:
+        return {}
+    disk = load_config().disk
+    refusal = c_ext.uring_refusal()
+    facts = {
+        "disk tier": f"{len(disk.folders)} folder(s), disk.mode {disk.mode}"
+        if disk.folders
+        else "off: disk.folders is unset",
+        "disk I/O": f"a pool of threads: {refusal}" if refusal else "io_uring",
+    }
+    return facts | {f"disk {folder}": _folder_fact(Path(folder)) for folder in disk.folders}
+
+
+def _folder_fact(folder: Path) -> str:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return f"cannot be used: {there} is no folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be used: no permission to write in {there}"
+    usage = shutil.disk_usage(there)
+    room = f"{format_size(usage.free)} free of {format_size(usage.total)}"
+    if there != folder:
+        return f"{room}; made at the engine's start"
+    from flexkv.storage.fsck import disk_bytes, unit_folders  # wants the native core, which may be missing
+
+    units = [unit for unit in unit_folders(folder) if unit != folder]
+    return f"{room}; {len(units)} unit(s) hold {format_size(sum(map(disk_bytes, units)))}"
 
 
 def machine_hints() -> list[str]:

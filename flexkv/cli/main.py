@@ -60,7 +60,7 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code.
 
-    An error of flexkv's own, and a native core that was not built, are one line and exit code 2.
+    An error of flexkv's own, and a native core that was not built, are said in words, with exit code 2.
     """
     try:
         result = cli.main(args=arguments, prog_name="flexkv", standalone_mode=False)
@@ -82,8 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say(message: str) -> int:
-    line = escape(" ".join(message.split()))
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {line}")
+    lines = "\n".join(" ".join(line.split()) for line in message.splitlines())
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(lines)}")
     return USAGE_EXIT_CODE
 
 

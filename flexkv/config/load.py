@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -38,16 +38,19 @@ def load_config(
 
     Raises:
         ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value,
-            and what is allowed or the nearest right name. Every source is checked, also where a stronger one
-            overrides it.
+            and what is allowed or the nearest right name; where there are several faults, all of them. Every source
+            is checked, also where a stronger one overrides it.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
+    faults: list[ConfigError] = []
     layers: list[Layer] = []
     if CONFIG_FILE_VARIABLE in environ:
-        layers.append(_check_layer(read_yaml(_config_file(environ[CONFIG_FILE_VARIABLE]))))
-    layers.append(_check_layer(read_environment(environ, variables)))
-    layers.append(_check_layer(read_mapping({} if extra is None else extra, EXTRA_ORIGIN)))
+        layers.append(_check_layer(read_yaml(_config_file(environ[CONFIG_FILE_VARIABLE])), faults))
+    layers.append(_check_layer(read_environment(environ, variables), faults))
+    layers.append(_check_layer(read_mapping({} if extra is None else extra, EXTRA_ORIGIN), faults))
+    if faults:
+        raise _together(faults)
 
     merged: Layer = {}
     for layer in layers:
@@ -71,36 +74,65 @@ def _config_file(text: str) -> Path:
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}={text!r}: {error}") from error
 
 
-def _check_layer(settings: Iterable[RawSetting]) -> Layer:
-    """One source's settings under their dotted keys, each value checked; refuses contradictions within the source."""
-    fields = setting_fields()
+def _together(faults: list[ConfigError]) -> ConfigError:
+    """One error that says all of them: a person mends a file once."""
+    if len(faults) == 1:
+        return faults[0]
+    return ConfigError("\n".join([f"{len(faults)} settings are wrong:", *(f"- {fault}" for fault in faults)]))
+
+
+def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Layer:
+    """One source's settings under their dotted keys, each value checked. Adds to `faults` what is not allowed, and
+    contradictions within the source."""
     layer: Layer = {}
     given_as: dict[str, RawSetting] = {}
-    for setting in settings:
-        alias = ALIASES.get(setting.name)
-        key = alias.key if alias else setting.name
-        if key in SECTIONS:
-            raise ConfigError(
-                f"{key!r} from {setting.origin} is a section: expected a mapping of "
-                f"{', '.join(SECTIONS[key].model_fields)}, got {shown(setting.value)}"
-            )
-        if key not in fields:
-            raise unknown_setting(setting.name, setting.origin, [*fields, *ALIASES], setting.value)
+    for setting in _readable(settings, faults):
         try:
-            translated = alias.translate(setting.value) if alias else setting.value
-            value = _check_value(key, translated)
-        except ValueError as error:
-            raise ConfigError(
-                f"{setting.name!r} from {setting.origin} has the value {shown(setting.value)}: {error}"
-            ) from error
+            key, value = _check_setting(setting)
+        except ConfigError as fault:
+            faults.append(fault)
+            continue
         if key in layer and layer[key][0] != value:
-            raise _contradiction(given_as[key], setting)
+            faults.append(_contradiction(given_as[key], setting))
         layer[key] = (value, setting.origin)
         given_as[key] = setting
     chosen = [given_as[key] for key in ALTERNATIVES if layer.get(key, (None, ""))[0] is not None]
     if len(chosen) > 1:
-        raise _contradiction(chosen[0], chosen[1])
+        faults.append(_contradiction(chosen[0], chosen[1]))
     return layer
+
+
+def _readable(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Iterator[RawSetting]:
+    """The settings up to where their source cannot be read any further, which is a fault too."""
+    try:
+        yield from settings
+    except ConfigError as fault:
+        faults.append(fault)
+
+
+def _check_setting(setting: RawSetting) -> tuple[str, object]:
+    """The dotted key and the checked value.
+
+    Raises:
+        ConfigError: no such setting, or a value that is not allowed.
+    """
+    fields = setting_fields()
+    alias = ALIASES.get(setting.name)
+    key = alias.key if alias else setting.name
+    if key in SECTIONS:
+        raise ConfigError(
+            f"{key!r} from {setting.origin} is a section: expected a mapping of "
+            f"{', '.join(SECTIONS[key].model_fields)}, got {shown(setting.value)}"
+        )
+    if key not in fields:
+        raise unknown_setting(setting.name, setting.origin, [*fields, *ALIASES], setting.value)
+    try:
+        translated = alias.translate(setting.value) if alias else setting.value
+        return key, _check_value(key, translated)
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting.name!r} from {setting.origin} has the value {shown(setting.value)}: {error}"
+        ) from error
 
 
 def _check_value(key: str, value: object) -> object:

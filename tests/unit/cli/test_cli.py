@@ -199,6 +199,35 @@ def test_info_describes_build_and_machine(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.count("hint: ") == len(facts["hints"])
 
 
+def test_info_describes_the_folders_of_the_disk_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, new = tmp_path / "file", tmp_path / "new" / "folder"
+    file.touch()
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["disk tier"].startswith("off")
+    monkeypatch.setenv("FLEXKV_DISK_FOLDERS", f"{tmp_path}:{new}:{file}")
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["disk tier"] == "3 folder(s), disk.mode through"
+    assert " free of " in facts[f"disk {tmp_path}"]
+    assert "0 unit(s) hold 0 B" in facts[f"disk {tmp_path}"]
+    assert facts[f"disk {new}"].endswith("made at the engine's start")
+    assert not new.exists()
+    assert facts[f"disk {file}"] == f"cannot be used: {file} is no folder"
+
+
+def test_tables_keep_their_cells_whole_on_a_narrow_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / ("long" * 30))
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FLEXKV_DISK_FOLDERS", folder)
+    assert main(["config", "show"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk.folders")]
+    assert row.split() == ["disk.folders", folder, "env", "FLEXKV_DISK_FOLDERS"]
+
+
 def test_simulate_repeats_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     runs = []
     for _ in range(2):

@@ -257,3 +257,29 @@ def test_copy_threads_auto_leaves_small_machines_to_the_engine() -> None:
     transfer = FlexKVConfig().transfer
     assert [transfer.copy_thread_count(cpus) for cpus in (1, 4, 5, 64)] == [1, 1, 2, 2]
     assert load_config({"transfer.copy_threads": 3}, {}).transfer.copy_thread_count(1) == 3
+
+
+def test_all_faults_are_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yaml"
+    file.write_text("host:\n  bytes: 12x\ndisk:\n  streem: true\n  mode: through\nload:\n  mode: sometimes\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config({"load.deadline_s": -1}, {"FLEXKV_CONFIG": str(file), "FLEXKV_STORE_MODE": "never"})
+    first, *faults = str(caught.value).splitlines()
+    assert first == "5 settings are wrong:"
+    places = [
+        f"{file} line 2",
+        f"{file} line 4",
+        f"{file} line 7",
+        "env FLEXKV_STORE_MODE",
+        "engine extra config",
+    ]
+    assert all(place in fault for place, fault in zip(places, faults, strict=True))
+
+
+def test_what_comes_before_the_end_of_a_readable_file_is_said_too(tmp_path: Path) -> None:
+    file = tmp_path / "flexkv.yaml"
+    file.write_text("host:\n  bytes: 12x\n7: true\n[1]: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"2 settings are wrong:\n- 'host.bytes'.*12x.*\n- .*setting '7'|names are"
+    ):
+        load_config({}, {"FLEXKV_CONFIG": str(file)})

@@ -1,0 +1,16 @@
+"""Tables whose cells stay whole, so that a path or a name can be copied from them and `grep` finds it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+WIDEST = 10_000
+
+
+def print_table(table: Table) -> None:
+    """Prints it as wide as its cells are; a narrower terminal breaks the lines itself."""
+    console = Console(markup=False, highlight=False)
+    wanted = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    Console(markup=False, highlight=False, width=max(console.width, wanted)).print(table)
