@@ -162,7 +162,7 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 def evict_all(manager: LocalCacheManager) -> None:
     """Everything that nobody leases leaves host memory; the manager keeps what is on disk."""
-    manager._index.evict(0, CACHED_BLOCKS)
+    manager.host.index.evict(0, CACHED_BLOCKS)
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:

@@ -90,7 +90,7 @@ class GroupMatch:
 
     Attributes:
         blocks: whole blocks restorable from `start_block` on.
-        slots: their host slots, in order, int32 [blocks]; fewer where the last blocks come straight from disk.
+        slots: their host slots, in order, int32 [blocks]; fewer where the last blocks are loaded from disk.
         tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
         tail_slot: host slot of that tail, or -1.
         first_block: number in the request of the block in `slots[0]`. `start_block` for a PREFIX group; later for the
@@ -198,7 +198,7 @@ class CacheManager(ABC):
         Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What more
         there is on disk is being brought up when this returns, and the answer says so (`reads`). With
         `DiskLimits.stream` whole blocks on their way up are promised too: their load waits for each page, and fails
-        those that do not come or do not verify. With `DiskLimits.straight` those on disk are promised where they lie.
+        those that do not come or do not verify. With `DiskLimits.gds_loads` those on disk are promised where they lie.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.

@@ -24,7 +24,7 @@ class DiskMode(Enum):
     """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
 
 
-class Straight(Enum):
+class GdsUse(Enum):
     """When pages on disk are loaded without a page of host memory."""
 
     NEVER = "never"
@@ -50,9 +50,9 @@ class DiskLimits:
         stream_layers: such reads bring up ranges of layers of all their pages, one after the other, for loads that wait
             for each layer.
         ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
-        straight: when whole blocks are loaded from disk without a page of host memory. Only for such an engine, whose
+        gds_loads: when whole blocks are loaded from disk without a page of host memory. Only for such an engine, whose
             workers have the lane for it.
-        straight_stores: blocks are stored on disk without a page of host memory, and not in host memory.
+        gds_stores: blocks are stored on disk without a page of host memory, and not in host memory.
     """
 
     mode: DiskMode = DiskMode.THROUGH
@@ -65,8 +65,8 @@ class DiskLimits:
     stream: bool = False
     stream_layers: bool = False
     ttl_s: int | None = None
-    straight: Straight = Straight.NEVER
-    straight_stores: bool = False
+    gds_loads: GdsUse = GdsUse.NEVER
+    gds_stores: bool = False
 
     def check(self) -> None:
         """
@@ -115,8 +115,8 @@ class DiskCounts:
         left: lookups of which a part was left to the engine, because it computes that sooner.
         left_pages: pages of those.
         streamed: pages loaded that had been promised while they were on their way up.
-        straight: pages loaded from disk and verified without a page of host memory.
-        straight_written: pages written without one; they are among `written`.
+        gds_read: pages loaded from disk and verified without a page of host memory.
+        gds_written: pages written without one; they are among `written`.
     """
 
     written: int = 0
@@ -134,5 +134,5 @@ class DiskCounts:
     left: int = 0
     left_pages: int = 0
     streamed: int = 0
-    straight: int = 0
-    straight_written: int = 0
+    gds_read: int = 0
+    gds_written: int = 0

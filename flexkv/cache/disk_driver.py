@@ -132,10 +132,10 @@ class DiskDriver:
                 siblings.lose(disk)
 
     def _say_left(self) -> None:
-        left, now_s = self._flow.last_left, self._clock()
+        left, now_s = self._flow.lookup.last_left, self._clock()
         if left is None or now_s < self._say_left_at_s:
             return
-        self._flow.last_left, self._say_left_at_s = None, now_s + SAY_LEFT_EVERY_S
+        self._flow.lookup.last_left, self._say_left_at_s = None, now_s + SAY_LEFT_EVERY_S
         logger.info(
             "pages on disk are left to the engine, which computes them sooner: of the last lookup %d, in about %.3f s "
             "instead of %.3f s (disk.compute_if_faster)",

@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from flexkv.c_ext import BlockIndex, in_a_row
 from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.disk_base import DiskCounts
-from flexkv.cache.leases import EntryIds
+from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.errors import ContractError
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
 from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
 from flexkv.transfer.graph import TAG_BYTES, PageTags
-
-NO_ENTRY = np.uint32(0xFFFFFFFF)
 
 
 class DiskIndex:
@@ -57,7 +55,7 @@ class DiskIndex:
         self._any_expires = ttl_s is not None
         self.any_partial = False
         """Whether a page, here or in host memory, may have other than `block_tokens` tokens."""
-        self._block_tokens = specs[0].block_tokens
+        self.block_tokens = specs[0].block_tokens
         for group, count in enumerate(slots):
             self.entries.grow(group, count)
             self._adopt(group)
@@ -73,7 +71,7 @@ class DiskIndex:
         )
         self._tags[group][rows.places[taken]] = tag_fields(tags)
         self._any_expires |= bool((rows.expiries != NEVER).any())
-        self.any_partial |= bool((rows.tokens != self._block_tokens).any())
+        self.any_partial |= bool((rows.tokens != self.block_tokens).any())
 
     def __len__(self) -> int:
         return len(self.entries)

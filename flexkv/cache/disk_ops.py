@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import Keys
+from flexkv.cache.checks import good_pages
 from flexkv.cache.disk_index import DiskIndex
-from flexkv.cache.inflight import WHOLE_OP_STATUSES
 from flexkv.cache.leases import EntryIds
-from flexkv.cache.planner import Planner
-from flexkv.errors import ContractError
-from flexkv.transfer.graph import OpId, OpResult, OpStatus, SlotIds
-
-
-@dataclass(slots=True)
-class HostSide:
-    """What the disk tier needs of the manager's host tier.
-
-    Attributes:
-        index: of the host slots.
-        tokens: per group, valid tokens of the page in each host slot, int32 [slots].
-        published: is told of entries that became visible in host memory.
-        evicted: is told of blocks that left it.
-    """
-
-    index: BlockIndex
-    planner: Planner
-    tokens: list[NDArray[np.int32]]
-    published: Callable[[int, EntryIds], None]
-    evicted: Callable[[int, Keys], None]
+from flexkv.transfer.graph import OpId, OpResult, SlotIds
 
 
 @dataclass(slots=True)
@@ -75,27 +53,6 @@ class DiskOp:
             ContractError: the result lists pages that the op has not.
         """
         return good_pages(result, len(self.host))
-
-
-def good_pages(result: OpResult, pages: int) -> NDArray[np.bool_]:
-    """Which pages of an op of so many arrived.
-
-    Raises:
-        ContractError: the result lists pages that the op has not.
-    """
-    if result.status is OpStatus.OK:
-        return np.ones(pages, np.bool_)
-    good = np.zeros(pages, np.bool_)
-    listed = np.asarray(result.failed)
-    if listed.size and (listed.min() < 0 or listed.max() >= pages):
-        raise ContractError(
-            f"op {result.op_id} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to {pages - 1}"
-        )
-    # A failure that names no page is taken as a failure of all: never a page too few.
-    if result.status not in WHOLE_OP_STATUSES and listed.size:
-        good[:] = True
-        good[listed] = False
-    return good
 
 
 class DiskOps:

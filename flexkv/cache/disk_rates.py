@@ -63,14 +63,14 @@ class DiskRates:
         read: of reads from disk; units are the pages in flight when a read was planned, its own among them, so that
             the wait behind others is part of it.
         load: of loads from host memory to the engine, likewise.
-        straight: of loads from disk to the engine without a page of host memory, likewise.
+        gds: of loads from disk to the engine without a page of host memory, likewise.
         compute: of the engine's prefill steps, in tokens.
     """
 
     def __init__(self) -> None:
         self.read = MovingLine()
         self.load = MovingLine()
-        self.straight = MovingLine()
+        self.gds = MovingLine()
         self.compute = MovingLine()
 
     def believed(self, now_s: float) -> bool:
@@ -113,29 +113,29 @@ class DiskRates:
         best = len(saved_s) - 1 - int(np.argmax(saved_s[::-1]))
         return best + 1 if saved_s[best] > 0 else 0
 
-    def straight_is_faster(self, pages: int, queued_straight: int, queued_reads: int, now_s: float) -> bool:
-        """Whether `pages` on disk reach the engine sooner straight, behind `queued_straight` others, than by a read
-        behind `queued_reads` others and a load. Whichever way is not known, or not any more, is tried."""
-        if not self.straight.believed(now_s):
+    def gds_is_faster(self, pages: int, queued_gds: int, queued_reads: int, now_s: float) -> bool:
+        """Whether `pages` on disk reach the engine sooner from where they lie, behind `queued_gds` others, than by a
+        read behind `queued_reads` others and a load. Whichever way is not known, or not any more, is tried."""
+        if not self.gds.believed(now_s):
             return True
         if not self.read.believed(now_s):
             return False
         load_latency_s, _ = self.load.line()
         through_s = self.read_s(pages, queued_reads) + load_latency_s + self.load_s(pages)
-        return self.straight_s(pages, queued_straight) < through_s
+        return self.gds_s(pages, queued_gds) < through_s
 
-    def straight_is_worth(self, pages: int, tokens: int, queued_pages: int, now_s: float) -> bool:
-        """Whether loading `pages` straight is quicker than computing their `tokens`, as far as both are known.
+    def gds_is_worth(self, pages: int, tokens: int, queued_pages: int, now_s: float) -> bool:
+        """Whether loading `pages` from where they lie is quicker than computing their `tokens`, where both are known.
 
         A prefix of them saves and costs its share of the same, so it is all of them or none.
         """
-        if not (self.straight.believed(now_s) and self.compute.believed(now_s)):
+        if not (self.gds.believed(now_s) and self.compute.believed(now_s)):
             return True
-        return self.compute_s(tokens) > self.straight_s(pages, queued_pages)
+        return self.compute_s(tokens) > self.gds_s(pages, queued_pages)
 
-    def straight_s(self, pages: int, queued_pages: int) -> float:
-        """Seconds to load `pages` straight from disk behind `queued_pages` others."""
-        return _seconds(self.straight, queued_pages + pages)
+    def gds_s(self, pages: int, queued_pages: int) -> float:
+        """Seconds to load `pages` from where they lie behind `queued_pages` others."""
+        return _seconds(self.gds, queued_pages + pages)
 
     def read_s(self, pages: int, queued_pages: int) -> float:
         """Seconds to bring up `pages` behind `queued_pages` others."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from flexkv.cache.base import Keys
 from flexkv.cache.disk_base import DiskLimits
-from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
-from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
+from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk_ops import DiskOp, DiskOps
 from flexkv.cache.disk_rates import DiskRates
-from flexkv.cache.leases import EntryIds
+from flexkv.cache.host_tier import HostTier
+from flexkv.cache.leases import NO_ENTRY, EntryIds
+from flexkv.cache.planner import Planner
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 
@@ -40,20 +42,26 @@ class DiskReads:
     Contract with both indexes: while a read is in flight its host entries are pending and pinned, so that nobody is
     promised or given their slots, and its disk entries are pinned, so that their places are not rewritten. What was
     verified is published in host memory; what was not is forgotten on disk.
+
+    Args:
+        indexes: of the unit's own disks, then of its siblings'.
+        orders: takes the reads of the unit's own disks.
     """
 
     def __init__(
         self,
-        host: HostSide,
-        disk: DiskIndex,
+        host: HostTier,
+        planner: Planner,
+        indexes: Sequence[DiskIndex],
         limits: DiskLimits,
         orders: list[TransferGraph],
         rates: DiskRates,
         clock: Callable[[], float],
-        siblings: DiskIndex | None = None,
     ) -> None:
         self._host = host
-        self._disk = disk
+        self._planner = planner
+        self._indexes = indexes
+        self._disk = indexes[0]
         self._limits = limits
         self._orders = orders
         self._rates = rates
@@ -62,7 +70,6 @@ class DiskReads:
         """Of each host slot, the read that was given it last, or 0. It may have ended."""
         self._unmarked: list[DiskOp] = []
         """Reads that `_reader` does not know yet: marking costs a lookup, and only another one meanwhile needs it."""
-        self._siblings = siblings
         self.sibling_orders: list[TransferGraph] = []
         """Reads of siblings' pages that were planned and not handed out."""
         self.ops = DiskOps()
@@ -95,16 +102,16 @@ class DiskReads:
             self._host.evicted(group, evicted)
         if len(positions):
             wanted = keys if len(positions) == len(keys) else keys[positions]
-            own = np.ones(len(wanted), np.bool_)
-            if self._siblings is not None:
-                own = self._disk.entries.find(group, wanted) != NO_ENTRY
-                if not own.all():
-                    those = ~own
-                    waited.add(self._plan(self._siblings, group, wanted[those], entries[those], slots[those]))
-            if own.all():
-                waited.add(self._plan(self._disk, group, wanted, entries, slots, layerwise))
-            elif own.any():
-                waited.add(self._plan(self._disk, group, wanted[own], entries[own], slots[own], layerwise))
+            left = np.ones(len(wanted), np.bool_)
+            for source in self._indexes:
+                mine = left
+                if source is not self._indexes[-1]:
+                    mine = left & (source.entries.find(group, wanted) != NO_ENTRY)
+                    left = left & ~mine
+                if mine.all():
+                    waited.add(self._plan(source, group, wanted, entries, slots, layerwise))
+                elif mine.any():
+                    waited.add(self._plan(source, group, wanted[mine], entries[mine], slots[mine], layerwise))
         return waited
 
     def _plan(
@@ -114,11 +121,12 @@ class DiskReads:
         keys: Keys,
         entries: EntryIds,
         slots: SlotIds,
-        layerwise: bool = False,
+        layerwise: bool,
     ) -> OpId:
         """A read of pages that are all in `source`."""
+        own = source is self._disk
         disk, places, tags = source.begin_read(group, keys)
-        graph = self._host.planner.read(group, slots, places, tags, layerwise)
+        graph = self._planner.read(group, slots, places, tags, layerwise and own)
         op_id = graph.ops[0].op_id
         ahead = self.ops.pages
         op = DiskOp(
@@ -136,7 +144,7 @@ class DiskReads:
         )
         self.ops.add(op)
         self._unmarked.append(op)
-        (self._orders if source is self._disk else self.sibling_orders).append(graph)
+        (self._orders if own else self.sibling_orders).append(graph)
         return op_id
 
     def _under_way(self, group: int, keys: Keys) -> set[OpId]:
@@ -171,6 +179,11 @@ class DiskReads:
         for op_id in ops:
             self.ops.get(op_id).waiters.add(request_id)
 
+    def holds_up(self, request_id: str) -> bool:
+        """Whether the request waits for a read and has not done so for too long. O(1)."""
+        wait = self.waits.get(request_id)
+        return wait is not None and bool(wait.ops) and self._clock() - wait.since_s <= self._limits.wait_s
+
     def leave_rest(self, request_id: str, now_s: float) -> None:
         """The request waits for what it waits for, and for no more."""
         self.waits.setdefault(request_id, Wait(now_s)).given_up = True
@@ -200,10 +213,26 @@ class DiskReads:
         wait.given_up = True
         self._disk.counts.late += 1
 
+    def expire(self, now_s: float) -> None:
+        """Drops the waits of requests that were never heard of again after they had waited long enough."""
+        before_s = now_s - 2 * self._limits.wait_s
+        for request_id in [r for r, wait in self.waits.items() if wait.since_s < before_s]:
+            self.drop(request_id)
+
+    def reset(self) -> None:
+        """No request waits any more; the reads end by themselves."""
+        for request_id in list(self.waits):
+            self.drop(request_id)
+
+    def pinned_in_host(self) -> list[EntryIds]:
+        """What reads and waiting requests pin in the host index."""
+        held = [entries for wait in self.waits.values() for _, entries in wait.held]
+        return [*held, *(op.host for op in self.ops)]
+
     # --- ends ---
 
     def _any_partial(self) -> bool:
-        return self._disk.any_partial or (self._siblings is not None and self._siblings.any_partial)
+        return any(index.any_partial for index in self._indexes)
 
     def complete(self, result: OpResult) -> None:
         op = self.ops.pop(result.op_id)

@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import Keys
 from flexkv.cache.disk_base import DiskLimits, DiskMode
-from flexkv.cache.disk_index import NO_ENTRY, DiskIndex
-from flexkv.cache.disk_ops import DiskOp, DiskOps, HostSide
-from flexkv.cache.leases import EntryIds
+from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk_ops import DiskOp, DiskOps
+from flexkv.cache.host_tier import HostTier
+from flexkv.cache.leases import NO_ENTRY, EntryIds
+from flexkv.cache.planner import Planner
 from flexkv.transfer.graph import OpResult, TransferGraph
 
 LEAVE_PAGES = 256
@@ -30,9 +32,15 @@ class DiskWrites:
     """
 
     def __init__(
-        self, host: HostSide, disk: DiskIndex, limits: DiskLimits, orders: list[TransferGraph]
+        self,
+        host: HostTier,
+        planner: Planner,
+        disk: DiskIndex,
+        limits: DiskLimits,
+        orders: list[TransferGraph],
     ) -> None:
         self._host = host
+        self._planner = planner
         self._disk = disk
         self._limits = limits
         self._orders = orders
@@ -151,7 +159,7 @@ class DiskWrites:
         without = np.ones(len(keys), np.bool_)
         without[positions] = False
         if len(positions):
-            graph = self._host.planner.write(group, slots[positions], places, tags)
+            graph = self._planner.write(group, slots[positions], places, tags)
             op = graph.ops[0]
             self.ops.add(
                 DiskOp(

@@ -9,41 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import OpRole
+from flexkv.cache.checks import good_pages
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import Blame, BlockIds, OpId, OpResult, OpStatus, RunDigests, SlotIds, TransferOp
+from flexkv.transfer.graph import (
+    WITHOUT_SLOTS,
+    Blame,
+    BlockIds,
+    OpId,
+    OpKind,
+    OpResult,
+    OpStatus,
+    RunDigests,
+    TransferOp,
+)
 
-WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
-"""Statuses under which no page of the op counts, whatever the result lists."""
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class InflightOp:
     """One op between its plan and its last rank's report. All arrays have one element a page.
 
     Attributes:
-        entries: its pages' index entries, each pinned once by the op.
+        plan: the op as the ranks have it.
+        entries: its pages' index entries, each pinned once by the op: of the disk index where `in_disk_index`.
         first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
         epoch: the manager's epoch when it was planned.
         begun_s: the clock when it was planned; kept for loads in front of a disk tier.
         ahead: pages of its role that were in flight then.
-        coming: of a load, pages that were on their way up from disk when it was planned; None when there were none.
-        places: of a load straight from disk, or a store straight to it, where its pages lie; `entries` are then of
-            the disk index.
-        straight_store: the op of such a store.
-        digests: of such a store, of each rank that has reported some, its run digests of every page.
+        digests: of GDS_WRITE, of each rank that has reported some, its run digests of every page.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
-        astray: of a load straight from disk, the disk or the way from it failed pages, not what they hold.
+        astray: of a load from disk, the disk or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
     """
 
-    op_id: OpId
+    plan: TransferOp
     request_id: str
     role: OpRole
-    group: int
-    blocks: BlockIds
     entries: EntryIds
     first_block: int
     positions: NDArray[np.integer]
@@ -51,9 +54,6 @@ class InflightOp:
     waits_for: tuple[OpId, ...] = ()
     begun_s: float = 0.0
     ahead: int = 0
-    coming: NDArray[np.bool_] | None = None
-    places: SlotIds | None = None
-    straight_store: TransferOp | None = None
     digests: dict[int, RunDigests] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
@@ -64,6 +64,33 @@ class InflightOp:
 
     def __post_init__(self) -> None:
         self.failed, self.suspect, self.barred = np.zeros((3, len(self.entries)), np.bool_)
+
+    @property
+    def op_id(self) -> OpId:
+        return self.plan.op_id
+
+    @property
+    def kind(self) -> OpKind:
+        return self.plan.kind
+
+    @property
+    def group(self) -> int:
+        return self.plan.group
+
+    @property
+    def blocks(self) -> BlockIds:
+        """The engine blocks of its pages."""
+        return self.plan.blocks
+
+    @property
+    def in_disk_index(self) -> bool:
+        """Whether its pages have no host slot, only places on disk."""
+        return self.plan.kind in WITHOUT_SLOTS
+
+    @property
+    def coming(self) -> NDArray[np.bool_] | None:
+        """Pages that were on their way up from disk when it was planned; None when there were none."""
+        return self.plan.reads != 0 if len(self.plan.reads) else None
 
     @property
     def block_numbers(self) -> NDArray[np.int64]:
@@ -78,35 +105,20 @@ class InflightOp:
         """
         if rank in self.reported:
             raise ContractError(f"op {self.op_id}: rank {rank} reported twice")
-        listed = np.asarray(result.failed)
-        if listed.size and (
-            listed.ndim != 1
-            or listed.dtype.kind not in "iu"
-            or listed.min() < 0
-            or listed.max() >= len(self.entries)
-        ):
-            raise ContractError(
-                f"op {self.op_id}: rank {rank} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to "
-                f"{len(self.entries) - 1}"
-            )
-        if result.status is OpStatus.OK and listed.size:
-            raise ContractError(f"op {self.op_id}: rank {rank} says OK and lists {listed.size} failed pages")
+        bad = ~good_pages(result, len(self.entries), f"rank {rank}")
         blamed = result.blamed(len(self.entries)) if result.status is not OpStatus.OK else None
         self.reported.add(rank)
         if result.digests.size:
             self.digests[rank] = result.digests
         if blamed is None:
             return
-        # A failure that names no page is taken as a failure of all: never a page too few.
-        whole = result.status in WHOLE_OP_STATUSES or not listed.size
-        pages: slice | NDArray[np.int64] = slice(None) if whole else listed.astype(np.int64)
-        self.failed[pages] = True
-        if self.places is not None:
-            self.suspect[pages] |= blamed[pages] <= Blame.PAGE
+        self.failed |= bad
+        if self.in_disk_index:
+            self.suspect |= bad & (blamed <= Blame.PAGE)
             self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())
         elif result.status is not OpStatus.CANCELLED:
             # Whoever is to blame, host memory has no other way to an engine: a page that stayed would fail again.
-            self.suspect[pages] = True
+            self.suspect |= bad
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")
 
@@ -140,6 +152,10 @@ class InflightTable:
 
     def of_request(self, request_id: str, role: OpRole) -> list[InflightOp]:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
+
+    def loads_of(self, request_id: str) -> tuple[OpId, ...]:
+        """The request's loads: what it stores now may have been computed from their targets."""
+        return tuple(op.op_id for op in self.of_request(request_id, OpRole.LOAD))
 
     def add(self, op: InflightOp) -> None:
         self._ops[op.op_id] = op

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.transfer.graph import ReadIds, SlotIds
-
-if TYPE_CHECKING:
-    from flexkv.cache.straight_loads import StraightPages
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import PageTags, ReadIds, SlotIds
 
 EntryIds = NDArray[np.uint32]
 """Entries of the native block index, each pinned once for every lease that names it."""
 
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
+
+NO_ENTRY = np.uint32(0xFFFFFFFF)
+"""In place of an entry: the index does not know the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLease:
+    """Pages of one group, each leased in the disk index.
+
+    Attributes:
+        entries: of the disk index, uint32 [pages].
+        places: of the entries, int32 [pages].
+        tags: what the places must hold, uint8 [pages, TAG_BYTES].
+    """
+
+    entries: EntryIds
+    places: SlotIds
+    tags: PageTags
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def at(self, positions: NDArray[np.intp]) -> DiskLease:
+        return DiskLease(self.entries[positions], self.places[positions], self.tags[positions])
 
 
 @dataclass(slots=True)
@@ -30,7 +51,7 @@ class GroupLease:
         first_block: number in the request of the first block.
         blocks: whole blocks; `pages` is one more when there is a tail.
         reads: int64 [pages], of each page the read from disk that brings it, or 0; None when all are there.
-        straight: the blocks that follow and go straight from disk to the engine; then there is no tail.
+        on_disk: the blocks that follow and are loaded from where they lie; then there is no tail.
     """
 
     entries: EntryIds
@@ -38,11 +59,11 @@ class GroupLease:
     first_block: int
     blocks: int
     reads: ReadIds | None = None
-    straight: StraightPages | None = None
+    on_disk: DiskLease | None = None
 
     @property
     def pages(self) -> int:
-        return len(self.entries) + (0 if self.straight is None else len(self.straight))
+        return len(self.entries) + (0 if self.on_disk is None else len(self.on_disk))
 
     @property
     def has_tail(self) -> bool:
@@ -104,3 +125,12 @@ class LeaseTable:
 
     def requests(self) -> list[str]:
         return list(self._leases)
+
+    def check_integrity(self) -> None:
+        """
+        Raises:
+            ContractError: another number of pages is counted than is leased.
+        """
+        pages = sum(lease.pages for lease in self)
+        if pages != self.reserved_pages:
+            raise ContractError(f"{self.reserved_pages} pages are counted as reserved, not {pages}")

@@ -10,14 +10,11 @@ import numpy as np
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_BLOCK, GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
 from flexkv.cache.checks import as_block_ids
-from flexkv.cache.disk_flow import Coming
-from flexkv.cache.leases import EntryIds, GroupLease, Lease
+from flexkv.cache.disk_lookup import Coming
+from flexkv.cache.leases import NO_ENTRY, DiskLease, EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
-from flexkv.cache.straight_loads import StraightPages
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.graph import BlockIds, SlotIds
-
-NO_ENTRY = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(slots=True)
@@ -152,14 +149,12 @@ class Lookup:
         longer = Found(found.start_block, blocks, 0, tuple(group.entries for group in groups), found.cut)
         return longer, Lease(tuple(groups), lease.since_s)
 
-    def extend_straight(
-        self, found: Found, lease: Lease, straight: Sequence[StraightPages]
-    ) -> tuple[Found, Lease]:
-        """A lease of whole blocks alone, with the blocks that follow and are loaded straight from disk."""
-        more = len(straight[0])
+    def extend_on_disk(self, found: Found, lease: Lease, leases: Sequence[DiskLease]) -> tuple[Found, Lease]:
+        """A lease of whole blocks alone, with the blocks that follow and are loaded from where they lie."""
+        more = len(leases[0])
         groups = tuple(
-            replace(group, blocks=group.blocks + more, straight=pages)
-            for group, pages in zip(lease.groups, straight, strict=True)
+            replace(group, blocks=group.blocks + more, on_disk=pages)
+            for group, pages in zip(lease.groups, leases, strict=True)
         )
         return replace(found, blocks=found.blocks + more), Lease(groups, lease.since_s)
 

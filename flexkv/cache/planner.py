@@ -1,14 +1,14 @@
-"""Turns pages that have slots into transfer graphs."""
+"""Turns pages that have slots or places into numbered ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import count
 
 import numpy as np
 
 from flexkv.transfer.graph import (
     NO_PLACES,
+    NO_READS,
     BlockIds,
     OpId,
     OpKind,
@@ -25,33 +25,28 @@ NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 
 class Planner:
-    """Numbers ops and builds graphs over the host and disk tiers."""
+    """Numbers ops, and builds them: for the ranks as ops, for the manager's own disk lane as graphs of one op."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
 
-    def load(self, pages: Iterable[tuple[int, BlockIds, SlotIds, ReadIds]]) -> TransferGraph:
-        """One H2D op for each `(group, engine blocks, slots, reads)`; they do not wait for each other.
+    def load(self, group: int, blocks: BlockIds, slots: SlotIds, reads: ReadIds = NO_READS) -> TransferOp:
+        """One H2D op; `reads` as in `TransferOp.reads`: pages wait for reads of the manager's own disks."""
+        number = OpId(next(self._numbers))
+        return TransferOp(number, OpKind.H2D, group, Priority.LOAD, blocks, slots, reads=reads)
 
-        `reads` as in `TransferOp.reads`: the pages wait for reads of the manager's own disks.
-        """
-        return TransferGraph(
-            tuple(
-                TransferOp(
-                    OpId(next(self._numbers)), OpKind.H2D, group, Priority.LOAD, blocks, slots, reads=reads
-                )
-                for group, blocks, slots, reads in pages
-            )
-        )
+    def store(self, group: int, blocks: BlockIds, slots: SlotIds) -> TransferOp:
+        """One D2H op."""
+        return TransferOp(OpId(next(self._numbers)), OpKind.D2H, group, Priority.STORE, blocks, slots)
 
-    def straight(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
+    def gds_load(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
         """One GDS_READ op."""
         number = OpId(next(self._numbers))
         return TransferOp(
             number, OpKind.GDS_READ, group, Priority.LOAD, blocks, NO_PLACES, places=places, tags=tags
         )
 
-    def straight_store(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
+    def gds_store(self, group: int, blocks: BlockIds, places: SlotIds, tags: PageTags) -> TransferOp:
         """One GDS_WRITE op."""
         number = OpId(next(self._numbers))
         return TransferOp(
@@ -71,11 +66,6 @@ class Planner:
             tags=tags,
             digests=digests,
         )
-
-    def store(self, group: int, blocks: BlockIds, slots: SlotIds) -> TransferGraph:
-        """One D2H op."""
-        op = TransferOp(OpId(next(self._numbers)), OpKind.D2H, group, Priority.STORE, blocks, slots)
-        return TransferGraph((op,))
 
     def read(
         self, group: int, slots: SlotIds, places: SlotIds, tags: PageTags, layerwise: bool = False

@@ -230,7 +230,7 @@ class SimDiskLane:
 
     Attributes:
         slot_states: of a group and host slot, the read that ended it last and whether its page is good.
-        straight: loads by the ranks themselves, whose places must keep their pages.
+        gds_loads: loads by the ranks themselves, whose places must keep their pages.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class SimDiskLane:
         self.ops: dict[int, TransferOp] = {}
         self.failed: dict[int, list[int]] = {}
         self.slot_states: dict[tuple[int, int], tuple[int, bool]] = {}
-        self.straight: dict[int, TransferOp] = {}
+        self.gds_loads: dict[int, TransferOp] = {}
 
     def submit(self, op: TransferOp) -> None:
         """Takes an op over; its places must not be in use by another."""
@@ -254,7 +254,7 @@ class SimDiskLane:
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
         self._tier.check_places(op.places)
-        for other in (*self.ops.values(), *self.straight.values()):
+        for other in (*self.ops.values(), *self.gds_loads.values()):
             if other.group == op.group and OpKind.DISK_WRITE in (op.kind, other.kind):
                 shared = set(op.places.tolist()) & set(other.places.tolist())
                 require(not shared, "a place on disk was given away while an op uses it")

@@ -51,7 +51,7 @@ class Lookups:
         result = world.manager.match(request.request_id, request.arrays, start, tails)
         world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_blocks)
         self.orders_planned()
-        streamed = (world.config.stream or world.config.straight) and result.blocks > model_blocks
+        streamed = (world.config.stream or world.config.gds_loads) and result.blocks > model_blocks
         require(
             result.blocks == model_blocks or streamed,
             f"match promised {result.blocks} blocks, {model_blocks} are restorable",
@@ -60,7 +60,7 @@ class Lookups:
         for group, match in enumerate(result.groups):
             needed = world.model.needed(group, start, result.blocks)
             slots = match.slots.tolist()
-            if world.config.straight and streamed:
+            if world.config.gds_loads and streamed:
                 slots += [NO_SLOT] * (len(needed) - len(slots))
             require(len(slots) == len(needed), "match names another number of slots than are needed")
             require(not needed or match.first_block == needed.start, "match starts at another block")
@@ -143,15 +143,15 @@ class Lookups:
         sync = world.random.random() < 0.4
         request.state = "running" if sync or graph is None else "loading"
         for op in graph.ops if graph is not None else ():
-            straight = op.kind is OpKind.GDS_READ
-            mine = [at for at, key in enumerate(planned[op.group][0]) if (lease[key] == NO_SLOT) == straight]
+            from_disk = op.kind is OpKind.GDS_READ
+            mine = [at for at, key in enumerate(planned[op.group][0]) if (lease[key] == NO_SLOT) == from_disk]
             keys = [planned[op.group][0][at] for at in mine]
             numbers = [planned[op.group][1][at] for at in mine]
-            slots = [NO_SLOT] * op.pages if straight else op.slots.tolist()
+            slots = [NO_SLOT] * op.pages if from_disk else op.slots.tolist()
             require(slots == [lease[key] for key in keys], "a load reads other slots than were promised")
             blocks = [targets[op.group][at] for at in mine]
             require(op.blocks.tolist() == blocks, "a load writes other blocks than were given")
             world.report.streamed_pages += int(np.count_nonzero(op.reads))
-            world.report.straight_pages += op.pages if straight else 0
+            world.report.gds_pages += op.pages if from_disk else 0
             world.submit(op, request, OpRole.LOAD, keys, numbers, in_stream=sync)
             request.unverified.add(op.op_id)

@@ -100,7 +100,7 @@ class Ranks:
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason = OpStatus.OK, movement.failed, ""
-        # A lane that is down would end all loads straight from disk for the rest of the run.
+        # A lane that is down would end all loads from disk places for the rest of the run.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
@@ -122,7 +122,7 @@ class Ranks:
         if completion is None:
             return
         op = world.ops.pop(op_id)
-        if world.disk_lane.straight.pop(op_id, None) is not None and model_op.epoch == world.model.epoch:
+        if world.disk_lane.gds_loads.pop(op_id, None) is not None and model_op.epoch == world.model.epoch:
             world.disk.require_forgotten(op, model_op.suspect)
         require(completion.blocks.tolist() == op.blocks.tolist(), "a completion names other blocks")
         if model_op.role is OpRole.LOAD:

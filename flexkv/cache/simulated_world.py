@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import GroupSpec, ManagerLimits, OpRole
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, Straight
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, GdsUse
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
 from flexkv.cache.simulated_engine import SimEngine, SimRequest
@@ -39,7 +39,7 @@ class SimulationConfig:
         measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
             on disk to the engine.
         stream: blocks are promised while they are on their way up from disk.
-        straight: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
+        gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
             `measured_steps` only where that was faster.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
     """
@@ -60,7 +60,7 @@ class SimulationConfig:
     disks: int = 2
     measured_steps: bool = False
     stream: bool = False
-    straight: bool = False
+    gds_loads: bool = False
 
 
 @dataclass
@@ -71,7 +71,7 @@ class SimulationReport:
     verified_pages: int = 0
     failed_pages: int = 0
     streamed_pages: int = 0
-    straight_pages: int = 0
+    gds_pages: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
     disk: DiskCounts = field(default_factory=DiskCounts)
@@ -97,7 +97,7 @@ class World:
             lease_s=30.0,
         )
         self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
-        straight = Straight.WHERE_FASTER if config.measured_steps else Straight.ALWAYS
+        gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
         disk_limits = DiskLimits(
             config.disk_mode,
             write_pages=6,
@@ -105,7 +105,7 @@ class World:
             waiting_pages=8,
             ops=4,
             stream=config.stream,
-            straight=straight if config.straight else Straight.NEVER,
+            gds_loads=gds_use if config.gds_loads else GdsUse.NEVER,
         )
         self.manager = manager_class(
             config.groups,
@@ -132,7 +132,7 @@ class World:
     def _waiting_slots(self, group: int) -> set[int]:
         """Host slots that were filled from disk for requests which have not asked again."""
         held = [held for wait in self.manager.disk.reads.waits.values() for held in wait.held]
-        slots_of = self.manager._index.slots_of
+        slots_of = self.manager.host.index.slots_of
         return {slot for of, entries in held if of == group for slot in slots_of(entries).tolist()}
 
     def pick(self) -> SimRequest | None:
@@ -173,14 +173,14 @@ class World:
             for number, other in self.model.ops.items()
             if role is OpRole.STORE and other.role is OpRole.LOAD and other.request_id == request.request_id
         }
-        straight = op.kind is OpKind.GDS_READ
-        slots = [NO_SLOT] * op.pages if straight else op.slots.tolist()
+        from_disk = op.kind is OpKind.GDS_READ
+        slots = [NO_SLOT] * op.pages if from_disk else op.slots.tolist()
         self.model.add_op(
             op.op_id, ModelOp(request.request_id, role, keys, slots, numbers, self.model.epoch, waits)
         )
         self.ops[op.op_id] = op
-        if straight:
-            self.disk_lane.straight[op.op_id] = op
+        if from_disk:
+            self.disk_lane.gds_loads[op.op_id] = op
         self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
 
     def grow(self, group: int) -> None:

@@ -23,6 +23,9 @@ from flexkv.errors import ConfigError
 ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
 """Two ways to say the same thing: one source may use one of them, and a stronger source's choice replaces both."""
 
+NEEDED_BESIDE = {"disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager"))}
+"""Settings that, when on, need others to have one value."""
+
 Layer = dict[str, tuple[object, str]]
 """Dotted key -> (checked value, origin) of one source."""
 
@@ -39,7 +42,8 @@ def load_config(
     Raises:
         ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value,
             and what is allowed or the nearest right name; where there are several faults, all of them. Every source
-            is checked, also where a stronger one overrides it.
+            is checked, also where a stronger one overrides it; what settings ask of each other is checked of their
+            last values.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
@@ -62,7 +66,10 @@ def load_config(
     for key, (value, _) in merged.items():
         section, name = key.split(".")
         values.setdefault(section, {})[name] = value
-    return FlexKVConfig.with_origins(values, {key: origin for key, (_, origin) in merged.items()})
+    config = FlexKVConfig.with_origins(values, {key: origin for key, (_, origin) in merged.items()})
+    if unmet := _unmet_needs(config):
+        raise _together(unmet)
+    return config
 
 
 def _config_file(text: str) -> Path:
@@ -148,6 +155,21 @@ def _check_value(key: str, value: object) -> object:
         reasons = dict.fromkeys(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
         raise ValueError("; or ".join(reasons)) from error
     return getattr(model, name)
+
+
+def _unmet_needs(config: FlexKVConfig) -> list[ConfigError]:
+    """What settings that are on need of others and do not find."""
+    rows = {row.key: row for row in config.rows()}
+    return [
+        ConfigError(
+            f"{other!r} from {rows[other].origin} has the value {shown(rows[other].value)}: expected {allowed!r} "
+            f"with {key!r} from {rows[key].origin}"
+        )
+        for key, needs in NEEDED_BESIDE.items()
+        if rows[key].value
+        for other, allowed in needs
+        if rows[other].value != allowed
+    ]
 
 
 def _contradiction(first: RawSetting, second: RawSetting) -> ConfigError:

@@ -14,11 +14,10 @@ from flexkv.adapters.common.unit_disk import (
     disk_limits,
     find_siblings,
     open_tier,
-    when_straight,
 )
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
-from flexkv.cache.disk_base import Straight
+from flexkv.cache.disk_base import DiskLimits, GdsUse
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
@@ -113,12 +112,12 @@ class HostUnit:
         shared: bool,
         listener: CacheListener | None,
         owner: UnitOwner,
-        may_stream: bool = False,
+        recomputes: bool = False,
     ) -> HostUnit:
         """Opens the disks, sizes and creates pool and manager.
 
         Args:
-            may_stream: see `disk_limits`.
+            recomputes: see `disk_limits`.
 
         Raises:
             GeometryError: a rank is missing, or the ranks count different blocks.
@@ -136,12 +135,13 @@ class HostUnit:
             raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {said}")
         if said[0].replicated:
             del said[1:]
-        tier = open_tier(config, block_tokens, said, owner) if config.disk.folders else None
+        limits = disk_limits(config, recomputes, said)
+        tier = None
+        if config.disk.folders:
+            tier = open_tier(config, block_tokens, said, owner, limits.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
-            return cls._create(
-                config, block_tokens, said, shared, listener, tier, siblings, ranks, may_stream
-            )
+            return cls._create(config, block_tokens, said, shared, listener, tier, limits, siblings, ranks)
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
@@ -156,13 +156,12 @@ class HostUnit:
         shared: bool,
         listener: CacheListener | None,
         tier: DiskTier | None,
+        disk_limits: DiskLimits,
         siblings: Sequence[Sibling],
         ranks: int,
-        may_stream: bool,
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
-        straight = when_straight(config, may_stream, said)
         limits = ManagerLimits(
             ranks=ranks,
             inflight_store_pages=config.store.inflight_pages,
@@ -175,7 +174,7 @@ class HostUnit:
             policy=config.index.policy,
             listener=listener,
             disk=tier,
-            disk_limits=disk_limits(config, may_stream, straight),
+            disk_limits=disk_limits,
             siblings=SiblingPages(siblings) if siblings else None,
         )
         logger.info(
@@ -190,7 +189,7 @@ class HostUnit:
         if tier is not None:
             group = disk_group(config, block_tokens, said)
             unit.disk = UnitDisk(config, tier, pool, manager, siblings, group)
-            if straight is not Straight.NEVER:
+            if disk_limits.gds_loads is not GdsUse.NEVER:
                 unit.slabs = tier.slab_map()
             logger.info(
                 "disk tier: %d places of %d bytes on %d disk(s), %d blocks there already",

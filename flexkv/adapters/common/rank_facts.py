@@ -81,7 +81,7 @@ class PoolGrant:
     Attributes:
         descriptor: `HostPool.descriptor()`.
         places: of each rank.
-        slabs: of the unit's disks, for ranks that load from them straight; None where none does.
+        slabs: of the unit's disks, for ranks with gds loads; None where there are none.
     """
 
     descriptor: Any

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.common.rank_facts import RankFacts
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, Straight
+from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, GdsUse
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig
-from flexkv.errors import ConfigError, GeometryError
+from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
 from flexkv.storage.folder import unit_folder
@@ -35,7 +35,7 @@ PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
     '"kv_load_failure_policy":"recompute"'
 )
-STRAIGHT_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
+GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,54 +53,20 @@ class UnitOwner:
     unit: str
 
 
-def when_straight(config: FlexKVConfig, may_stream: bool, said: Sequence[RankFacts]) -> Straight:
-    """When the ranks load from the unit's disks without a page of host memory: `disk.gds` as this engine can have it.
+def disk_limits(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> DiskLimits:
+    """The bounds of the unit's traffic with its disks: the settings as this engine and its ranks can have them.
 
     Args:
-        may_stream: see `disk_limits`.
+        recomputes: the engine computes what a load did not bring.
     """
     disk = config.disk
-    if disk.gds == "off" or not disk.folders:
-        return Straight.NEVER
-    if not may_stream or config.load.mode != "async":
-        if disk.gds == "on":
-            logger.warning("disk.gds=on is off here: %s", STRAIGHT_NEEDS)
-        return Straight.NEVER
-    if disk.gds == "on":
-        return Straight.ALWAYS
-    return Straight.WHERE_FASTER if all(rank.gpudirect for rank in said) else Straight.NEVER
-
-
-def stores_straight(config: FlexKVConfig, straight: Straight) -> bool:
-    """Whether stores go to the disks without a page of host memory: `disk.gds_stores` as this engine can have it.
-
-    Raises:
-        ConfigError: it is set beside a setting that it does not work with.
-    """
-    disk = config.disk
-    if not disk.gds_stores or not disk.folders:
-        return False
-    needed = (("disk.gds", disk.gds, "on"), ("disk.mode", disk.mode, "through"))
-    for key, value, allowed in (*needed, ("store.mode", config.store.mode, "eager")):
-        if value != allowed:
-            raise ConfigError(f"disk.gds_stores with {key}={value!r}: allowed is {allowed!r}")
-    if straight is Straight.NEVER:
-        logger.warning("disk.gds_stores is off here: %s", STRAIGHT_NEEDS)
-    return straight is not Straight.NEVER
-
-
-def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Straight.NEVER) -> DiskLimits:
-    """The bounds of the unit's traffic with its disks.
-
-    Args:
-        may_stream: the engine computes what a load did not bring.
-
-    Raises:
-        ConfigError: see `stores_straight`.
-    """
-    disk = config.disk
-    if disk.stream and disk.folders and not may_stream:
+    if disk.stream and disk.folders and not recomputes:
         logger.warning("disk.stream is off here: %s", PROMISES_NEED)
+    gds_loads = _gds_loads(config, recomputes, said)
+    gds_stores = disk.gds_stores and bool(disk.folders)
+    if gds_stores and gds_loads is GdsUse.NEVER:
+        logger.warning("disk.gds_stores is off here: %s", GDS_NEEDS)
+        gds_stores = False
     return DiskLimits(
         mode=DiskMode(disk.mode),
         write_pages=disk.write_pages,
@@ -109,12 +75,26 @@ def disk_limits(config: FlexKVConfig, may_stream: bool, straight: Straight = Str
         ops=max(1, config.transfer.queue_ops // OPS_SHARE),
         wait_s=disk.wait_s,
         compute_if_faster=disk.compute_if_faster,
-        stream=disk.stream and may_stream,
+        stream=disk.stream and recomputes,
         stream_layers=config.load.mode == "layerwise",
         ttl_s=disk.ttl_s,
-        straight=straight,
-        straight_stores=stores_straight(config, straight),
+        gds_loads=gds_loads,
+        gds_stores=gds_stores,
     )
+
+
+def _gds_loads(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> GdsUse:
+    """`disk.gds` as this engine and its ranks can have it."""
+    disk = config.disk
+    if disk.gds == "off" or not disk.folders:
+        return GdsUse.NEVER
+    if not recomputes or config.load.mode != "async":
+        if disk.gds == "on":
+            logger.warning("disk.gds=on is off here: %s", GDS_NEEDS)
+        return GdsUse.NEVER
+    if disk.gds == "on":
+        return GdsUse.ALWAYS
+    return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in said) else GdsUse.NEVER
 
 
 def bytes_per_folder(config: FlexKVConfig, identity: DiskIdentity, group: DiskGroup) -> int:
@@ -147,9 +127,12 @@ def _held_bytes(folder: Path) -> int:
 
 
 def open_tier(
-    config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner
+    config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner, sealed_apart: bool
 ) -> DiskTier:
     """Opens the unit's folders.
+
+    Args:
+        sealed_apart: see `DiskOptions`.
 
     Raises:
         GeometryError: the ranks say different formats of their pages.
@@ -164,7 +147,7 @@ def open_tier(
         depth=disk.depth,
         stuck_s=disk.stuck_s,
         register_buffers=disk.register_buffers,
-        sealed_apart=disk.gds_stores,
+        sealed_apart=sealed_apart,
     )
     return DiskUnit.open(_folders(config), identity, [group], options)
 
@@ -273,8 +256,8 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
-        counters.add("flexkv_disk_straight_pages_total", new["straight"], direction="read")
-        counters.add("flexkv_disk_straight_pages_total", new["straight_written"], direction="write")
+        counters.add("flexkv_disk_straight_pages_total", new["gds_read"], direction="read")
+        counters.add("flexkv_disk_straight_pages_total", new["gds_written"], direction="write")
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries
@@ -282,7 +265,7 @@ class UnitDisk:
         counters.set("flexkv_disk_slots_used", len(entries))
         counters.set("flexkv_disks", sum(self._tier.alive))
         rates = self._flow.rates
-        for what, line in (("read", rates.read), ("load", rates.load), ("straight", rates.straight)):
+        for what, line in (("read", rates.read), ("load", rates.load), ("straight", rates.gds)):
             counters.set("flexkv_disk_page_seconds", line.line()[1], what=what)
         counters.set("flexkv_compute_token_seconds", rates.compute.line()[1])
 

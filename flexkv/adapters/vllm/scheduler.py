@@ -151,7 +151,7 @@ class SchedulerSide:
             not workers,
             listeners,
             self._owner,
-            may_stream=self._use.recomputes,
+            recomputes=self._use.recomputes,
         )
         for worker in workers:
             worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.disk_flow import Coming
-from flexkv.cache.disk_index import NO_ENTRY
+from flexkv.cache.disk_lookup import Coming
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
+from flexkv.cache.leases import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.transfer.graph import NO_READS, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import NO_READS, OpResult, OpStatus, TransferGraph, TransferOp
 
 
 class PromisesBeforeVerified(LocalCacheManager):
@@ -21,10 +21,10 @@ class PromisesBeforeVerified(LocalCacheManager):
     def match(self, *args: Any, **kwargs: Any) -> Any:
         result = super().match(*args, **kwargs)
         for op in self.disk.reads.ops:
-            if self._index.ready(op.host).all():
+            if self.host.index.ready(op.host).all():
                 continue
-            self._index.finish(op.host, np.ones(len(op.host), np.uint8))
-            self._index.pin(op.host)
+            self.host.index.finish(op.host, np.ones(len(op.host), np.uint8))
+            self.host.index.pin(op.host)
         return result
 
 
@@ -71,7 +71,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        writes, index = self.disk.writes, self._index
+        writes, index = self.disk.writes, self.host.index
 
         def pump(groups: int, idle: bool) -> None:
             before = {op.op_id for op in writes.ops}
@@ -146,7 +146,7 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reads, index = self.disk.reads, self._index
+        reads, index = self.disk.reads, self.host.index
 
         def complete(result: OpResult) -> None:
             DiskReads.complete(reads, result)
@@ -205,7 +205,7 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        flow, index = self.disk, self._index
+        flow, index = self.disk, self.host.index
 
         def coming(wanted: Any) -> Coming:
             entries, reads = [], []
@@ -215,7 +215,7 @@ class PromisesWhatStoresFill(LocalCacheManager):
                 reads.append(flow.reads.filling(group, index.slots_of(entries[-1])))
             return Coming(entries, reads)
 
-        flow._coming = coming  # type: ignore[method-assign]
+        flow.lookup._coming = coming  # type: ignore[method-assign]
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
@@ -226,50 +226,65 @@ class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
         for op in graph.ops if graph is not None else ():
             inflight = self._inflight.get(op.op_id)
             if inflight.coming is not None:
-                self._index.unpin(inflight.entries[inflight.coming])
+                self.host.index.unpin(inflight.entries[inflight.coming])
                 inflight.entries = inflight.entries.copy()
         return graph
 
     def complete(self, rank: int, result: OpResult) -> Any:
         op = self._inflight.get(result.op_id)
         if op.coming is not None and len(op.reported) + 1 == self._limits.ranks:
-            self._index.pin_coming(op.entries[op.coming])
+            self.host.index.pin_coming(op.entries[op.coming])
         return super().complete(rank, result)
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
-    """Places are free for the next write while a load straight from them is under way."""
+    """Places are free for the next write while a load from them is under way."""
 
-    def _begin_straight(self, *args: Any) -> Any:
-        op = super()._begin_straight(*args)
-        if op is not None:
-            entries = self._inflight.get(op.op_id).entries
-            self.disk.index.remove(op.group, entries)
-            self.disk.index.entries.unpin(entries)
-        return op
-
-    def _end_load_from_disk(self, op: Any, places: Any) -> None:
-        loads = self.disk.straight
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loads, index = self.disk.gds_loads, self.disk.index
         assert loads is not None
-        loads.pages -= len(places)
+        begin = loads.begin
+
+        def begun(*args: Any) -> list[TransferOp]:
+            plans = begin(*args)
+            for plan in plans:
+                entries = self._inflight.get(plan.op_id).entries
+                index.remove(plan.group, entries)
+                index.entries.unpin(entries)
+            return plans
+
+        def end(op: Any, current: bool) -> None:
+            loads.pages -= len(op.entries)
+
+        loads.begin = begun  # type: ignore[assignment,method-assign]
+        loads.end = end  # type: ignore[method-assign]
 
 
 class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
     def complete(self, rank: int, result: OpResult) -> Any:
-        if self._inflight.get(result.op_id).places is not None and result.status is OpStatus.FAILED:
+        if self._inflight.get(result.op_id).in_disk_index and result.status is OpStatus.FAILED:
             result = OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32))
         return super().complete(rank, result)
 
 
 class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
-    def _begin_straight(self, *args: Any) -> Any:
-        op = super()._begin_straight(*args)
-        return (
-            op if op is None else replace(op, places=np.roll(op.places, 1), tags=np.roll(op.tags, 1, axis=0))
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loads = self.disk.gds_loads
+        assert loads is not None
+        begin = loads.begin
+
+        def begun(*args: Any) -> list[TransferOp]:
+            return [
+                replace(op, places=np.roll(op.places, 1), tags=np.roll(op.tags, 1, axis=0))
+                for op in begin(*args)
+            ]
+
+        loads.begin = begun  # type: ignore[assignment,method-assign]
 
 
-BROKEN_STRAIGHT_LOADS = [
+BROKEN_GDS_LOADS = [
     ReusesPlacesBeingLoaded,
     TakesFailedLoadsFromDiskAsGood,
     LoadsOnePageIntoAnothersBlock,

@@ -45,8 +45,8 @@ class PublishesBeforeCompletion(LocalCacheManager):
         plan = super().begin_store(*args)
         if plan.graph:
             op = self._inflight.get(plan.graph.ops[0].op_id)
-            self._index.finish(op.entries, np.ones(len(op.entries), np.uint8))
-            self._index.pin(op.entries)
+            self.host.index.finish(op.entries, np.ones(len(op.entries), np.uint8))
+            self.host.index.pin(op.entries)
         return plan
 
 
@@ -87,7 +87,7 @@ class LeasesNothing(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        index = self._index
+        index = self.host.index
 
         def pin(entries: Any) -> Any:
             slots = index.pin(entries)
@@ -98,10 +98,10 @@ class LeasesNothing(LocalCacheManager):
             entries = index.match_prefix(group, keys)
             return entries, pin(entries)
 
-        self._index = IndexProxy(  # type: ignore[assignment]
+        self.host.index = IndexProxy(  # type: ignore[assignment]
             index, pin=pin, match_and_pin=match_and_pin, unpin=lambda entries: None
         )
-        self._lookup._index = self._index
+        self._lookup._index = self.host.index
 
 
 class FreesLoadsAtPlan(LocalCacheManager):
@@ -110,16 +110,16 @@ class FreesLoadsAtPlan(LocalCacheManager):
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
         for op in graph.ops if graph else ():
-            self._index.unpin(self._inflight.get(op.op_id).entries)
+            self.host.index.unpin(self._inflight.get(op.op_id).entries)
         return graph
 
     def _end_load(self, op: Any) -> Any:
-        index = self._index
-        self._index = IndexProxy(index, unpin=lambda entries: None)  # type: ignore[assignment]
+        index = self.host.index
+        self.host.index = IndexProxy(index, unpin=lambda entries: None)  # type: ignore[assignment]
         try:
             return super()._end_load(op)
         finally:
-            self._index = index
+            self.host.index = index
 
 
 class KeepsFailedPages(LocalCacheManager):
@@ -146,8 +146,8 @@ class PublishesAfterReset(LocalCacheManager):
             keys = [key for g, key in visible if g == group]
             if keys:
                 array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-                entries = self._index.find(group, array)
-                self._index.remove(entries)
+                entries = self.host.index.find(group, array)
+                self.host.index.remove(entries)
         self._epoch += 1
         for op in self._inflight:
             if op.op_id in pending:
@@ -161,7 +161,7 @@ class PublishesAfterReset(LocalCacheManager):
         return self.__dict__.setdefault("seen", {})
 
     def _end_store(self, op: Any) -> Any:
-        keys = self._index.keys_of(op.entries)
+        keys = self.host.index.keys_of(op.entries)
         done = super()._end_store(op)
         self._seen[op.op_id] = [(op.group, bytes(keys[i])) for i in done.published]
         return done
@@ -189,7 +189,7 @@ class OverfillsQueues(LocalCacheManager):
 
 class ForgetsNothing(LocalCacheManager):
     def forget(self, group: int, keys: Any) -> int:
-        return int(np.count_nonzero(self._index.find(group, keys, ready_only=False) != 0xFFFFFFFF))
+        return int(np.count_nonzero(self.host.index.find(group, keys, ready_only=False) != 0xFFFFFFFF))
 
 
 class StoresInLostOrder(LocalCacheManager):

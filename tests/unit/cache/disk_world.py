@@ -140,5 +140,5 @@ class DiskWorld:
     def drop_host(self, count: int = 1000) -> None:
         """Everything that nobody leases leaves host memory."""
         for group in range(len(self.host)):
-            self.manager._count_evicted(group, self.manager._index.evict(group, count))
+            self.manager.host.evicted(group, self.manager.host.index.evict(group, count))
         self.manager.check_integrity()

@@ -162,7 +162,7 @@ def test_a_hole_in_host_memory_is_filled() -> None:
     world = DiskWorld()
     world.store(keys)
     world.run()
-    world.manager._remove(0, world.manager._index.find(0, keys[2:4]))
+    world.manager.host.remove(0, world.manager.host.index.find(0, keys[2:4]))
     result = world.match(keys)
     assert (result.blocks, result.reads) == (2, 1)
     (read,) = world.take()
@@ -512,7 +512,7 @@ def test_the_simulated_disk_notices_an_early_publish() -> None:
 
 def test_what_is_published_is_leased_for_all_who_wait_and_what_is_not_for_nobody() -> None:
     world = DiskWorld()
-    index = world.manager._index
+    index = world.manager.host.index
     _, entries, *_ = index.insert(0, chain(3), 3)
     index.remove(entries[2:])
     assert index.finish(entries, np.array([1, 0, 1], np.uint8), 2).tolist() == [1, 0, 0]
@@ -529,5 +529,5 @@ def test_pages_read_into_slots_that_held_a_tail_are_whole_again() -> None:
     world.run()
     world.drop_host()
     assert world.hits(keys) == 8
-    tokens = world.manager._tokens[0]
+    tokens = world.manager.host.tokens[0]
     assert tokens.tolist() == [4] * 8, "one of the slots held two tokens before"

@@ -12,7 +12,7 @@ from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import Simulation, SimulationConfig
 from tests.soak import soak_rounds
-from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_STRAIGHT_LOADS, BROKEN_STREAMS
+from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_GDS_LOADS, BROKEN_STREAMS
 from tests.unit.cache.broken_managers import caught_by
 
 GROUPS = {
@@ -93,15 +93,15 @@ def test_no_rule_is_broken_by_promises_of_what_comes_up(groups: str, seed: int) 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("groups", GROUPS)
-def test_no_rule_is_broken_by_loads_straight_from_disk(groups: str, seed: int) -> None:
-    straight = dataclasses.replace(
-        config(seed, groups, DiskMode.THROUGH), straight=True, measured_steps=bool(seed), stream=bool(seed)
+def test_no_rule_is_broken_by_gds_loads(groups: str, seed: int) -> None:
+    gds = dataclasses.replace(
+        config(seed, groups, DiskMode.THROUGH), gds_loads=True, measured_steps=bool(seed), stream=bool(seed)
     )
-    report = Simulation(straight).run()
+    report = Simulation(gds).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
-    assert (report.straight_pages > 5) == (groups != "hybrid")
-    assert 0 < report.disk.straight <= report.straight_pages or groups == "hybrid"
+    assert (report.gds_pages > 5) == (groups != "hybrid")
+    assert 0 < report.disk.gds_read <= report.gds_pages or groups == "hybrid"
 
 
 def test_a_seed_repeats_its_steps() -> None:
@@ -109,14 +109,14 @@ def test_a_seed_repeats_its_steps() -> None:
     assert first == second
 
 
-def narrow_configs(stream: bool = False, straight: bool = False) -> Iterator[SimulationConfig]:
+def narrow_configs(stream: bool = False, gds_loads: bool = False) -> Iterator[SimulationConfig]:
     """Few slots and places, so that evictions and reuse are common; no `check_integrity` to lean on."""
     for seed in range(8):
         yield SimulationConfig(
             seed=seed,
             steps=4_000,
-            # What is in host memory is not loaded straight.
-            groups=(GroupSpec(4, 5 if straight else 14),),
+            # What is in host memory is not loaded from disk.
+            groups=(GroupSpec(4, 5 if gds_loads else 14),),
             ranks=1,
             failure_rate=0.05,
             integrity_every=0,
@@ -124,7 +124,7 @@ def narrow_configs(stream: bool = False, straight: bool = False) -> Iterator[Sim
             disk_mode=DiskMode.THROUGH if seed % 4 < 2 else DiskMode.EVICT,
             disks=1 + seed % 3,
             stream=stream,
-            straight=straight,
+            gds_loads=gds_loads,
         )
 
 
@@ -138,11 +138,11 @@ def test_a_broken_stream_is_caught(manager_class: type[LocalCacheManager]) -> No
     assert caught_by(narrow_configs(stream=True), manager_class)
 
 
-@pytest.mark.parametrize("manager_class", BROKEN_STRAIGHT_LOADS, ids=lambda c: c.__name__)
-def test_a_broken_load_straight_from_disk_is_caught(manager_class: type[LocalCacheManager]) -> None:
-    assert caught_by(narrow_configs(straight=True), manager_class)
+@pytest.mark.parametrize("manager_class", BROKEN_GDS_LOADS, ids=lambda c: c.__name__)
+def test_a_broken_gds_load_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by(narrow_configs(gds_loads=True), manager_class)
 
 
-@pytest.mark.parametrize(("stream", "straight"), [(False, False), (True, False), (False, True)])
-def test_the_real_manager_passes_where_the_broken_ones_fail(stream: bool, straight: bool) -> None:
-    assert caught_by(narrow_configs(stream, straight), LocalCacheManager, 5) == ""
+@pytest.mark.parametrize(("stream", "gds_loads"), [(False, False), (True, False), (False, True)])
+def test_the_real_manager_passes_where_the_broken_ones_fail(stream: bool, gds_loads: bool) -> None:
+    assert caught_by(narrow_configs(stream, gds_loads), LocalCacheManager, 5) == ""

@@ -74,7 +74,7 @@ def test_no_other_lookup_hits_what_is_not_verified() -> None:
     keys = chain(4)
     world = written(keys)
     look(world, keys)
-    assert len(world.manager._index.match_prefix(0, keys)) == 0
+    assert len(world.manager.host.index.match_prefix(0, keys)) == 0
     # Another request of a manager that streams waits for the same read.
     result = look(world, keys, "other")
     (read,) = world.take()
@@ -241,7 +241,7 @@ def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:
 
 def test_a_pending_block_that_nobody_fills_cannot_be_leased() -> None:
     world = DiskWorld()
-    index = world.manager._index
+    index = world.manager.host.index
     _, entries, *_ = index.insert(0, chain(1), 1)
     assert index.pin_coming(entries).tolist() == index.slots_of(entries).tolist()
     index.unpin(entries)

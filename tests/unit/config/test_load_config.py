@@ -218,6 +218,23 @@ def test_a_bad_value_is_found_even_where_a_stronger_source_overrides_it(tmp_path
         load_config({"host.bytes": 1}, write(tmp_path, "host:\n  bytes: many\n"))
 
 
+GDS_STORES = {"disk.gds": "on", "disk.gds_stores": True}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [("disk.gds", "auto", "on"), ("disk.mode", "evict", "through"), ("store.mode", "lazy", "eager")],
+)
+def test_settings_that_do_not_go_together(key: str, value: str, allowed: str) -> None:
+    message = f"'{key}' from env {environment_name(key)} has the value '{value}': expected '{allowed}' with "
+    extra = {name: other for name, other in GDS_STORES.items() if name != key}
+    with pytest.raises(ConfigError, match=re.escape(message + "'disk.gds_stores' from engine extra config")):
+        load_config(extra, {environment_name(key): value})
+    assert load_config({"disk.gds_stores": False}, {environment_name(key): value}).disk.gds_stores is False
+    # What counts is what they are in the end, whichever source said so.
+    assert load_config(GDS_STORES | {key: allowed}, {environment_name(key): value}).disk.gds_stores
+
+
 def test_configuration_is_frozen_and_pickles_with_its_origins() -> None:
     config = load_config({"host.bytes": "1GiB", "lazy_offload": True}, {})
     with pytest.raises(ValidationError, match="frozen"):

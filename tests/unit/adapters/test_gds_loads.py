@@ -1,4 +1,4 @@
-"""Loads from real slabs straight to the engine's pool, under the connector's two sides, with POSIX calls."""
+"""Gds loads from real slabs, under the connector's two sides, with POSIX calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.unit.adapters.vllm_objects import make_request
 
 
 @pytest.fixture
-def make_straight(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines that load straight from the test's folder; each ends the one before."""
+def make_gds(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines with gds loads from the test's folder; each ends the one before."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
 
-def straight(engine: MiniEngine) -> float:
+def gds_pages(engine: MiniEngine) -> float:
     return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get("read", 0)
 
 
@@ -33,98 +33,98 @@ def read(engine: MiniEngine) -> float:
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
 def test_every_rank_loads_its_own_stripe(
-    make_straight: Make, ranks: int, remote: bool, latent: bool, staged: bool
+    make_gds: Make, ranks: int, remote: bool, latent: bool, staged: bool
 ) -> None:
     settings = {"ranks": ranks, "remote": remote, "latent": latent, "gds.use_staged_transfer": staged}
-    make_straight(**settings).run(make_request(PROMPT, "one"))
-    engine = make_straight(**settings)
+    make_gds(**settings).run(make_request(PROMPT, "one"))
+    engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "two")) == 20
-    assert straight(engine) == 5
+    assert gds_pages(engine) == 5
     assert read(engine) == 0, "nothing came up to host memory"
     assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
     assert engine.invalid == set()
 
 
-def test_host_pages_first_then_those_on_disk(make_straight: Make) -> None:
+def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
     """What host memory has of a prefix is loaded from there, in one job with what follows on disk."""
-    engine = make_straight()
+    engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     manager = engine.side.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "two"))
-    manager._count_evicted(0, manager._index.evict(0, 1000))
+    manager.host.evicted(0, manager.host.index.evict(0, 1000))
     manager.check_integrity()
     short = make_request(PROMPT[:9], "short")
     assert engine.run(short) == 8
     engine.forget()
-    assert manager._index.match_prefix(0, keys).size == 2, (
+    assert manager.host.index.match_prefix(0, keys).size == 2, (
         "the load's blocks were stored in host memory again"
     )
     assert engine.run(make_request(PROMPT, "three")) == 20
-    assert straight(engine) == 2 + 3
+    assert gds_pages(engine) == 2 + 3
     assert engine.invalid == set()
 
 
-def test_fewer_staging_slots_than_blocks(make_straight: Make) -> None:
+def test_fewer_staging_slots_than_blocks(make_gds: Make) -> None:
     settings = {"gds.max_staging_blocks": 2}
-    make_straight(**settings).run(make_request(PROMPT, "one"))
-    engine = make_straight(**settings)
+    make_gds(**settings).run(make_request(PROMPT, "one"))
+    engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "two")) == 20
-    assert straight(engine) == 5
+    assert gds_pages(engine) == 5
 
 
 @pytest.mark.parametrize(
     "settings", [{"use": Use()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.gds": "off"}]
 )
-def test_who_cannot_compute_what_is_missing_waits(make_straight: Make, settings: dict[str, object]) -> None:
-    make_straight().run(make_request(PROMPT, "one"))
-    engine = make_straight(**settings)
+def test_who_cannot_compute_what_is_missing_waits(make_gds: Make, settings: dict[str, object]) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds(**settings)
     assert engine.side.match(make_request(PROMPT, "two"), 0) == (None, False)
 
 
-def test_without_gpudirect_auto_goes_through_host_memory(make_straight: Make) -> None:
-    make_straight().run(make_request(PROMPT, "one"))
-    engine = make_straight(**{"disk.gds": "auto"})
+def test_without_gpudirect_auto_goes_through_host_memory(make_gds: Make) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds(**{"disk.gds": "auto"})
     assert engine.side.unit.slabs is None
     assert engine.run(make_request(PROMPT, "two")) == 20
-    assert (straight(engine), read(engine)) == (0, 5)
+    assert (gds_pages(engine), read(engine)) == (0, 5)
 
 
 def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
-    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: self.rank < 2)
-    make_straight(ranks=2).run(make_request(PROMPT, "one"))
-    engine = make_straight(**{"disk.gds": "auto", "ranks": 2})
+    make_gds(ranks=2).run(make_request(PROMPT, "one"))
+    engine = make_gds(**{"disk.gds": "auto", "ranks": 2})
     assert engine.run(make_request(PROMPT, "two")) == 20
-    assert straight(engine) == 5
+    assert gds_pages(engine) == 5
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: self.rank < 1)
-    assert make_straight(**{"disk.gds": "auto", "ranks": 2}).side.unit.slabs is None
+    assert make_gds(**{"disk.gds": "auto", "ranks": 2}).side.unit.slabs is None
 
 
-def test_damaged_pages_are_named_and_computed(make_straight: Make, tmp_path: Path) -> None:
-    engine = make_straight()
+def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) -> None:
+    engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     image = engine.side.unit.pool.slot_bytes
     engine.close()
     spoil(tmp_path, image)
-    engine = make_straight()
+    engine = make_gds()
     assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
     assert len(engine.invalid) == 5
-    assert straight(engine) == 0
+    assert gds_pages(engine) == 0
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
     # Computed again, it was stored again, on disk too.
-    engine = make_straight()
+    engine = make_gds()
     assert engine.run(make_request(PROMPT, "three")) == 20
-    assert straight(engine) == 5
+    assert gds_pages(engine) == 5
 
 
-def test_a_slab_that_ends_early_costs_its_last_pages(make_straight: Make, tmp_path: Path) -> None:
-    engine = make_straight()
+def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: Path) -> None:
+    engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     (row,) = engine.side.unit.slabs.disks[0]
-    engine = make_straight()
+    engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
     # Only now: a slab that is too short at start is made anew.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
@@ -134,20 +134,20 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_straight: Make, tmp_pa
     engine.check("two")
 
 
-def test_a_place_that_holds_another_page_by_now_is_a_miss(make_straight: Make) -> None:
-    engine = make_straight()
+def test_a_place_that_holds_another_page_by_now_is_a_miss(make_gds: Make) -> None:
+    engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
-    engine = make_straight()
+    engine = make_gds()
     index = engine.side.unit.manager.disk.index
     index._tags[0]["generation"] += 1
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 5
-    assert straight(engine) == 0
+    assert gds_pages(engine) == 0
 
 
-def test_a_request_that_ends_while_its_pages_are_loaded(make_straight: Make) -> None:
-    make_straight().run(make_request(PROMPT, "one"))
-    engine = make_straight()
+def test_a_request_that_ends_while_its_pages_are_loaded(make_gds: Make) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds()
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
     loading = engine.live["two"].waiting_for_load  # it may have ended within the step
@@ -161,11 +161,9 @@ def test_a_request_that_ends_while_its_pages_are_loaded(make_straight: Make) -> 
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
-def test_new_weights_while_a_load_waits_for_its_lane(
-    make_straight: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_straight().run(make_request(PROMPT, "one"))
-    engine = make_straight()
+def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds()
     monkeypatch.setattr(engine.workers[0]._ops.engine, "submit", lambda graph: None)
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
@@ -178,11 +176,11 @@ def test_new_weights_while_a_load_waits_for_its_lane(
     engine.finish("two")
     engine.drain()
     engine.forget()
-    assert straight(engine) == 0
+    assert gds_pages(engine) == 0
 
 
 def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
-    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexkv.storage.unit import DiskUnit
     from flexkv.transfer.slab_map import SlabMap
@@ -196,4 +194,4 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
 
     monkeypatch.setattr(DiskUnit, "slab_map", elsewhere)
     with pytest.raises(ConfigError, match=r"/nowhere/0\.slab"):
-        make_straight()
+        make_gds()

@@ -1,4 +1,4 @@
-"""Stores from the engine's pool straight to real slabs, under the connector's two sides, with POSIX calls."""
+"""Gds stores to real slabs, under the connector's two sides, with POSIX calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.vllm.scheduler import Use
-from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -16,12 +15,12 @@ from tests.unit.adapters.vllm_objects import make_request
 
 
 @pytest.fixture
-def make_straight(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines that store straight to the test's folder; each ends the one before."""
+def make_gds(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines with gds stores to the test's folder; each ends the one before."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 
 
-def straight(engine: MiniEngine, direction: str) -> float:
+def gds_pages(engine: MiniEngine, direction: str) -> float:
     return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get(direction, 0)
 
 
@@ -33,30 +32,30 @@ def on_disk(engine: MiniEngine) -> int:
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize(("ranks", "remote"), [(1, False), (1, True), (2, True), (2, False)])
 def test_every_rank_stores_its_own_stripe(
-    make_straight: Make, ranks: int, remote: bool, latent: bool, staged: bool
+    make_gds: Make, ranks: int, remote: bool, latent: bool, staged: bool
 ) -> None:
     settings = {"ranks": ranks, "remote": remote, "latent": latent, "gds.use_staged_transfer": staged}
-    engine = make_straight(**settings)
+    engine = make_gds(**settings)
     engine.run(make_request(PROMPT, "one"))
-    assert straight(engine, "write") == 5
+    assert gds_pages(engine, "write") == 5
     assert engine.side.unit.manager.cached_blocks() == 0, "nothing is in host memory"
     engine.side.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20
     # Also by the next process, and by one that reads through host memory.
-    engine = make_straight(**settings)
+    engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "three")) == 20
-    assert straight(engine, "read") == 5
-    engine = make_straight(**settings, **{"disk.gds_stores": False, "disk.gds": "off"})
+    assert gds_pages(engine, "read") == 5
+    engine = make_gds(**settings, **{"disk.gds_stores": False, "disk.gds": "off"})
     assert engine.run(make_request(PROMPT, "four")) == 20
     assert engine.counters.data["flexkv_disk_pages_total"]["read"] == 5
     assert engine.invalid == set()
 
 
 def test_a_page_is_there_when_it_is_sealed_and_not_before(
-    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_straight()
+    engine = make_gds()
     driver = engine.side.unit.disk._driver
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -70,9 +69,9 @@ def test_a_page_is_there_when_it_is_sealed_and_not_before(
 
 
 def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
-    make_straight: Make, monkeypatch: pytest.MonkeyPatch
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_straight()
+    engine = make_gds()
     monkeypatch.setattr(engine.side.unit.disk._driver._plane, "submit", lambda graph: None)
     engine.run(make_request(PROMPT, "one"))
     assert on_disk(engine) == 0
@@ -83,8 +82,8 @@ def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
     assert on_disk(engine) == 5
 
 
-def test_new_weights_between_stripes_and_seal(make_straight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_straight()
+def test_new_weights_between_stripes_and_seal(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_gds()
     driver = engine.side.unit.disk._driver
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -99,8 +98,8 @@ def test_new_weights_between_stripes_and_seal(make_straight: Make, monkeypatch: 
     assert engine.side.unit.manager.disk.index.reach(0, engine.keys_of(make_request(PROMPT, "x"))) == 0
 
 
-def test_a_store_that_was_barred_is_not_sealed(make_straight: Make) -> None:
-    engine = make_straight()
+def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
+    engine = make_gds()
     tell = engine.hold_reports()
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -112,9 +111,9 @@ def test_a_store_that_was_barred_is_not_sealed(make_straight: Make) -> None:
     assert on_disk(engine) == 2
 
 
-def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_straight: Make, tmp_path: Path) -> None:
+def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_gds: Make, tmp_path: Path) -> None:
     """A place is written that the file does not have any more: the write makes it longer, its seal is no page less."""
-    engine = make_straight()
+    engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     (row,) = engine.side.unit.slabs.disks[0]
     with open(row.path, "r+b") as slab:
@@ -124,22 +123,17 @@ def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_straight: Make
     assert len(engine.invalid) == 5
 
 
-@pytest.mark.parametrize("settings", [{"disk.gds": "auto"}, {"disk.mode": "evict"}, {"store.mode": "lazy"}])
-def test_settings_that_do_not_go_together(make_straight: Make, settings: dict[str, str]) -> None:
-    ((key, value),) = settings.items()
-    with pytest.raises(ConfigError, match=f"disk.gds_stores with {key}='{value}'"):
-        make_straight(**settings)
-
-
-def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_straight: Make) -> None:
-    engine = make_straight(use=Use())
+def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_gds: Make) -> None:
+    engine = make_gds(use=Use())
     engine.run(make_request(PROMPT, "one"))
     assert engine.side.unit.manager.cached_blocks() == 5
-    assert straight(engine, "write") == 0
+    assert gds_pages(engine, "write") == 0
+    assert not engine.side.unit.disk._tier._options.sealed_apart, "free slots are cleared ahead, as ever"
+    assert make_gds().side.unit.disk._tier._options.sealed_apart
 
 
-def test_only_gds_writes_are_ordered(make_straight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_straight()
+def test_only_gds_writes_are_ordered(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_gds()
     kinds: list[OpKind] = []
     submit = engine.workers[0]._ops.engine.submit
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import ManagerLimits, StorePlan
-from flexkv.cache.disk_base import DiskLimits, Straight
+from flexkv.cache.disk_base import DiskLimits, GdsUse
 from flexkv.cache.simulated_disk import identities
 from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.disk_world import DiskWorld, chain
 
-LIMITS = DiskLimits(straight=Straight.ALWAYS, straight_stores=True)
+LIMITS = DiskLimits(gds_loads=GdsUse.ALWAYS, gds_stores=True)
 NONE = np.empty(0, np.int32)
 
 
@@ -126,7 +126,7 @@ def test_what_either_tier_has_is_not_stored_again() -> None:
 
 
 def test_stores_have_a_bound() -> None:
-    limits = DiskLimits(straight=Straight.ALWAYS, straight_stores=True, write_pages=3)
+    limits = DiskLimits(gds_loads=GdsUse.ALWAYS, gds_stores=True, write_pages=3)
     world, keys = make_world(limits=limits), chain(5)
     planned = plan(world, keys)
     assert (len(planned.stored), planned.dropped) == (3, 2)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import NO_BLOCK, Completion, GroupSpec, ManagerLimits, MatchResult, TailCandidates
-from flexkv.cache.disk_base import DiskLimits, Straight
+from flexkv.cache.disk_base import DiskLimits, GdsUse
 from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
-from flexkv.cache.straight_loads import REST_S
+from flexkv.cache.gds_loads import REST_S
 from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
-ALWAYS = DiskLimits(straight=Straight.ALWAYS)
-FASTER = DiskLimits(straight=Straight.WHERE_FASTER)
+ALWAYS = DiskLimits(gds_loads=GdsUse.ALWAYS)
+FASTER = DiskLimits(gds_loads=GdsUse.WHERE_FASTER)
 
 
 def written(keys: np.ndarray, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWorld:
@@ -63,18 +63,18 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     result = look(world, keys)
     assert (result.blocks, result.reads, len(result.groups[0].slots)) == (6, 0, 2)
     assert world.take() == [], "nothing is read to host memory"
-    in_host, straight = begin(world, [10, 11, 12, 13, 14, 15]).ops
+    in_host, from_disk = begin(world, [10, 11, 12, 13, 14, 15]).ops
     assert (in_host.kind, in_host.blocks.tolist()) == (OpKind.H2D, [10, 11])
-    assert (straight.kind, straight.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
-    assert len(straight.slots) == 0
-    assert [bytes(key) for key in tag_fields(straight.tags)["key"]] == [bytes(key) for key in keys[2:]]
+    assert (from_disk.kind, from_disk.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
+    assert len(from_disk.slots) == 0
+    assert [bytes(key) for key in tag_fields(from_disk.tags)["key"]] == [bytes(key) for key in keys[2:]]
     # The places are those that hold these pages.
-    for place, key in zip(straight.places.tolist(), keys[2:], strict=True):
+    for place, key in zip(from_disk.places.tolist(), keys[2:], strict=True):
         content = world.disk.content[0][place]
         assert content[0][0] == bytes(key)
     end(world, in_host)
-    assert end(world, straight).failed_blocks.tolist() == []
-    assert world.manager.disk.counts.straight == 4
+    assert end(world, from_disk).failed_blocks.tolist() == []
+    assert world.manager.disk.counts.gds_read == 4
     assert world.manager.disk.counts.read == 0
 
 
@@ -92,7 +92,7 @@ def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     assert end(world, load(world, 4), failed=[2]).failed_blocks.tolist() == [2]
     assert len(world.manager.disk.index) == 3
     counts = world.manager.disk.counts
-    assert (counts.straight, counts.failed_reads) == (3, 1)
+    assert (counts.gds_read, counts.failed_reads) == (3, 1)
     assert look(world, keys).blocks == 2
 
 
@@ -186,8 +186,8 @@ def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None
     (op,) = begin(world, [5, NO_BLOCK, 7]).ops
     assert op.blocks.tolist() == [5, 7]
     end(world, op)
-    assert world.manager.disk.straight is not None
-    assert world.manager.disk.straight.pages == 0
+    assert world.manager.disk.gds_loads is not None
+    assert world.manager.disk.gds_loads.pages == 0
 
 
 def test_a_lease_that_expires() -> None:
@@ -280,7 +280,7 @@ def test_groups_of_one_request_are_loaded_together() -> None:
 
 
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
-    """A load of `keys` that takes so long, whichever way it goes; whether it went straight."""
+    """A load of `keys` that takes so long, whichever way it goes; whether as a gds load."""
     world.drop_host()
     result = look(world, keys)
     if result.reads:
@@ -290,22 +290,22 @@ def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
         result = look(world, keys)
     assert result.blocks == len(keys)
     op = load(world, len(keys))
-    straight = op.kind is OpKind.GDS_READ
-    world.now_s += seconds if straight else seconds / 2
+    by_gds = op.kind is OpKind.GDS_READ
+    world.now_s += seconds if by_gds else seconds / 2
     end(world, op)
-    return straight
+    return by_gds
 
 
 def test_both_ways_are_tried_then_the_faster_is_taken() -> None:
     keys = chain(4)
-    for straight_s, through_s in ((0.1, 0.4), (0.4, 0.1)):
+    for gds_s, through_s in ((0.1, 0.4), (0.4, 0.1)):
         world = written(keys, FASTER)
         for _ in range(MIN_SAMPLES):
-            assert through(world, keys, straight_s)
+            assert through(world, keys, gds_s)
         for _ in range(MIN_SAMPLES):
             assert not through(world, keys, through_s)
         for _ in range(3):
-            assert through(world, keys, min(straight_s, through_s)) == (straight_s < through_s)
+            assert through(world, keys, min(gds_s, through_s)) == (gds_s < through_s)
 
 
 def test_the_slower_way_is_tried_again_when_nothing_was_heard_of_it_for_long() -> None:
@@ -315,9 +315,8 @@ def test_the_slower_way_is_tried_again_when_nothing_was_heard_of_it_for_long() -
         through(world, keys, seconds)
     ways = []
     for _ in range(12):
-        # The disk is now faster straight than through host memory.
-        straight = through(world, keys, 0.05)
-        ways.append(straight)
+        # The disk is now faster than the way through host memory.
+        ways.append(through(world, keys, 0.05))
         world.now_s += BELIEVED_S / 6
     assert not ways[0]
     assert ways.count(True) >= 1
@@ -342,9 +341,9 @@ def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
 def test_a_choice_counts_what_is_queued_before() -> None:
     rates = DiskRates()
     for _ in range(MIN_SAMPLES):
-        rates.straight.see(10, 0.10, 0.0)
+        rates.gds.see(10, 0.10, 0.0)
         rates.read.see(10, 0.09, 0.0)
         rates.load.see(10, 0.02, 0.0)
-    assert rates.straight_is_faster(10, 0, 0, 0.0)
-    assert not rates.straight_is_faster(10, 40, 0, 0.0)
-    assert rates.straight_is_faster(10, 40, 80, 0.0)
+    assert rates.gds_is_faster(10, 0, 0, 0.0)
+    assert not rates.gds_is_faster(10, 40, 0, 0.0)
+    assert rates.gds_is_faster(10, 40, 80, 0.0)

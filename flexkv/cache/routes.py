@@ -1,0 +1,88 @@
+"""The ways between engine blocks and a tier, one for each kind of op: what a manager may ask of them.
+
+Contract with the index that a route's entries are of: an op's entries are leased from its plan to its end on every
+rank, so that nobody is given the slots or places that a rank may still read or write.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys, StorePlan
+from flexkv.cache.inflight import InflightOp
+from flexkv.cache.leases import GroupLease, Lease
+from flexkv.transfer.graph import BlockIds, TransferOp
+
+
+class LoadRoute(ABC):
+    """Loads to engine blocks from one tier: of each promise it serves the part that lies there."""
+
+    @abstractmethod
+    def begin(
+        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
+    ) -> list[TransferOp]:
+        """Plans the load of its part, and enters the ops as in flight.
+
+        The ops take over the lease of what is loaded; what no engine block takes is let go of.
+
+        Args:
+            targets: per group, the engine blocks of the promise's leading pages; NO_BLOCK for pages not wanted.
+            epoch: the manager's.
+        """
+
+    @abstractmethod
+    def release(self, group: GroupLease) -> None:
+        """Ends the lease of its part of a promise that is not loaded."""
+
+    @abstractmethod
+    def astray(self, reason: str) -> None:
+        """Pages of a load failed not for what they hold: the tier or the way from it failed them."""
+
+    @abstractmethod
+    def end(self, op: InflightOp, current: bool) -> None:
+        """A load has ended on every rank, and so does its lease; suspect pages are forgotten.
+
+        Args:
+            current: there was no reset since it was planned.
+        """
+
+
+class StoreRoute(ABC):
+    """Stores of engine blocks to one tier."""
+
+    @abstractmethod
+    def begin(
+        self,
+        request_id: str,
+        group: int,
+        keys: Keys,
+        blocks: BlockIds,
+        first_block: int,
+        tokens: int,
+        room: int,
+        epoch: int,
+    ) -> StorePlan:
+        """Plans the store of those of `keys` that are not stored, and enters its op as in flight.
+
+        Args:
+            blocks, first_block: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i`.
+            tokens: valid tokens in each of the blocks.
+            room: more pages are dropped.
+            epoch: the manager's.
+        """
+
+    @abstractmethod
+    def bar(self, op: InflightOp, pages: NDArray[np.bool_]) -> None:
+        """These pages will not be published: their keys may be stored again at once."""
+
+    @abstractmethod
+    def end(self, op: InflightOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """A store has ended on every rank.
+
+        Returns:
+            Of its pages those that are visible, or will be when their places on disk have been sealed, bool [pages].
+        """
