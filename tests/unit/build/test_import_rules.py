@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
-# `storage.base` and `storage.tags` that between cache and storage.
+# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage.
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "observe": frozenset(),
     "config": frozenset({"errors", "observe", "c_ext"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
-    "cache": BASE | {"transfer.graph", "storage.base", "storage.tags"},
+    "cache": BASE | {"transfer.graph", "storage.base", "storage.tags", "storage.striping"},
     "transfer": BASE,
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "adapters": BASE | {"cache", "transfer", "storage"},
