@@ -10,6 +10,7 @@ import pytest
 
 from demo.model import prompt_tokens, write_model
 from demo.sglang_process import SglangProcess
+from tests.engines_sglang.child import run_child
 
 OUTPUT_TOKENS = 8
 
@@ -49,6 +50,19 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     log = tmp_path_factory.mktemp("reference") / "engine.log"
     with SglangProcess(model, log, {"disable_radix_cache": True}) as engine:
         return {name: engine.call("generate", requests=[request(name)])[0] for name in PROMPTS}
+
+
+Parts = dict[str, dict[str, dict[str, Any]]]
+"""What each part found in each of its cases."""
+
+
+@pytest.fixture(scope="session")
+def parts() -> Parts:
+    """What needs SGLang's classes and no engine, run in one process."""
+    found: Parts = {}
+    for line in run_child("-m", "tests.engines_sglang.parts_child"):
+        found.setdefault(line.pop("part"), {})[line.pop("case")] = line
+    return found
 
 
 Judge = Callable[[str, dict[str, Any]], None]

@@ -1,9 +1,9 @@
-"""Stores and loads pages of SGLang's own pool classes, in SGLang's environment. Prints one line of JSON a pool."""
+"""Stores and loads pages of SGLang's own pool classes; one of the parts of `parts_child`."""
 
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ POOLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def hashes_of(*names: str) -> list[str]:
+    return [hashlib.sha256(name.encode()).hexdigest() for name in names]
+
+
 def tensors_of(pool: Any) -> list[torch.Tensor]:
     return [*pool.k_buffer, *pool.v_buffer] if hasattr(pool, "k_buffer") else list(pool.kv_buffer)
 
@@ -55,10 +59,9 @@ def page(pool: Any, number: int) -> list[bytes]:
     return [tensor[rows].contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors_of(pool)]
 
 
-def round_trip(pool: Any) -> dict[str, Any]:
-    """Pages 2 and 5 are stored, everything is spoiled, and they come back as pages 7 and 3."""
+def make_cache(pool: Any) -> RankCache:
     view = view_of(pool, PAGE_TOKENS)
-    cache = RankCache(
+    return RankCache(
         load_config({"host.bytes": 4 << 20, "host.verify": True}, {}),
         view.view,
         str(view.format_id),
@@ -68,10 +71,15 @@ def round_trip(pool: Any) -> dict[str, Any]:
         UnitOwner("pool", b"p" * 32, "tp0"),
         stream_of=lambda device: 0,
     )
+
+
+def round_trip(pool: Any) -> dict[str, Any]:
+    """Pages 2 and 5 are stored, everything is spoiled, and they come back as pages 7 and 3."""
+    view, cache = view_of(pool, PAGE_TOKENS), make_cache(pool)
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).random_(0, 256)
     before = [page(pool, number) for number in (2, 5)]
-    keys = cache.keys([hashlib.sha256(name).hexdigest() for name in (b"a", b"b")])
+    keys = cache.keys(hashes_of("a", "b"))
     cache.store("s", keys, np.array([2, 5], np.int32), lambda done: None, None)
     assert cache.quiesce(30)
     for tensor in tensors_of(pool):
@@ -96,15 +104,14 @@ def round_trip(pool: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    for name, (kind, arguments) in POOLS.items():
-        pool = getattr(memory_pool, kind)(**arguments)
+def make_pool(name: str) -> Any:
+    kind, arguments = POOLS[name]
+    return getattr(memory_pool, kind)(**arguments)
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in POOLS:
         try:
-            result = round_trip(pool)
+            yield name, round_trip(make_pool(name))
         except GeometryError as error:
-            result = {"refused": str(error)}
-        print(json.dumps({"pool": name, **result}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            yield name, {"refused": str(error)}

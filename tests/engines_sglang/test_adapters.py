@@ -5,17 +5,11 @@ SGLang 0.5.23 runs no adapter on a CPU (its LoRA layers take pinned memory), so 
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
-from build_support.sglang_environment import FOLDER
-from demo.sglang_process import ENVIRONMENT, ROOT
 from tests.engines.lora_files import write_lora
-
-DEADLINE_S = 600.0
+from tests.engines_sglang.child import run_child
 
 PROGRAM = """
 import json, sys
@@ -42,15 +36,7 @@ print(json.dumps({"number": number, "known": known, "changed": said}), flush=Tru
 
 def ask(folder: Path) -> dict[str, object]:
     """What a process that starts now says: SGLang's number of the adapter, our name, and what of a later change."""
-    environ = {**os.environ, **ENVIRONMENT}
-    environ.pop("PYTHONPATH", None)
-    command = [str(FOLDER / "bin" / "python"), "-W", "ignore", "-c", PROGRAM, str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    return run_child("-c", PROGRAM, str(folder))[-1]
 
 
 def test_an_adapter_trained_anew_has_another_name_under_the_same_number(tmp_path: Path) -> None:

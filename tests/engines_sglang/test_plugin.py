@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
-from build_support.sglang_environment import FOLDER
-from demo.sglang_process import ENGINE, ENVIRONMENT, ROOT
-
-DEADLINE_S = 900.0
+from demo.sglang_process import ENGINE
+from tests.engines_sglang.child import run_child
 
 PROGRAM = """
 import json, sys
@@ -30,13 +26,8 @@ OTHER = {"linker": "Other", "linker_module_path": "another.module"}
 
 def test_flexkv_is_the_dynamic_linker_where_no_other_is_named(model: Path) -> None:
     cases = [DYNAMIC, DYNAMIC | {"unified_cache_external_linker_config": OTHER}, {}]
-    command = [str(FOLDER / "bin" / "python"), "-W", "ignore", "-c", PROGRAM]
-    command += [json.dumps({**ENGINE, "model_path": str(model)}), json.dumps(cases)]
-    environ = {**os.environ, **ENVIRONMENT}
-    environ.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line)["config"] for line in done.stdout.splitlines() if line.startswith('{"config"')]
+    given = json.dumps({**ENGINE, "model_path": str(model)})
+    found = [
+        line["config"] for line in run_child("-c", PROGRAM, given, json.dumps(cases)) if "config" in line
+    ]
     assert found == [{"linker": "FlexKVLinker", "linker_module_path": "flexkv.adapters.sglang"}, OTHER, None]

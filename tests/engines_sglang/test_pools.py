@@ -1,31 +1,17 @@
-"""SGLang's own pool classes, stored and loaded byte for byte; those of other forms are refused."""
+"""SGLang's own pool classes, on the device and on the host, stored and loaded byte for byte; others are refused."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from typing import Any
 
 import pytest
 
-from build_support.sglang_environment import FOLDER
-from demo.sglang_process import ENVIRONMENT, ROOT
-
-DEADLINE_S = 900.0
+from tests.engines_sglang.conftest import Parts
 
 
 @pytest.fixture(scope="module")
-def pools() -> dict[str, dict[str, Any]]:
-    command = [str(FOLDER / "bin" / "python"), "-W", "ignore", "-m", "tests.engines_sglang.pool_child"]
-    environ = {**os.environ, **ENVIRONMENT}
-    environ.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line.pop("pool"): line for line in lines}
+def pools(parts: Parts) -> dict[str, dict[str, Any]]:
+    return parts["pool_child"]
 
 
 @pytest.mark.parametrize(
@@ -52,3 +38,27 @@ def test_k_and_v_lie_in_one_allocation_where_their_shapes_match(pools: dict[str,
 
 def test_another_kind_of_pool_is_refused(pools: dict[str, dict[str, Any]]) -> None:
     assert "MHATokenToKVPoolFP4" in pools["fp4"]["refused"]
+
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+HOST_POOLS = [
+    *(f"{name} {layout}" for name in ("mha fp16", "mha fp8") for layout in LAYOUTS),
+    *(f"{name} {layout}" for name in ("mla bf16", "mla fp8") for layout in LAYOUTS if layout != "page_head"),
+]
+
+
+@pytest.mark.parametrize("name", HOST_POOLS)
+def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -> None:
+    """HiCache's, in each of its layouts; `page_head` splits heads, of which a latent has none."""
+    assert parts["host_pool_child"][name] == {
+        "stored": [[True, True]] * 2,
+        "found": 2,
+        "loaded": [True, True, False],
+        "same": True,
+        "others untouched": True,
+        "seen to differ": True,
+    }
+
+
+def test_another_layout_of_a_host_pool_is_refused(parts: Parts) -> None:
+    assert "'page_unified'; allowed are layer_first" in parts["host_pool_child"]["refused"]["layout"]

@@ -1,0 +1,261 @@
+"""flexkv's linker over SGLang's own pool, transfers and wrapper, call by call: what no engine does on demand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+
+from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.sglang import linker as linker_module
+from flexkv.adapters.sglang.identity import Place
+from flexkv.adapters.sglang.linker import FlexKVLinker
+from flexkv.transfer.base import Ticket
+from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
+
+DONE_S = 60.0
+NOISE_BYTE = 0x41
+
+
+def make_linker(kind: type[FlexKVLinker], pool: Any, stream: Any = None, **settings: Any) -> FlexKVLinker:
+    place = Place("dp0.pp0of1.tp0of1", 1, True)
+    vars(linker_module).update(
+        owner_of=lambda *_: UnitOwner("pool", b"l" * 32, "tp0"),
+        Place=SimpleNamespace(of_this_process=lambda: place),
+    )
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        page_size=PAGE_TOKENS,
+        mtp_draft_device_pools=(),
+        sidecar_draft_device_pools=(),
+        attn_cp_size=1,
+    )
+    return kind(
+        SimpleNamespace(),
+        params,
+        components=[ComponentType.FULL],
+        extra_config={"host.bytes": 4 << 20} | settings,
+        forward_stream=stream,
+    )
+
+
+def transfers(names: str, *pages: int) -> list[PoolTransfer]:
+    """Of pages that are called by letters; without page numbers, as for a lookup."""
+    slots = [torch.arange(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in pages]
+    indices = torch.cat(slots) if slots else None
+    return [PoolTransfer(name=PoolName.KV, keys=hashes_of(*names), device_indices=indices)]
+
+
+def spoil(pool: Any) -> list[bytes]:
+    """Overwrites the pool; a page of it."""
+    for tensor in tensors_of(pool):
+        tensor.view(torch.uint8).fill_(NOISE_BYTE)
+    return page(pool, 1)
+
+
+def fill(pool: Any) -> None:
+    for tensor in tensors_of(pool):
+        tensor.view(torch.uint8).random_(0, 256)
+
+
+def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
+    """Offloads pages and waits; whether it was taken, and whether it is stored."""
+    taken = linker.offload(transfers(names, *pages))
+    assert linker._cache.quiesce(DONE_S)
+    assert linker.num_completed_offloads() == 1
+    return [taken, linker.pop_completed_offload()]
+
+
+def run_loads(linker: FlexKVLinker) -> bool:
+    """Starts what is queued, waits for each layer, and whether all of it landed."""
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    for layer in range(linker.layer_done_counter.num_layers):
+        linker.layer_done_counter.wait_until(layer)
+    return linker.finish_layer_wise_loading(index)
+
+
+def cancelled() -> dict[str, Any]:
+    """Of two queued loads SGLang's wrapper cancels one, as for a request that is aborted before its batch starts."""
+    pool = make_pool("mha fp16")
+    linker = make_linker(FlexKVLinker, pool)
+    fill(pool)
+    before = [page(pool, 2), page(pool, 5)]
+    offload(linker, "ab", 2, 5)
+    noise = spoil(pool)
+    tree = SimpleNamespace(
+        tree_components=(ComponentType.FULL,),
+        components={},
+        _components_tuple=(),
+        tree_core=SimpleNamespace(),
+    )
+    wrapper = UnifiedCacheLinkerWrapper(tree, linker)
+    for rid, pages in (("gone", (8, 4)), ("stays", (7, 3))):
+        assert linker.lookup(rid, transfers("ab")) == [1, 2]
+        assert linker.load(rid, transfers("ab", *pages))
+        wrapper.inflight_load_rids.append(rid)
+    wrapper.release_request("gone")
+    leased = linker._cache.manager.leased_pages("gone")
+    again = linker.cancel_queued_load("gone")
+    landed = run_loads(linker)
+    started = linker.cancel_queued_load("stays")
+    found = {
+        "left": wrapper.inflight_load_rids,
+        "leased": leased,
+        "again": again,
+        "after its start": started,
+        "landed": landed,
+        "loaded": [page(pool, 7), page(pool, 3)] == before,
+        "untouched": all(page(pool, number) == noise for number in (0, 1, 2, 4, 5, 6, 8, 9)),
+    }
+    # Alone in its batch: nothing is started.
+    assert linker.lookup("alone", transfers("ab")) == [1, 2]
+    linker.load("alone", transfers("ab", 8, 4))
+    linker.cancel_queued_load("alone")
+    found["batch of none"] = linker.start_layer_wise_loading()
+    # The control: not cancelled, it is written.
+    linker.lookup("control", transfers("ab"))
+    linker.load("control", transfers("ab", 8, 4))
+    found["control"] = run_loads(linker) and [page(pool, 8), page(pool, 4)] == before
+    linker._cache.manager.check_integrity()
+    linker.close()
+    return found
+
+
+def never_refused() -> dict[str, Any]:
+    """What this rank lacks is said by a completion alone: a refusal would part it from the other ranks."""
+    pool = make_pool("mha fp16")
+    fill(pool)
+    linker = make_linker(FlexKVLinker, pool, **{"host.bytes": 64 << 10, "host.extent_bytes": 2 << 20})
+    room = linker._cache._unit.slots
+    stored = [offload(linker, letter, 1) for letter in "abcdefgh"[:room]]
+    assert linker.lookup("keeps", transfers("abcdefgh"[:room])) == list(range(1, room + 1))
+    full = offload(linker, "z", 2)
+    taken = linker.load("never promised", transfers("y", 3))
+    landed = run_loads(linker)
+    linker.close()
+    return {"stored": stored, "full": full, "taken": taken, "landed": landed}
+
+
+def reset() -> dict[str, Any]:
+    """A flush with a load queued and an offload under way."""
+    pool = make_pool("mha fp16")
+    linker = make_linker(FlexKVLinker, pool)
+    fill(pool)
+    offload(linker, "ab", 2, 5)
+    linker.lookup("queued", transfers("ab"))
+    linker.load("queued", transfers("ab", 7, 3))
+    linker.offload(transfers("c", 6))
+    linker.reset()
+    found = {
+        "completed": linker.num_completed_offloads(),
+        "batch": linker.start_layer_wise_loading(),
+        "leased": linker._cache.manager.leased_pages("queued"),
+        "still stored": linker.lookup("later", transfers("ab")),
+    }
+    linker.close()
+    return found
+
+
+class Stream:
+    """A stream of a device: its work is done when something waits for it."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+        self._work: deque[Callable[[], None]] = deque()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def drain(self) -> None:
+        while self._work:
+            self._work.popleft()()
+
+
+class EagerLanes:
+    """Lanes whose copies run as early as their fence allows: at once, but for work of the stream that they follow."""
+
+    def __init__(self, lanes: Any, *streams: Stream) -> None:
+        self._lanes = lanes
+        self._streams = {stream.cuda_stream: stream for stream in streams}
+        self.waits: list[int | None] = []
+
+    def submit(self, graph: Any, stream: int | None = None) -> Ticket:
+        if stream is not None:
+            self._streams[stream].drain()
+        ticket: Ticket = self._lanes.submit(graph)
+        assert self._lanes.wait(ticket, DONE_S)
+        return ticket
+
+    def wait_layer(self, ticket: Ticket, layer: int, deadline_s: float, stream: int | None = None) -> Any:
+        self.waits.append(stream)
+        return self._lanes.wait_layer(ticket, layer, deadline_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lanes, name)
+
+
+class Forgetful(FlexKVLinker):
+    """The control: it does not ask for the forward's stream."""
+
+    def _writer_stream(self) -> int | None:
+        return self._stream()
+
+
+def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[str, Any]:
+    """A forward that was enqueued and has not run: a store must see what it writes, a load must not be seen by it."""
+    pool = make_pool("mha fp16")
+    current, forward = Stream(5), Stream(7)
+    linker = make_linker(kind, pool, forward if with_forward_stream else None)
+    # On a device, as far as the linker knows.
+    linker._on_device = True
+    vars(linker_module).update(_current_stream=lambda device: current.cuda_stream)
+    lanes = linker._cache.lanes = EagerLanes(linker._cache.lanes, current, forward)  # type: ignore[assignment]
+    writer = forward if with_forward_stream else current
+
+    fill(pool)
+    written = page(pool, 2)
+    spoil(pool)
+
+    def forward_writes() -> None:
+        for tensor, content in zip(tensors_of(pool), written, strict=True):
+            rows = tensor[2 * PAGE_TOKENS : 3 * PAGE_TOKENS]
+            rows.view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(content), dtype=torch.uint8).view_as(rows.view(torch.uint8))
+            )
+
+    writer.enqueue(forward_writes)
+    offload(linker, "a", 2)
+    writer.drain()
+    seen: list[list[bytes]] = []
+    for tensor in tensors_of(pool):
+        tensor[7 * PAGE_TOKENS : 8 * PAGE_TOKENS].view(torch.uint8).fill_(NOISE_BYTE + 1)
+    old = page(pool, 7)
+    writer.enqueue(lambda: seen.append(page(pool, 7)))
+    linker.lookup("r", transfers("a"))
+    linker.load("r", transfers("a", 7))
+    landed = run_loads(linker)
+    writer.drain()
+    found = {
+        "landed": landed,
+        "stored what was written": page(pool, 7) == written,
+        "read before the load": seen == [old],
+        "layers wait on": list(set(lanes.waits)),
+    }
+    linker.close()
+    return found
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "cancelled", cancelled()
+    yield "never refused", never_refused()
+    yield "reset", reset()
+    yield "fenced", fenced(FlexKVLinker)
+    yield "fenced with one stream", fenced(FlexKVLinker, with_forward_stream=False)
+    yield "control without the fence", fenced(Forgetful)

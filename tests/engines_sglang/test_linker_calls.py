@@ -1,0 +1,62 @@
+"""The linker call by call, with SGLang's own transfers and wrapper, where no engine does the thing on demand."""
+
+from __future__ import annotations
+
+from tests.engines_sglang.conftest import Parts
+
+CURRENT_STREAM = 5
+
+
+def test_a_queued_load_that_is_cancelled_is_not_begun(parts: Parts) -> None:
+    assert parts["linker_child"]["cancelled"] == {
+        "left": ["stays"],
+        "leased": 0,
+        "again": False,
+        "after its start": False,
+        "landed": True,
+        "loaded": True,
+        "untouched": True,
+        "batch of none": -1,
+        "control": True,
+    }
+
+
+def test_loads_and_offloads_are_never_refused(parts: Parts) -> None:
+    found = parts["linker_child"]["never refused"]
+    assert found["stored"] == [[True, True]] * 2
+    assert found["full"] == [True, False], "taken, and not stored"
+    assert (found["taken"], found["landed"]) == (True, False)
+
+
+def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> None:
+    assert parts["linker_child"]["reset"] == {
+        "completed": 0,
+        "batch": -1,
+        "leased": 0,
+        "still stored": [1, 2],
+    }
+
+
+def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
+    """Streams are stand-ins: their work waits until something asks for it, and copies run as early as they may."""
+    for case in ("fenced", "fenced with one stream"):
+        assert parts["linker_child"][case] == {
+            "landed": True,
+            "stored what was written": True,
+            "read before the load": True,
+            "layers wait on": [CURRENT_STREAM],
+        }, case
+    control = parts["linker_child"]["control without the fence"]
+    assert not control["stored what was written"]
+    assert not control["read before the load"]
+
+
+def test_sglangs_page_hashes_keep_callers_apart(parts: Parts) -> None:
+    """Each finds nothing of those before it, and then its own: extra keys, salts, adapters, and all together."""
+    served = parts["hash_child"]["served"]["pages"]
+    assert len(served) == 10
+    assert all(pages == [0, 2] for pages in served.values()), served
+
+
+def test_our_chain_is_sglangs(parts: Parts) -> None:
+    assert parts["hash_child"]["chain"]["same"]
