@@ -3,11 +3,11 @@
 Each round runs every method once, in random order, so that noise falls on all alike; figures are medians of payload
 GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
 passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
-fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `layerwise` loads
-32,768 tokens at once, page by page and in ranges of layers. `streamed` loads to an engine's pool in plain memory, each
-page when it is up, and beside it all pages when the last is up. `cold` is a start with 1M blocks. `registered` is a tier
-whose host pool io_uring keeps pinned, in the same rounds. `durable` is how long a page that was written waits until it
-is durable, while more are written all the time.
+fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `registered` is a
+tier whose host pool io_uring keeps pinned, in the same rounds. `durable` is how long a page that was written waits
+until it is durable, while more are written all the time. `layerwise` loads 32,768 tokens at once, page by page and in
+ranges of layers. `streamed` loads to an engine's pool in plain memory, each page when it is up, and beside it all pages
+when the last is up. `cold` is a start with 1M blocks.
 """
 
 from __future__ import annotations

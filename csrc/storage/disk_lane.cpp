@@ -282,7 +282,8 @@ void DiskLane::take_out(int32_t disk, const std::string& reason) {
 std::vector<DiskState> DiskLane::states() const {
   std::vector<DiskState> states;
   for (const auto& disk : shared_->disks) {
-    states.push_back({disk->lost(), disk->lost_reason(), disk->backend(), disk->backend_note()});
+    states.push_back(
+        {disk->lost(), disk->lost_reason(), disk->backend(), disk->backend_note(), disk->queued()});
   }
   return states;
 }

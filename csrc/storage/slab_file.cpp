@@ -15,16 +15,16 @@
 namespace flexkv {
 namespace {
 
-// Throws GeometryError when direct I/O on `fd` needs more than 4 KiB boundaries.
+// Throws DiskError when direct I/O on `fd` needs more than 4 KiB boundaries.
 void check_alignment([[maybe_unused]] int fd, [[maybe_unused]] const std::string& path) {
 #ifdef STATX_DIOALIGN
   struct statx info{};
   if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return;  // an old kernel: 4 KiB is the rule
   if ((info.stx_mask & STATX_DIOALIGN) == 0 || info.stx_dio_offset_align == 0) return;
   if (kIoAlignBytes % info.stx_dio_offset_align == 0 && kIoAlignBytes % info.stx_dio_mem_align == 0) return;
-  throw GeometryError(path + ": direct I/O needs offsets on " + std::to_string(info.stx_dio_offset_align) +
-                      " and memory on " + std::to_string(info.stx_dio_mem_align) +
-                      " bytes; slots lie on multiples of " + std::to_string(kIoAlignBytes));
+  throw DiskError(path + ": direct I/O needs offsets on " + std::to_string(info.stx_dio_offset_align) +
+                  " and memory on " + std::to_string(info.stx_dio_mem_align) +
+                  " bytes; slots lie on multiples of " + std::to_string(kIoAlignBytes));
 #endif
 }
 

@@ -17,8 +17,8 @@ struct SlabShape {
 class SlabFile {
  public:
   // Opens for reading and writing, past the page cache where the file system allows it. `lock_fd`: the
-  // folder's lock, of which a copy is kept, or -1. Throws DiskError, GeometryError when 4 KiB are not enough
-  // for the disk.
+  // folder's lock, of which a copy is kept, or -1. Throws DiskError, also when 4 KiB are not enough for the
+  // disk, and GeometryError when the shape is none.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;

@@ -114,18 +114,21 @@ class SiblingReader:
         """Why no more is read, or nothing. To be asked now and then: this is what finds a disk that hangs."""
         with self._lock:
             moving = self._under_way
-            if self._down or moving is None or time.monotonic() - moving.since_s < self._stuck_s:
-                return self._down
-            if not self._writing.acquire(blocking=False):
-                return ""  # its page has been read
-            self._down = f"a page was not read within {self._stuck_s:.0f} s"
-            self._writing.release()
-            left = np.arange(moving.page, moving.op.pages, dtype=np.int32)
-            self._pool.fail_read(moving.op.slots[moving.page :], moving.op.op_id)
-            failed = np.concatenate((np.array(moving.failed, np.int32), left))
-            self._ended.append(OpResult(moving.op.op_id, OpStatus.FAILED, failed, self._down))
-            self._drop_waiting(self._down)
+            if not self._down and moving is not None and time.monotonic() - moving.since_s >= self._stuck_s:
+                self._give_up(moving, f"a page was not read within {self._stuck_s:.0f} s")
             return self._down
+
+    def _give_up(self, moving: UnderWay, reason: str) -> None:
+        """Nothing more is read. With the lock; not while the page under way, which has been read, is being written."""
+        if not self._writing.acquire(blocking=False):
+            return
+        self._down = reason
+        self._writing.release()
+        left = np.arange(moving.page, moving.op.pages, dtype=np.int32)
+        self._pool.fail_read(moving.op.slots[moving.page :], moving.op.op_id)
+        failed = np.concatenate((np.array(moving.failed, np.int32), left))
+        self._ended.append(OpResult(moving.op.op_id, OpStatus.FAILED, failed, reason))
+        self._drop_waiting(reason)
 
     def _drop_waiting(self, reason: str) -> None:
         while self._waiting:
@@ -134,14 +137,23 @@ class SiblingReader:
             self._ended.append(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def close(self, deadline_s: float) -> bool:
-        """Drops what waits and ends the thread; False if a read has not ended within `deadline_s` seconds."""
+        """Drops what waits and ends the thread. Idempotent.
+
+        False if a read has not ended within `deadline_s` seconds: it is given up, and its host slots are not written to
+        any more.
+        """
         with self._lock:
             self._closed = True
             self._drop_waiting("closed")
             self._lock.notify()
         if self._thread.is_alive():
             self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        with self._lock:
+            if not self._thread.is_alive():
+                return True
+            if not self._down and self._under_way is not None:
+                self._give_up(self._under_way, f"closed, and a page was not read within {deadline_s:.1f} s")
+            return False
 
     def _run(self) -> None:
         while True:

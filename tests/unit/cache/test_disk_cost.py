@@ -88,6 +88,42 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
     assert lines_of(MANY, measured) == lines_of(FEW, measured)
 
 
+def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
+    """Lines for a store, and for its write, where each block of it displaces one."""
+    lines: list[int] = []
+    world = DiskWorld(slots=blocks, places=blocks, mode=DiskMode.THROUGH)
+    disk = world.manager.disk
+    told: list[int] = []
+    record_evict = world.disk.record_evict
+
+    def note(group: int, places: Any, generations: Any) -> None:
+        told.append(len(places))
+        record_evict(group, places, generations)
+
+    world.disk.record_evict = note  # type: ignore[method-assign]
+    for seed in range(2):
+        with counted(lines):
+            plan = world.manager.begin_store(
+                "w", 0, chain(blocks, seed), np.arange(blocks, dtype=np.int32), 0
+            )
+        assert plan.graph is not None
+        assert (len(plan.stored), plan.dropped) == (blocks, 0)
+        world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
+        with counted(lines):
+            disk.pump()
+        (write,) = [op for graph in disk.take_orders() for op in graph.ops]
+        assert write.pages == blocks
+        disk.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+    assert told == [blocks], "what leaves the disk is told at once, and only what leaves"
+    assert disk.counts.evicted == blocks
+    return lines
+
+
+@pytest.mark.usefixtures("unjudged")
+def test_a_put_into_full_tiers_displaces_as_many_as_it_brings_and_in_bulk() -> None:
+    assert lines_of_a_put_into_full_tiers(MANY) == lines_of_a_put_into_full_tiers(FEW)
+
+
 @pytest.mark.usefixtures("unjudged")
 def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     complete = DiskReads.complete

@@ -209,6 +209,31 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     assert "was not read within" in brought[0]
 
 
+def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    other = start(trtllm(), "other", transfer__close_s=0.3)
+    hangs, ended, bring = threading.Event(), threading.Event(), SiblingReader._bring
+    brought: list[str] = []
+
+    def hang(reader: SiblingReader, *page: Any) -> str:
+        assert hangs.wait(60)
+        brought.append(bring(reader, *page))
+        ended.set()
+        return brought[-1]
+
+    monkeypatch.setattr(SiblingReader, "_bring", hang)
+    assert other.cache.match("r", other.keys(PAGES), 0.05) == 0
+    assert other.cache.manager.disk.moving
+    other.cache.close()
+    assert not other.cache.manager.disk.moving, "what hangs was given up"
+    # The host slots are gone by now, or another's.
+    hangs.set()
+    assert ended.wait(60)
+    assert brought[0].startswith("closed, and a page was not read within")
+
+
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
     """After a reset an engine's pages are of weights that only its process knows."""
     one = start(sglang())

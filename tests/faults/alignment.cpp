@@ -1,0 +1,26 @@
+// Preloaded under a process: a disk whose direct I/O needs other boundaries than 4 KiB. Files with DIO_PATH
+// in their path have direct I/O on DIO_OFFSET bytes of the file and DIO_MEMORY bytes of memory.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+extern "C" int statx(int fd, const char* path, int flags, unsigned mask, struct statx* info) noexcept {
+  const int done = static_cast<int>(syscall(SYS_statx, fd, path, flags, mask, info));
+#ifdef STATX_DIOALIGN
+  char link[64], of[4096] = {};
+  snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+  const char* wanted = getenv("DIO_PATH");
+  if (done == 0 && (mask & STATX_DIOALIGN) != 0 && wanted != nullptr &&
+      readlink(link, of, sizeof(of) - 1) > 0 && strstr(of, wanted) != nullptr) {
+    info->stx_mask |= STATX_DIOALIGN;
+    info->stx_dio_offset_align = static_cast<unsigned>(atoi(getenv("DIO_OFFSET")));
+    info->stx_dio_mem_align = static_cast<unsigned>(atoi(getenv("DIO_MEMORY")));
+  }
+#endif
+  return done;
+}
