@@ -1,22 +1,27 @@
-"""The pages of segments: in flexkv's host pool, under keys in its index, moved by its transfer engine."""
+"""The pages of segments: in flexkv's host pool and maybe on disk, under keys in its index, moved by its engine."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.blend.keys import GROUP, SegmentKeyScheme
+from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.kv_shape import PLANES, KvShape
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
+from flexkv.blend.segment_disk import SegmentDisk
 from flexkv.blend.segment_load import Hit, SegmentLoad
 from flexkv.blend.segments import Tokens
-from flexkv.c_ext import KvView, SlotImage
-from flexkv.cache.base import Completion, GroupSpec, ManagerLimits
+from flexkv.blend.staging import StagingPool
+from flexkv.c_ext import SlotImage
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole
+from flexkv.cache.disk_base import DiskLimits
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
@@ -28,18 +33,35 @@ from flexkv.transfer.trailer import digest_areas
 MOST_HITS = 256
 """Segments of one prompt that are loaded at once; each takes queue places of the transfer engine."""
 
+READS_A_HIT = 2
+"""From disk: of its whole blocks, and of the tokens after them."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LateBlocks:
     """Staging blocks of a transfer that nobody waits for any more; taken until it has ended.
 
     Attributes:
-        request_id: of a store, whose pages the manager keeps until then; empty for a load.
+        requests: of the manager, which end with it.
     """
 
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
     blocks: NDArray[np.int32]
-    request_id: str = ""
+    requests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A segment that is looked up."""
+
+    segment: int
+    keys: SegmentKeys
+    request: str
+
+    @property
+    def tail_request(self) -> str:
+        """Of its own: what follows the whole blocks comes up from disk as a whole, these while they are loaded."""
+        return f"{self.request}-tail"
 
 
 class SegmentCache:
@@ -54,9 +76,13 @@ class SegmentCache:
         staging_tokens: tokens (in whole blocks) that may be on their way at once: the longest prompt.
         deadline_s: of each wait.
         prefetch_layers: see `LoadPipeline`.
+        disk: folders in which pages outlive host memory and the process; None, or one without folders: none.
+        model: for people who look at such a folder.
 
     Raises:
         CapacityError: the pool does not fit the memory that is there.
+        FolderLockedError: another cache with this namespace uses a folder.
+        FlexKVError: a folder cannot be used; says which and why.
     """
 
     def __init__(
@@ -69,71 +95,133 @@ class SegmentCache:
         block_tokens: int = 16,
         deadline_s: float = 60.0,
         prefetch_layers: int = PREFETCH_LAYERS,
+        disk: DiskConfig | None = None,
+        model: str = "segments",
     ) -> None:
         self.shape, self.block_tokens, self.deadline_s = shape, block_tokens, deadline_s
         self.prefetch_layers = prefetch_layers
         self.scheme = SegmentKeyScheme(namespace, block_tokens)
         blocks = -(-staging_tokens // block_tokens)
-        self.staging = np.zeros(
-            (shape.layers, blocks, PLANES, block_tokens, shape.heads, shape.head_dim), shape.carrier
-        )
-        view = self._view(blocks)
+        self.staging = StagingPool(shape, blocks, block_tokens)
+        self.disk: SegmentDisk | None = None
+        if disk is not None and disk.folders:
+            ops = READS_A_HIT * MOST_HITS
+            self.disk = SegmentDisk(
+                disk, shape, block_tokens, self.scheme.namespace, self.staging.view, model, ops
+            )
+        self._late: list[LateBlocks] = []
+        self._why_failed: dict[str, str] = {}
+        self._requests = itertools.count()
+        try:
+            self._start(slots, blocks)
+        except BaseException:
+            if self.disk is not None:
+                self.disk.close(deadline_s)
+            raise
+
+    def _start(self, slots: int, blocks: int) -> None:
+        view = self.staging.view
         trailer_bytes, (digests,) = digest_areas([len(view.runs)])
         image = SlotImage([view.stripe_bytes], trailer_bytes)
-        self.pool = HostPool(image.total_bytes, slots)
-        if not self.pool.wait_ready(slots, deadline_s):
+        slot_bytes, digest_offset = image.total_bytes, image.trailer_offset + digests
+        if self.disk is not None:
+            slot_bytes, digest_offset = self.disk.slot_bytes, self.disk.digest_offset
+        self.pool = HostPool(slot_bytes, slots)
+        if not self.pool.wait_ready(slots, self.deadline_s):
             raise CapacityError(f"the pool for {slots} pages did not come up: {self.pool.stopped_reason}")
         self.engine = TransferEngine()
-        self.engine.attach_view(
-            GROUP, view, self.pool, 0, image.trailer_offset + digests, owners=[self.staging]
-        )
+        self.engine.attach_view(GROUP, view, self.pool, 0, digest_offset, owners=[self.staging.rows])
         limits = ManagerLimits(
             ranks=1, inflight_load_pages=max(1, blocks), inflight_store_pages=max(1, blocks)
         )
-        self.manager = LocalCacheManager([GroupSpec(block_tokens, slots)], limits)
+        self.manager = LocalCacheManager(
+            [GroupSpec(self.block_tokens, slots)],
+            limits,
+            disk=None if self.disk is None else self.disk.tier,
+            disk_limits=DiskLimits() if self.disk is None else self.disk.limits(max(1, blocks)),
+        )
         self.manager.grow(GROUP, slots)
-        self._free = list(range(blocks - 1, -1, -1))
-        self._late: list[LateBlocks] = []
-        self._requests = itertools.count()
-
-    def _view(self, blocks: int) -> KvView:
-        run_bytes = PLANES * self.block_tokens * self.shape.row_bytes
-        rows = [
-            [self.staging[layer].ctypes.data, run_bytes, run_bytes, layer * run_bytes, layer]
-            for layer in range(self.shape.layers)
-        ]
-        return KvView(np.array(rows, np.int64), blocks, self.shape.layers * run_bytes)
+        if self.disk is not None:
+            self.disk.start(self.manager.disk, self.pool)
 
     # --- lookups ---
 
     def begin_load(self, segments: Sequence[Tokens | None]) -> SegmentLoad:
         """Begins to load what is cached of each segment, from its first token on; None is looked up for nothing.
 
-        What finds no room in the staging pool is a miss.
+        What finds no room in the staging pool is a miss. Whole blocks on disk are loaded while they are read, layer by
+        layer; for what follows them this waits, for `disk.wait_s` at most.
         """
         self._free_late()
-        hits: list[Hit] = []
-        for number, tokens in enumerate(segments):
-            if tokens is not None and len(hits) < MOST_HITS:
-                hit = self._load_one(number, tokens)
-                hits += [] if hit is None else [hit]
-        return SegmentLoad(self, hits)
+        asked = [
+            Asked(number, self.scheme.keys(tokens), f"load-{next(self._requests)}")
+            for number, tokens in enumerate(segments)
+            if tokens is not None
+        ]
+        if self.disk is not None:
+            for one in asked[:MOST_HITS]:
+                self._match_tail(one)  # first of all: these are waited for
+        found: list[tuple[Asked, Hit]] = []
+        for one in asked:
+            if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
+                found.append((one, hit))
+            self.manager.release(one.request)
+        if self.disk is not None:
+            waiting = [one.tail_request for one, _ in found]
+            self.disk.wait_while(lambda: any(map(self.manager.waits, waiting)), self.deadline_s)
+        hits = [self._with_tail(one, hit) for one, hit in found]
+        for one in asked:
+            self.manager.release(one.tail_request)
+        return SegmentLoad(self, [hit for hit in hits if hit.tokens])
 
-    def _load_one(self, number: int, tokens: Tokens) -> Hit | None:
-        request_id = f"load-{next(self._requests)}"
-        keys = self.scheme.keys(tokens)
-        match = self.manager.match(request_id, [keys.whole], 0, [keys.tail])
-        pages = match.blocks + (match.tail_tokens > 0)
-        ticket, blocks = None, np.empty(0, np.int32)
-        if pages and pages <= len(self._free):
-            blocks = np.array([self._free.pop() for _ in range(pages)], np.int32)
-            graph = self.manager.begin_load(request_id, [blocks], tail=match.tail_tokens > 0)
-            ticket = None if graph is None else self._submit(graph)
-        self.manager.release(request_id)
-        if ticket is None:
-            self._free.extend(blocks.tolist())
+    def _load_whole(self, asked: Asked) -> Hit | None:
+        """What is cached of a segment's whole blocks; None if no tail can follow it either."""
+        whole = asked.keys.whole
+        if not len(whole):
+            return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
+        match = self.manager.match(asked.request, [whole], 0)
+        blocks = self.staging.take(match.blocks) if match.blocks else None
+        ticket = None if blocks is None else self._begin(asked.request, blocks, tail=False)
+        if blocks is None or ticket is None:
             return None
-        return Hit(number, match.blocks * self.block_tokens + match.tail_tokens, blocks, ticket)
+        return Hit(asked.segment, len(blocks) * self.block_tokens, blocks, (ticket,), (asked.request,))
+
+    def _match_tail(self, asked: Asked) -> int:
+        """Tokens after the whole blocks that can be loaded; what is on disk of them is being brought up."""
+        keys = asked.keys
+        if keys.tail is None:
+            return 0
+        match = self.manager.match(asked.tail_request, [keys.whole], len(keys.whole), [keys.tail])
+        return match.tail_tokens
+
+    def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
+        """The hit with the tokens after its whole blocks, if all of these are coming."""
+        if hit.tokens < len(asked.keys.whole) * self.block_tokens:
+            return hit
+        tokens = self._match_tail(asked)
+        blocks = self.staging.take(1) if tokens else None
+        if blocks is None:
+            return hit
+        ticket = self._begin(asked.tail_request, blocks, tail=True)
+        if ticket is None:
+            return hit
+        return Hit(
+            hit.segment,
+            hit.tokens + tokens,
+            np.concatenate((hit.blocks, blocks)),
+            (*hit.tickets, ticket),
+            (*hit.requests, asked.tail_request),
+        )
+
+    def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
+        """Begins the load of what was matched. None: no queue place, and the blocks are free again."""
+        graph = self.manager.begin_load(request, [blocks], tail=tail)
+        if self.disk is not None:
+            self.disk.pump()  # the load waits for the reads
+        ticket = None if graph is None else self._submit(graph)
+        if ticket is None:
+            self.staging.give(blocks)
+        return ticket
 
     def _submit(self, graph: TransferGraph) -> Ticket | None:
         """Layer by layer, so that the first layers can be used while the last ones move. None: no queue place."""
@@ -150,32 +238,45 @@ class SegmentCache:
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
         """Frees a hit's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
-        if not self.engine.wait(hit.ticket, wait_s):
-            self._late.append(LateBlocks(hit.ticket, hit.blocks))
+        ends_s = time.monotonic() + wait_s
+        if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
+            self._late.append(LateBlocks(hit.tickets, hit.blocks, hit.requests))
             return False
         self._take_results()
-        self._free.extend(hit.blocks.tolist())
+        self.staging.give(hit.blocks)
         return True
 
+    def why_failed(self, hit: Hit) -> str:
+        """Why pages of a hit that was finished did not come; empty if all did. Once."""
+        reasons = [self._why_failed.pop(request, "") for request in hit.requests]
+        return "; ".join(reason for reason in reasons if reason)
+
     def _take_results(self) -> list[Completion]:
+        if self.disk is not None:
+            self.disk.pump()
         done: list[Completion] = []
         while results := self.engine.poll():
             completions = (self.manager.complete(0, result) for result in results)
             done += [completion for completion in completions if completion is not None]
+        for completion in done:
+            if completion.role is OpRole.LOAD and len(completion.failed_blocks):
+                self._why_failed[completion.request_id] = completion.reason or "pages failed"
         return done
 
     def _free_late(self) -> None:
         """Frees what has ended since its deadline passed."""
-        ended = [late for late in self._late if self.engine.wait(late.ticket, 0.0)]
+        if self.disk is not None:
+            self.disk.pump()
+        ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
         if not ended:
             return
         self._take_results()
-        tickets = {late.ticket for late in ended}
-        self._late = [late for late in self._late if late.ticket not in tickets]
+        self._late = [late for late in self._late if late not in ended]
         for late in ended:
-            if late.request_id:
-                self.manager.release(late.request_id)
-            self._free.extend(late.blocks.tolist())
+            for request in late.requests:
+                self.manager.release(request)
+                self._why_failed.pop(request, None)
+            self.staging.give(late.blocks)
 
     # --- stores ---
 
@@ -186,7 +287,8 @@ class SegmentCache:
         rotation: KeyRotation,
         first_position: int = 0,
     ) -> int:
-        """Stores a segment; its keys are turned to positions from 0 on. Returns how many of its tokens are cached now.
+        """Stores a segment; its keys are turned to positions from 0 on. Returns how many of its tokens are cached now:
+        visible, not on their way.
 
         Args:
             layers: of a layer, keys and values [heads, tokens, head_dim], contiguous, of any library, in host memory.
@@ -199,25 +301,25 @@ class SegmentCache:
         self._free_late()
         keys = self.scheme.keys(tokens)
         pages = len(keys.whole) + (keys.tail is not None)
-        if pages > len(self._free):
-            raise CapacityError(
-                f"a segment of {pages} blocks: the staging pool has {len(self._free)} free ones"
-            )
         if rotation.row_bytes != self.shape.row_bytes:
             raise ContractError(
                 f"rows of {rotation.row_bytes} bytes, the cache's have {self.shape.row_bytes}"
             )
-        blocks = np.array([self._free.pop() for _ in range(pages)], np.int32)
+        blocks = self.staging.take(pages)
+        if blocks is None:
+            raise CapacityError(
+                f"a segment of {pages} blocks: the staging pool has {len(self.staging.free)} free ones"
+            )
         try:
             self._fill(len(tokens), blocks, layers, rotation, first_position)
             whole = len(keys.whole)
-            cached = self._publish(keys.whole, blocks[:whole], 0, self.block_tokens)
-            if keys.tail is not None and cached == whole * self.block_tokens:
-                cached += self._publish(keys.tail.keys, blocks[whole:], whole, int(keys.tail.tokens[0]))
-            return cached
+            self._publish(keys.whole, blocks[:whole], 0, self.block_tokens)
+            if keys.tail is not None and self.manager.present(GROUP, keys.whole).all():
+                self._publish(keys.tail.keys, blocks[whole:], whole, int(keys.tail.tokens[0]))
         finally:
             moving = {block for late in self._late for block in late.blocks.tolist()}
-            self._free.extend(block for block in blocks.tolist() if block not in moving)
+            self.staging.give(block for block in blocks.tolist() if block not in moving)
+        return self._cached(keys)
 
     def _fill(
         self,
@@ -238,40 +340,54 @@ class SegmentCache:
             for plane, (rows, table) in enumerate(((keys, turned), (values, TurnTable.copies(tokens)))):
                 row = in_block + plane * self.block_tokens + at % self.block_tokens
                 target = RowPlaces(row * row_bytes, head_bytes)
-                rotation.apply(rows, source, self.staging[layer], target, table)
+                rotation.apply(rows, source, self.staging.rows[layer], target, table)
 
-    def _publish(self, keys: NDArray[np.uint8], blocks: NDArray[np.int32], first: int, tokens: int) -> int:
-        """Returns how many tokens of these blocks are in the cache afterwards."""
+    def _publish(self, keys: NDArray[np.uint8], blocks: NDArray[np.int32], first: int, tokens: int) -> None:
         if not len(keys):
-            return 0
-        request_id = f"store-{next(self._requests)}"
-        plan = self.manager.begin_store(request_id, GROUP, keys, blocks, first, tokens)
-        published = plan.known
+            return
+        request = f"store-{next(self._requests)}"
+        plan = self.manager.begin_store(request, GROUP, keys, blocks, first, tokens)
         if plan.graph is not None:
             ticket = self.engine.submit(plan.graph)
             if ticket is None:
                 self._cancel(plan.graph)
             elif not self.engine.wait(ticket, self.deadline_s):
-                self._late.append(LateBlocks(ticket, blocks, request_id))
+                self._late.append(LateBlocks((ticket,), blocks, (request,)))
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
-            ops = {op.op_id for op in plan.graph.ops}
-            published += sum(len(done.published) for done in self._take_results() if done.op_id in ops)
-        self.manager.release(request_id)
-        return published * tokens
+            self._take_results()
+        self.manager.release(request)
+        if self.disk is not None:
+            self.disk.pump()
 
     def cached_tokens(self, tokens: Tokens) -> int:
-        """How many leading tokens of a segment are cached."""
-        request_id = f"look-{next(self._requests)}"
-        keys = self.scheme.keys(tokens)
-        match = self.manager.match(request_id, [keys.whole], 0, [keys.tail])
-        self.manager.release(request_id)
-        return match.blocks * self.block_tokens + match.tail_tokens
+        """How many leading tokens of a segment are cached, in host memory or on disk. Brings nothing up."""
+        return self._cached(self.scheme.keys(tokens))
+
+    def _cached(self, keys: SegmentKeys) -> int:
+        there = self.manager.present(GROUP, keys.whole)
+        if not there.all():
+            return int(np.argmin(there)) * self.block_tokens
+        cached = len(there) * self.block_tokens
+        if keys.tail is not None and self.manager.present(GROUP, keys.tail.keys).all():
+            cached += int(keys.tail.tokens[0])
+        return cached
+
+    def flush(self) -> bool:
+        """Whether all that is cached is on disk now and would survive a crash; waits for that within the deadline.
+
+        False also where there is no disk, or it is lost or full.
+        """
+        return self.disk is not None and self.disk.flush(self.deadline_s)
 
     def close(self) -> None:
-        """
+        """With a disk, writes what only host memory has and makes it durable, within the deadline.
+
         Raises:
             TransferError: something still moves after the deadline; call again.
         """
         if not self.engine.close(self.deadline_s):
             raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
+        self._take_results()
+        if self.disk is not None:
+            self.disk.close(self.deadline_s)
         self.pool.close()

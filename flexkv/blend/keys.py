@@ -39,12 +39,15 @@ class SegmentKeyScheme:
     Args:
         namespace: whatever keeps two callers apart: model fingerprint, salt, LoRA. The same fields as for prefixes.
 
+    Attributes:
+        namespace: their digest, 32 bytes.
+
     Raises:
         KeySchemeError: a field is neither bytes, str nor int. ConfigError: `block_tokens` is 0.
     """
 
     def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int) -> None:
-        self._namespace = namespace_digest({**namespace, SCOPE: "segment"})
+        self.namespace = namespace_digest({**namespace, SCOPE: "segment"})
         self.block_tokens = block_tokens
 
     def keys(self, tokens: Tokens) -> SegmentKeys:
@@ -54,12 +57,12 @@ class SegmentKeyScheme:
         """
         chain = TokenChain(self.block_tokens)
         chain.extend(tokens)
-        whole = EngineKeyChain(self._namespace, GROUP)
+        whole = EngineKeyChain(self.namespace, GROUP)
         whole.extend(chain.digests)
         blocks = len(whole)
         rest = tokens[blocks * self.block_tokens :]
         if not len(rest):
             return SegmentKeys(whole.keys, None)
         parent = chain.digests[-1].tobytes() if blocks else None
-        key = tail_key(self._namespace, GROUP, parent, b"", rest, blocks)
+        key = tail_key(self.namespace, GROUP, parent, b"", rest, blocks)
         return SegmentKeys(whole.keys, TailCandidates(key, np.array([len(rest)], np.int32), blocks))

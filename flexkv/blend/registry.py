@@ -19,11 +19,13 @@ class ModelFamily:
 
     Attributes:
         normed_heads: queries and keys are normalised head by head before they are rotated.
+        plain: of its configuration, options that must be off or absent: with them a layer does other steps.
     """
 
     name: str
     pairing: Pairing
     normed_heads: bool
+    plain: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -33,6 +35,8 @@ FAMILIES = {
         ModelFamily("mistral", "neox", normed_heads=False),
         ModelFamily("qwen2", "neox", normed_heads=False),
         ModelFamily("qwen3", "neox", normed_heads=True),
+        ModelFamily("glm", "gptj", normed_heads=False),
+        ModelFamily("stablelm", "neox", normed_heads=False, plain=("use_parallel_residual", "qk_layernorm")),
     )
 }
 """By the `model_type` of Hugging Face configurations."""
@@ -41,7 +45,7 @@ FAMILIES = {
 def family_of(config: Any) -> ModelFamily:
     """
     Raises:
-        NotBlendable: the family is not registered, or attends through a window.
+        NotBlendable: the family is not registered, attends through a window, or has other layers than it knows.
     """
     name = config.model_type
     if name not in FAMILIES:
@@ -51,6 +55,8 @@ def family_of(config: Any) -> ModelFamily:
     windowed = kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None))
     if windowed:
         raise NotBlendable(f"model type {name!r} with a sliding window: blending needs full attention")
+    if other := [option for option in FAMILIES[name].plain if getattr(config, option, False)]:
+        raise NotBlendable(f"model type {name!r} with {other[0]}: blending knows it without")
     return FAMILIES[name]
 
 

@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from flexkv.blend.cache import SegmentCache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Hit:
     """The leading `tokens` of a segment that are on their way to the staging pool.
 
     Attributes:
         segment: number of the segment in the lookup.
+        tickets: of its whole blocks, and of the tokens after them.
+        requests: of the manager, one a ticket.
     """
 
     segment: int
     tokens: int
     blocks: NDArray[np.int32]
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
+    requests: tuple[str, ...]
 
 
 class StagedRows:
@@ -52,6 +55,8 @@ class SegmentLoad:
     def __init__(self, cache: SegmentCache, hits: Sequence[Hit]) -> None:
         self._cache = cache
         self.hits = list(hits)
+        self.lost: dict[int, str] = {}
+        """Segment -> why pages of it did not come; known once this is closed."""
 
     def rows(self, layer: int) -> list[StagedRows]:
         """Of each hit, the rows of a layer; the layers arrive in order."""
@@ -59,14 +64,16 @@ class SegmentLoad:
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
         cache = self._cache
-        found = cache.engine.wait_layer(hit.ticket, layer, cache.deadline_s)
-        if not found.ok:
-            raise LostRows("pages did not come in time" if not found.in_time else "pages did not verify")
+        ends_s = time.monotonic() + cache.deadline_s
+        for ticket in hit.tickets:
+            found = cache.engine.wait_layer(ticket, layer, max(0.0, ends_s - time.monotonic()))
+            if not found.ok:
+                raise LostRows(f"pages {'did not verify' if found.in_time else 'did not come in time'}")
         block_tokens = cache.block_tokens
         for number, block in enumerate(hit.blocks.tolist()):
             at = number * block_tokens
             end = min(at + block_tokens, hit.tokens)
-            rows[:, at:end] = cache.staging[layer, block, :, : end - at]
+            rows[:, at:end] = cache.staging.rows[layer, block, :, : end - at]
 
     def close(self) -> None:
         """Waits for what still moves and frees the staging blocks, each once however often this is called.
@@ -77,6 +84,9 @@ class SegmentLoad:
         ends_s = time.monotonic() + self._cache.deadline_s
         hits, self.hits = self.hits, []
         late = [hit for hit in hits if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic()))]
+        for hit in hits:
+            if hit not in late and (reason := self._cache.why_failed(hit)):
+                self.lost[hit.segment] = reason
         if late:
             raise TransferError(
                 f"{len(late)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"

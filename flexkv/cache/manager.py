@@ -118,6 +118,11 @@ class LocalCacheManager(CacheManager):
         """Blocks of all groups that are visible or being stored."""
         return len(self.host.index)
 
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys are visible in host memory or on disk, bool [keys]. Leases and brings up nothing."""
+        there: NDArray[np.bool_] = self.host.index.find(group, keys) != NO_ENTRY
+        return there if self._disk is None else there | self._disk.index.present(group, keys)
+
     def free_slots(self, group: int) -> int:
         return self.host.index.free_slots(group)
 

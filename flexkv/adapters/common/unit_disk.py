@@ -3,7 +3,6 @@ writes beside a page, and driven by the scheduler's thread, which it never makes
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
-from flexkv.storage.folder import unit_folder
+from flexkv.storage.folder_share import bytes_per_folder
 from flexkv.storage.sibling_reader import SiblingReader
 from flexkv.storage.siblings import Sibling, open_siblings
 from flexkv.storage.unit import DiskUnit
@@ -97,35 +96,6 @@ def _gds_loads(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]
     return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in said) else GdsUse.NEVER
 
 
-def bytes_per_folder(config: FlexKVConfig, identity: DiskIdentity, group: DiskGroup) -> int:
-    """What one unit may fill in each folder: the same in all, because blocks are striped over them.
-
-    What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
-    units hold there cannot be had.
-    """
-    disk = config.disk
-    if disk.bytes_per_folder is not None:
-        return disk.bytes_per_folder
-    rooms = []
-    for root in map(Path, disk.folders):
-        root.mkdir(parents=True, exist_ok=True)
-        free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
-        others = _held_bytes(root) - own
-        rooms.append(share_bytes(free, own, others, disk.space_share, config.host.units_per_node))
-    return min(rooms)
-
-
-def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """Of a folder with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit may
-    fill, never more than it can have."""
-    fair = share * (free + own + others) / units
-    return int(min(fair, max(own, share * (free + own))))
-
-
-def _held_bytes(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-
-
 def open_tier(
     config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner, sealed_apart: bool
 ) -> DiskTier:
@@ -142,7 +112,7 @@ def open_tier(
     disk = config.disk
     identity = _identity(owner)
     options = DiskOptions(
-        bytes_per_disk=bytes_per_folder(config, identity, group),
+        bytes_per_disk=bytes_per_folder(disk, config.host.units_per_node, identity, group),
         io=disk.io,
         depth=disk.depth,
         stuck_s=disk.stuck_s,

@@ -25,14 +25,15 @@ class BlendReport:
         reused: of them, rows that the cache covered.
         computed: of each layer, the rows that were computed, int64 ascending.
         off: why nothing was blended; empty if it was.
-        restarts: how often pages failed to come while others were in use already.
+        lost: of each segment whose pages failed to come while others were in use already, its number and why; the
+            prompt was begun again without it.
     """
 
     tokens: int
     reused: int
     computed: list[Rows] = field(default_factory=list)
     off: str = ""
-    restarts: int = 0
+    lost: tuple[str, ...] = ()
 
 
 class Prefill(NamedTuple):

@@ -91,8 +91,9 @@ class LayeredModel:
         with self.own_frequencies():
             cosine, sine = self.inner.rotary_emb(rows[None], positions[None])
         batched = rows.transpose(0, 1)[None]
-        turned, _ = self._rotate(batched, batched, cosine, sine)
-        return turned[0].transpose(0, 1)
+        turning = batched[..., : cosine.shape[-1]]
+        turned, _ = self._rotate(turning, turning, cosine, sine)
+        return torch.cat((turned, batched[..., cosine.shape[-1] :]), dim=-1)[0].transpose(0, 1)
 
     def project(self, layer: int, hidden: Any, positions: Any) -> tuple[Any, Any, Any]:
         """Query, key and value [rows, heads, head_dim] of rows `hidden` [rows, hidden]."""
@@ -118,6 +119,3 @@ class LayeredModel:
     def logits(self, hidden: Any) -> Any:
         """[rows, hidden] -> [rows, vocabulary]."""
         return self.model.lm_head(self.inner.norm(hidden))
-
-    def positions_tensor(self, positions: Any) -> Any:
-        return torch.from_numpy(positions)

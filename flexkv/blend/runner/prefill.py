@@ -18,7 +18,7 @@ from flexkv.blend.runner.model import LayeredModel
 from flexkv.blend.runner.reused import ReusedRows
 from flexkv.blend.runner.selftest import check_rotation
 from flexkv.blend.segments import Segment, Tokens, as_tokens
-from flexkv.config import load_config
+from flexkv.config import DiskConfig, load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.transfer.layerwise.host_device import HostDevice
 
@@ -39,6 +39,7 @@ def segment_cache(
     block_tokens: int = 16,
     deadline_s: float = 60.0,
     prefetch_layers: int | None = None,
+    disk: DiskConfig | None = None,
 ) -> SegmentCache:
     """A cache for the segments of `model`.
 
@@ -47,12 +48,16 @@ def segment_cache(
             configuration is added.
         prefetch_layers: layers of a prompt that are held at once, from 2 to 16; None: `load.prefetch_layers` of the
             configuration.
+        disk: folders in which segments outlive host memory and the process; None: `disk` of the configuration, which
+            has none by default.
 
     Raises:
         NotBlendable: the model's family is not registered.
         ConfigError: a setting of the configuration is not allowed.
+        FlexKVError: see `SegmentCache`.
     """
     layered = LayeredModel(model)
+    settings = load_config()
     fields = {"flexkv.model": model.config.to_json_string(use_diff=False), **namespace}
     return SegmentCache(
         layered.shape,
@@ -61,7 +66,9 @@ def segment_cache(
         staging_tokens=staging_tokens,
         block_tokens=block_tokens,
         deadline_s=deadline_s,
-        prefetch_layers=load_config().load.prefetch_layers if prefetch_layers is None else prefetch_layers,
+        prefetch_layers=settings.load.prefetch_layers if prefetch_layers is None else prefetch_layers,
+        disk=settings.disk if disk is None else disk,
+        model=model.config.name_or_path or model.config.model_type,
     )
 
 
@@ -156,24 +163,27 @@ def _blend(
 ) -> Prefill:
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     wanted: list[Tokens | None] = [part.tokens if part.reusable else None for part in parts]
-    restarts = 0
+    lost: list[str] = []
     while True:
         load = cache.begin_load(wanted)
         try:
             reused = ReusedRows(cache, load, starts, len(tokens), device)
             logits, layers, computed = blender.run(tokens, past, reused)
-        except LostPages as lost:
+        except LostPages as error:
             # Rows of earlier layers were computed from what came of them: begin again without. Each time there is one
             # segment less to ask for.
-            logger.warning("blending begins again: %s", lost)
-            for segment in lost.segments:
+            load.close()
+            for segment in error.segments:
+                lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")
+                logger.warning("blending begins again without a part of the prompt: %s", lost[-1])
                 wanted[segment] = None
-            restarts += 1
             continue
         finally:
             load.close()
         covered = int(np.count_nonzero(reused.covered))
-        return Prefill(logits, _as_cache(layers), BlendReport(len(tokens), covered, computed, "", restarts))
+        return Prefill(
+            logits, _as_cache(layers), BlendReport(len(tokens), covered, computed, "", tuple(lost))
+        )
 
 
 def _recompute(model: Any, tokens: Any, past: Any, reason: str) -> Prefill:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.common.unit_disk import bytes_per_folder, share_bytes
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
 from flexkv.storage.folder import unit_folder
+from flexkv.storage.folder_share import bytes_per_folder, share_bytes
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -264,15 +264,15 @@ def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
 def test_the_size_of_a_folder(tmp_path: Path) -> None:
     group = make_group()
     fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
-    assert bytes_per_folder(fixed, IDENTITY, group) == 3 << 20
+    assert bytes_per_folder(fixed.disk, 1, IDENTITY, group) == 3 << 20
     half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
-    before = bytes_per_folder(half, IDENTITY, group)
+    before = bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group)
     assert before > 0
     # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
     own = unit_folder(tmp_path, IDENTITY, [group])
     own.mkdir(parents=True)
     (own / "slab").write_bytes(b"x" * (64 << 20))
-    assert abs(bytes_per_folder(half, IDENTITY, group) - before) < 16 << 20
+    assert abs(bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group) - before) < 16 << 20
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from transformers import (
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -13,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from flexkv.blend import segment_cache
@@ -36,6 +40,23 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
+}
+ROTARY_SHARE = {"glm": 0.5, "stablelm": 0.25}
+"""Of a head, where not all of it turns."""
+SCALINGS: dict[str, dict] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
 }
 
 
@@ -44,6 +65,8 @@ def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
     config_class, model_class = FAMILIES[family]
     if family == "mistral":
         options.setdefault("sliding_window", None)
+    if family == "glm":
+        options.setdefault("pad_token_id", None)
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SIZES, **options})).eval()
     with torch.no_grad():
@@ -51,6 +74,14 @@ def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
             if "proj" in name:
                 parameter.mul_(4.0)
     return model.to(dtype)
+
+
+def make_scaled(family: str, scaling: str):
+    """A model of the family whose rope has this scaling, and turns as much of a head as the family's does."""
+    rope = {"rope_theta": 10_000.0, **SCALINGS[scaling]}
+    if family in ROTARY_SHARE:
+        rope["partial_rotary_factor"] = ROTARY_SHARE[family]
+    return make_model(family, rope_parameters=rope)
 
 
 def make_cache(model, **options) -> SegmentCache:

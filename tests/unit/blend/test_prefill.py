@@ -14,7 +14,6 @@ from flexkv.blend.runner import attention  # noqa: E402
 from flexkv.blend.runner.prefill import off_reason  # noqa: E402
 from flexkv.errors import ConfigError, GeometryError  # noqa: E402
 from tests.unit.blend.blend_world import (  # noqa: E402
-    FAMILIES,
     ROUNDING,
     VOCABULARY,
     full,
@@ -35,23 +34,6 @@ def moved(model, cache, seed: int = 0):
     return [segments[2], segments[0], segments[1], segments[3]]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_ratio_1_is_a_full_recompute(family: str) -> None:
-    model = make_model(family)
-    cache = make_cache(model)
-    prompt = moved(model, cache)
-    logits, kv, report = prefill(model, prompt, cache, BlendPlan.of_ratio(1.0))
-    wanted_logits, wanted_kv = full(model, prompt)
-    assert report.reused == 70
-    assert relative(logits, wanted_logits) < ROUNDING
-    assert worst_layer(kv, wanted_kv) < ROUNDING
-    # The control: what was cached is far from it.
-    reused, reused_kv, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
-    assert relative(reused, wanted_logits) > 0.05
-    assert worst_layer(reused_kv, wanted_kv) > 0.05
-    cache.close()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ratio_1_in_short_dtypes(dtype) -> None:
     model = make_model(dtype=dtype)
@@ -61,24 +43,6 @@ def test_ratio_1_in_short_dtypes(dtype) -> None:
     wanted_logits, wanted_kv = full(model, prompt)
     assert relative(logits, wanted_logits) < 0.1
     assert worst_layer(kv, wanted_kv) < 0.1
-    cache.close()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_ratio_0_at_unchanged_positions_is_prefix_reuse(family: str) -> None:
-    model = make_model(family)
-    cache = make_cache(model)
-    text, question = random_segments([37, 9])
-    precompute(model, [text], cache)
-    logits, kv, report = prefill(model, [text, question], cache, BlendPlan.of_ratio(0.0))
-    _, prefix = full(model, [text])
-    had = [layer.keys.clone() for layer in prefix.layers]
-    wanted_logits, wanted_kv = full(model, [question], past=prefix)
-    assert [len(rows) for rows in report.computed] == [9] * 4
-    assert relative(logits, wanted_logits) < ROUNDING
-    assert worst_layer(kv, wanted_kv) < ROUNDING
-    for layer, keys in zip(kv.layers, had, strict=True):
-        assert torch.equal(layer.keys[:, :, :37], keys)
     cache.close()
 
 
@@ -239,7 +203,9 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     cache.pool.slot(int(match.groups[0].slots[1]))[-5000] ^= 1
     cache.manager.release("damage")
     found = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
-    assert found.report.restarts == 1
+    (lost,) = found.report.lost
+    assert "digest mismatch in run" in lost
+    assert lost.startswith("segment 1: ")
     assert found.report.reused == 33
     assert cache.cached_tokens(segments[0]) == 8
     other = make_cache(model)
@@ -249,7 +215,7 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     other.close()
     # What was forgotten can be stored again.
     assert precompute(model, segments[:1], cache) == 20
-    assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.restarts == 0
+    assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.lost == ()
 
 
 def test_generation_goes_on_from_the_blended_cache(model, cache) -> None:
@@ -309,37 +275,6 @@ def test_what_is_not_blended() -> None:
         "factor": 2.0,
     }
     assert "longrope" in off_reason(make_model(rope_parameters=longrope))
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear", "factor": 2.0},
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_every_scaling_end_to_end(rope: dict) -> None:
-    model = make_model(rope_parameters={"rope_theta": 10_000.0, **rope})
-    cache = make_cache(model)
-    prompt = moved(model, cache)
-    _, wanted = full(model, prompt)
-    turned = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
-    assert turned.report.off == ""
-    assert relative(turned.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
-    assert worst_layer(prefill(model, prompt, cache, BlendPlan.of_ratio(1.0)).kv, wanted) < ROUNDING
-    if rope["rope_type"] == "dynamic":
-        with pytest.raises(NotBlendable, match="dynamic"):
-            prefill(model, [*prompt, np.zeros(500, np.int64)], cache)
-    cache.close()
 
 
 def test_bad_arguments(model, cache) -> None:

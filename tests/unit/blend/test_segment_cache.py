@@ -40,9 +40,9 @@ def test_staging_blocks_are_freed_once_however_often_a_load_is_closed(
 ) -> None:
     segments = random_segments([20, 33, 17])
     precompute(model, segments, cache)
-    free = sorted(cache._free)
+    free = sorted(cache.staging.free)
     load = cache.begin_load(segments)
-    late = load.hits[1].ticket
+    late = load.hits[1].tickets[0]
     wait = cache.engine.wait
     # Fault: the second segment does not end in time.
     monkeypatch.setattr(cache.engine, "wait", lambda ticket, s: ticket != late and wait(ticket, s))
@@ -51,12 +51,12 @@ def test_staging_blocks_are_freed_once_however_often_a_load_is_closed(
     for _ in range(2):
         load.close()
         cache.begin_load([None]).close()
-        assert len(cache._free) == len(set(cache._free)) == len(free) - 5
+        assert len(cache.staging.free) == len(set(cache.staging.free)) == len(free) - 5
     monkeypatch.undo()
     for _ in range(2):
         cache.begin_load([None]).close()
         load.close()
-        assert sorted(cache._free) == free
+        assert sorted(cache.staging.free) == free
 
 
 @pytest.mark.parametrize("length", [24, 20])
@@ -64,7 +64,7 @@ def test_a_store_past_its_deadline_gives_everything_back_when_it_ends(
     model, cache, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     segment, other = random_segments([length, 8])
-    free = sorted(cache._free)
+    free = sorted(cache.staging.free)
     late: list[int] = []
     wait = cache.engine.wait
 
@@ -76,12 +76,12 @@ def test_a_store_past_its_deadline_gives_everything_back_when_it_ends(
     monkeypatch.setattr(cache.engine, "wait", slow)
     with pytest.raises(TransferError, match="a store still moves"):
         precompute(model, [segment], cache)
-    assert len(cache._free) == len(free) - length // 8, "what was not being stored is free"
+    assert len(cache.staging.free) == len(free) - length // 8, "what was not being stored is free"
     assert precompute(model, [other], cache) == 8, "its pages are counted as nobody else's"
     monkeypatch.undo()
     assert precompute(model, [segment], cache) == length
     cache.begin_load([None]).close()
-    assert sorted(cache._free) == free
+    assert sorted(cache.staging.free) == free
     assert cache.manager._trails._trails == {}, "every request has ended"
 
 
@@ -89,11 +89,32 @@ def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
     model, cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (segment,) = random_segments([20])
-    free = sorted(cache._free)
+    free = sorted(cache.staging.free)
     # Fault: the engine's queue is full.
     monkeypatch.setattr(cache.engine, "submit", lambda graph: None)
     assert precompute(model, [segment], cache) == 0
     assert cache.manager.inflight_ops() == 0
-    assert sorted(cache._free) == free
+    assert sorted(cache.staging.free) == free
     monkeypatch.undo()
     assert precompute(model, [segment], cache) == 20
+
+
+def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    (segment,) = random_segments([20])
+    # Faults: the first store does not end in time, and nobody hears of its end for a while.
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
+        patched.setattr(cache.engine, "poll", lambda: [])
+        with pytest.raises(TransferError, match="a store still moves"):
+            precompute(model, [segment], cache)
+        assert cache.manager.inflight_ops() == 1
+        # All of its whole blocks are known by now, and none may be promised.
+        assert precompute(model, [segment], cache) == 0
+        assert cache.cached_tokens(segment) == 0
+        load = cache.begin_load([segment])
+        assert load.hits == []
+        load.close()
+    assert precompute(model, [segment], cache) == 20
+    load = cache.begin_load([segment])
+    assert [hit.tokens for hit in load.hits] == [20]
+    load.close()

@@ -22,7 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": BASE,
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "adapters": BASE | {"cache", "transfer", "storage"},
-    "blend": BASE | {"cache", "transfer"},
+    "blend": BASE | {"cache", "transfer", "storage"},
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters"}),
     "cli": BASE | {"cache", "transfer", "storage", "adapters"},

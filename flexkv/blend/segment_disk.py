@@ -1,0 +1,161 @@
+"""The disks behind a segment cache: what host memory has lost, and what an earlier process has left."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from flexkv.blend.kv_shape import KvShape
+from flexkv.c_ext import KvView
+from flexkv.cache.disk_base import DiskLimits, DiskMode
+from flexkv.cache.disk_driver import DiskDriver
+from flexkv.cache.disk_flow import DiskFlow
+from flexkv.config import DiskConfig
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
+from flexkv.storage.folder_share import bytes_per_folder
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.host_pool import HostPool
+
+UNIT = "segments"
+"""Name of the ownership unit: one segment cache at a time uses a model's folder."""
+
+LOOK_EVERY_S = 0.05
+"""A wait for reads looks at least so often whether a disk was lost."""
+
+FLUSH_LOOK_S = 0.005
+"""How often a flush looks whether the writes have ended."""
+
+
+class SegmentDisk:
+    """One cache's folders. Driven by the thread that drives the cache; only `wait_while` and `close` wait.
+
+    Args:
+        settings: with at least one folder.
+        namespace: 32 bytes: whatever keeps two callers apart. Other namespaces lie in folders of their own.
+        view: of the staging pool, whose runs a page has.
+        model: for people: what `flexkv disk ls` shows.
+        ops: reads that one lookup may plan.
+
+    Raises:
+        FolderLockedError: another cache, of this process or another, uses the folder.
+        FlexKVError: a folder cannot be used; says which and why.
+    """
+
+    def __init__(
+        self,
+        settings: DiskConfig,
+        shape: KvShape,
+        block_tokens: int,
+        namespace: bytes,
+        view: KvView,
+        model: str,
+        ops: int,
+    ) -> None:
+        runs = view.runs[:, [3, 2, 4]].astype(np.int64)
+        format_id = FormatId.of_view(view, Interior.KV_SPLIT_NHD, block_tokens, ranks=1)
+        group = DiskGroup(
+            str(format_id), (view.stripe_bytes,), (runs,), block_tokens, shape.dtype, host_digests=True
+        )
+        identity = DiskIdentity(model, namespace, UNIT)
+        options = DiskOptions(
+            bytes_per_disk=bytes_per_folder(settings, 1, identity, group),
+            io=settings.io,
+            depth=settings.depth,
+            stuck_s=settings.stuck_s,
+            register_buffers=settings.register_buffers,
+        )
+        folders = [Path(folder) for folder in settings.folders]
+        self.tier: DiskTier = DiskUnit.open(folders, identity, [group], options)
+        self._settings = settings
+        self._ops = ops
+        self._flow: DiskFlow | None = None
+        self._plane: TransferEngine | None = None
+        self._driver: DiskDriver | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the host pool: a page and all that a disk writes beside it."""
+        return self.tier.image_bytes(0)
+
+    @property
+    def digest_offset(self) -> int:
+        """Where in a slot the digests of its runs lie."""
+        return self.tier.digest_offsets(0)[0]
+
+    def limits(self, pages: int) -> DiskLimits:
+        """The bounds of the manager's traffic.
+
+        Pages are promised while they are on their way up, and loaded layer by layer: a prompt computes what a load did
+        not bring. Nothing is left to the model, because nobody measures how fast that is.
+
+        Args:
+            pages: on their way up at most, and that may wait to be written.
+        """
+        settings = self._settings
+        return DiskLimits(
+            mode=DiskMode(settings.mode),
+            write_pages=settings.write_pages,
+            read_pages=pages,
+            waiting_pages=max(pages, settings.write_pages),
+            ops=self._ops,
+            wait_s=settings.wait_s,
+            compute_if_faster=False,
+            stream=True,
+            stream_layers=True,
+            ttl_s=settings.ttl_s,
+        )
+
+    def start(self, flow: DiskFlow, pool: HostPool) -> None:
+        """Begins the traffic between `pool`, with slots of `slot_bytes`, and the folders."""
+        # Reads and writes each have so many, and a result holds its place until it was taken.
+        self._flow = flow
+        self._plane = TransferEngine(queue_ops=4 * self._ops, lanes=[self.tier.lane([pool])])
+        self._driver = DiskDriver(flow, self._plane, self.tier, fail_read=pool.fail_read)
+
+    def pump(self) -> None:
+        """Gives the disks what there is to do and takes what was done."""
+        if self._driver is not None:
+            self._driver.pump()
+
+    def wait_while(self, waits: Callable[[], bool], deadline_s: float) -> None:
+        """Returns when nothing waits any more, or after `deadline_s` seconds."""
+        assert self._plane is not None
+        ends_s = time.monotonic() + deadline_s
+        self.pump()
+        while waits() and (left_s := ends_s - time.monotonic()) > 0:
+            select.select([self._plane.event_fd], [], [], min(left_s, LOOK_EVERY_S))
+            self.pump()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds."""
+        assert self._flow is not None
+        assert self._driver is not None
+        ends_s = time.monotonic() + deadline_s
+        self._flow.offer_all()
+        while self._driver.busy or self._driver.durable_pages < self._flow.counts.written:
+            if time.monotonic() >= ends_s or self._driver.undurable_pages or self._flow.down:
+                return False
+            self._flow.writes.flush()
+            self.pump()
+            time.sleep(FLUSH_LOOK_S)
+        return True
+
+    @property
+    def misses(self) -> Mapping[str, int]:
+        """Pages that were asked for and not served, by why; see docs/disk-storage.md."""
+        return self.tier.stats().misses
+
+    def close(self, deadline_s: float) -> bool:
+        """Writes what waits and what only host memory has, and makes it durable.
+
+        False: not all of it within `deadline_s` seconds; the rest is lost, which costs a later miss.
+        """
+        if self._driver is None:
+            return self.tier.close(deadline_s)
+        return self._driver.close(deadline_s)

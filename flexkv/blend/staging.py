@@ -1,0 +1,42 @@
+"""The staging pool: blocks of plain memory through which pages of segments come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.kv_shape import PLANES, KvShape
+from flexkv.c_ext import KvView
+
+
+class StagingPool:
+    """Blocks of `block_tokens` tokens, to the transfer engine the pool of a layer-first engine.
+
+    Attributes:
+        rows: of the cache's carrier dtype, [layers, blocks, planes, block_tokens, heads, head_dim].
+        view: of `rows`; a page has one run a layer, K then V.
+    """
+
+    def __init__(self, shape: KvShape, blocks: int, block_tokens: int) -> None:
+        room = (shape.layers, blocks, PLANES, block_tokens, shape.heads, shape.head_dim)
+        self.rows: NDArray[np.unsignedinteger] = np.zeros(room, shape.carrier)
+        run_bytes = PLANES * block_tokens * shape.row_bytes
+        runs = [
+            [self.rows[layer].ctypes.data, run_bytes, run_bytes, layer * run_bytes, layer]
+            for layer in range(shape.layers)
+        ]
+        self.view = KvView(np.array(runs, np.int64), blocks, shape.layers * run_bytes)
+        self.free = list(range(blocks - 1, -1, -1))
+        """Blocks that nothing moves to or from."""
+
+    def take(self, blocks: int) -> NDArray[np.int32] | None:
+        """So many blocks, int32 [blocks]; None if there are fewer."""
+        if blocks > len(self.free):
+            return None
+        return np.array([self.free.pop() for _ in range(blocks)], np.int32)
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """Nothing moves to or from these any more."""
+        self.free.extend(int(block) for block in blocks)

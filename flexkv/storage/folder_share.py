@@ -1,0 +1,39 @@
+"""How much of each folder one unit may fill, where nobody says it in bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from flexkv.config import DiskConfig
+from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.folder import unit_folder
+
+
+def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group: DiskGroup) -> int:
+    """What one of `units` units on this node may fill in each folder: the same in all, because blocks are striped over
+    them. `disk.bytes_per_folder`, or else a share of what is free.
+
+    What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
+    units hold there cannot be had. Makes folders that are not there.
+    """
+    if disk.bytes_per_folder is not None:
+        return disk.bytes_per_folder
+    rooms = []
+    for root in map(Path, disk.folders):
+        root.mkdir(parents=True, exist_ok=True)
+        free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
+        others = _held_bytes(root) - own
+        rooms.append(share_bytes(free, own, others, disk.space_share, units))
+    return min(rooms)
+
+
+def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
+    """Of a folder with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit may
+    fill, never more than it can have."""
+    fair = share * (free + own + others) / units
+    return int(min(fair, max(own, share * (free + own))))
+
+
+def _held_bytes(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
