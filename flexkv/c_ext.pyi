@@ -479,7 +479,7 @@ def rotate_rows(
     Head h of row r is read at byte `src_offsets[r] + h * src_head_stride` of `src` and written at byte
     `dst_offsets[r] + h * dst_head_stride` of `dst`. Tensors are contiguous, of any library, all in host memory or all
     on the current GPU. No two rows may be written to the same place. On the host it returns when done; on a GPU the
-    launch is enqueued and the tables, which are not checked there, must stay until it ran.
+    launch is enqueued and the tables, which `check_rotation` has seen before they went there, must stay until it ran.
 
     Args:
         src_offsets, dst_offsets: int64 [rows], bytes.
@@ -495,6 +495,30 @@ def rotate_rows(
         GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and destination share.
         BlockRangeError: a row outside its memory, or a turn that does not exist.
         TransferError: the GPU refused the launch. ConfigError: a build without CUDA.
+    """
+
+def check_rotation(
+    src: object,
+    dst: object,
+    src_offsets: object,
+    dst_offsets: object,
+    turn_of_row: object,
+    turns: object,
+    *,
+    dtype: str,
+    pairing: str,
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    src_head_stride: int,
+    dst_head_stride: int,
+) -> None:
+    """All that `rotate_rows` checks, and no byte moves: for tables that are then taken to a GPU.
+
+    `src` and `dst` may lie on the GPU; the tables lie in host memory.
+
+    Raises:
+        GeometryError, BlockRangeError: as for `rotate_rows`.
     """
 
 # --- index: hashes and key chains -------------------------------------------------------------------------------------

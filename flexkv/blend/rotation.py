@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.blend.rope import Frequencies, RopeSpec
-from flexkv.c_ext import rotate_rows
+from flexkv.c_ext import check_rotation, rotate_rows
 from flexkv.errors import GeometryError
+from flexkv.transfer.layerwise.base import Array, LayerDevice
 
 ZERO_ROW = -1
 """In place of a turn: zeros are written."""
@@ -24,12 +26,16 @@ class RowPlaces:
     """Where rows of heads lie in a contiguous tensor.
 
     Attributes:
-        offsets: of each row, bytes, int64 [rows].
+        offsets: of each row, bytes, int64 [rows]; where the tensor lies.
         head_stride: from a row's head to its next, bytes.
     """
 
-    offsets: NDArray[np.int64]
+    offsets: Array
     head_stride: int
+
+    def on(self, device: LayerDevice) -> RowPlaces:
+        """The same with its table in the memory of `device`."""
+        return RowPlaces(device.index(self.offsets), self.head_stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,17 @@ class TurnTable:
         turns: float32 [turns, 2, rotary_dim / 2]: cosines and sines of each distance.
     """
 
-    of_row: NDArray[np.int32]
-    turns: NDArray[np.float32]
+    of_row: Array
+    turns: Array
 
     @classmethod
     def copies(cls, rows: int) -> TurnTable:
         """All rows are copied: what values are."""
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
+
+    def on(self, device: LayerDevice) -> TurnTable:
+        """The same in the memory of `device`."""
+        return TurnTable(device.index(self.of_row), device.index(self.turns))
 
 
 class KeyRotation:
@@ -109,25 +119,65 @@ class KeyRotation:
         table: TurnTable,
         *,
         lane_by_lane: bool = False,
+        stream: int = 0,
     ) -> None:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
-        Tensors of any library, contiguous, in host memory; in place where both are the same. Values go through the same
-        call with `TurnTable.copies`.
+        Tensors of any library, contiguous; in place where both are the same. Values go through the same call with
+        `TurnTable.copies`. Tensors and tables all lie in host memory, or all on one GPU: then the launch is enqueued on
+        `stream`, and `check` has seen the tables before.
         """
         rotate_rows(
-            source,
-            target,
-            source_places.offsets,
-            target_places.offsets,
-            table.of_row,
-            table.turns,
-            dtype=self.dtype,
-            pairing=self.spec.pairing,
-            heads=self.heads,
-            head_dim=self.spec.head_dim,
-            rotary_dim=self.spec.rotary_dim,
-            src_head_stride=source_places.head_stride,
-            dst_head_stride=target_places.head_stride,
+            *_arguments(source, source_places, target, target_places, table),
+            **self._geometry(source_places, target_places),
             lane_by_lane=lane_by_lane,
+            stream=stream,
         )
+
+    def check(
+        self,
+        source: object,
+        source_places: RowPlaces,
+        target: object,
+        target_places: RowPlaces,
+        table: TurnTable,
+    ) -> None:
+        """Whether `apply` may be called so. The tables lie in host memory; no byte moves.
+
+        Raises:
+            GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and target share.
+            BlockRangeError: a row outside its memory, or a turn that does not exist.
+        """
+        check_rotation(
+            *_arguments(source, source_places, target, target_places, table),
+            **self._geometry(source_places, target_places),
+        )
+
+    def _geometry(self, source: RowPlaces, target: RowPlaces) -> Geometry:
+        return {
+            "dtype": self.dtype,
+            "pairing": self.spec.pairing,
+            "heads": self.heads,
+            "head_dim": self.spec.head_dim,
+            "rotary_dim": self.spec.rotary_dim,
+            "src_head_stride": source.head_stride,
+            "dst_head_stride": target.head_stride,
+        }
+
+
+class Geometry(TypedDict):
+    """What a rotation's rows are."""
+
+    dtype: str
+    pairing: str
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    src_head_stride: int
+    dst_head_stride: int
+
+
+def _arguments(
+    source: object, source_places: RowPlaces, target: object, target_places: RowPlaces, table: TurnTable
+) -> tuple[object, object, object, object, object, object]:
+    return source, target, source_places.offsets, target_places.offsets, table.of_row, table.turns

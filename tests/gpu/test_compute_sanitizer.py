@@ -24,6 +24,7 @@ TESTS = {
     "tests/gpu/test_gds_gpu.py": "test_bytes and (0 or 7 or 42)",
     "tests/gpu/test_gds_lane_gpu.py": "every_byte or damage",
     "tests/gpu/test_transfer_gpu.py": "every_byte and (1000 or 9001) and not 80",
+    "tests/gpu/test_rotation_gpu.py": "every_geometry or (turned_as and (0 or 7))",
 }
 """File -> which of its tests: each kernel in each mode with odd sizes; the tools slow kernels down many times."""
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
-from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
+from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 
 LOOK_EVERY_S = 0.0005
 """How often a wait with a deadline looks at an event: CUDA's own wait has none."""
@@ -84,8 +85,13 @@ class TorchDevice(LayerDevice):
     def buffer(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
-    def index(self, numbers: RowNumbers) -> torch.Tensor:
+    def index(self, numbers: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers.copy()).to(self._device)
+
+    def current_stream(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def caller_event(self) -> TorchEvent:
         native = self._module.Event()

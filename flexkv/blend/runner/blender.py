@@ -99,7 +99,6 @@ class Blender:
         # In every layer, also before the first check: rows that nothing covers would be zeros there otherwise.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
-        old.edit(layer, kept, key, value)
         attended = attend(query, keys, values, at, model.scale(layer))
         return model.finish(layer, hidden, attended), kept
 

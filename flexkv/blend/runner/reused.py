@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from flexkv.blend.cache import SegmentCache
-from flexkv.blend.kv_shape import PLANES
-from flexkv.blend.plan import Rows
-from flexkv.blend.rotation import KeyRotation, RowPlaces
+from flexkv.blend.rotation import KeyRotation
 from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.turned_scatter import TurnedScatter
 from flexkv.errors import FlexKVError
-from flexkv.transfer.layerwise.base import Array, LayerDevice, RowPositions
+from flexkv.transfer.layerwise.base import LayerDevice, PipelineError
 from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
@@ -28,24 +27,6 @@ class LostPages(FlexKVError):
     def __init__(self, segments: Sequence[int], reason: str) -> None:
         super().__init__(reason)
         self.segments = tuple(segments)
-
-
-class Turning:
-    """The pipeline's transform: keys from the positions they are cached at to those they are wanted at.
-
-    Args:
-        positions: of the rows of every layer.
-    """
-
-    def __init__(self, rotation: KeyRotation, positions: RowPositions) -> None:
-        self._rotation = rotation
-        self._table = rotation.table(positions.old, positions.new)
-        head_bytes = rotation.row_bytes // rotation.heads
-        rows = np.arange(len(positions.new), dtype=np.int64)
-        self._places = RowPlaces(rows * rotation.row_bytes, head_bytes)
-
-    def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
-        self._rotation.apply(keys, self._places, keys, self._places, self._table)
 
 
 class ReusedRows:
@@ -73,8 +54,6 @@ class ReusedRows:
         """The layers, one after the other, behind the tokens of `past`: of each layer, keys and values
         [heads, tokens, dim] that the engine has.
 
-        Raises:
-            LostPages: at the end, if rows did not come after all.
         """
         first = past[0][0].shape[1] if past else 0
         chunks = [
@@ -84,7 +63,6 @@ class ReusedRows:
         layers = ReusedLayers(self._cache, self._load, chunks, rotation, past, self.covered, self._device)
         try:
             yield layers
-            layers.end()
         finally:
             layers.close()
 
@@ -93,7 +71,7 @@ class ReusedLayers:
     """The pipeline of one prefill. What it scatters to is the cache that is handed out.
 
     Attributes:
-        kept: of each layer, keys and values [heads, tokens, dim]; complete after `end`.
+        kept: of each layer, keys and values [heads, tokens, dim].
     """
 
     def __init__(
@@ -110,81 +88,64 @@ class ReusedLayers:
         self.covered = covered
         self._load, self._shape = load, shape
         self._first = past[0][0].shape[1] if past else 0
-        self._dtype = getattr(torch, shape.dtype)
         self._bits = getattr(torch, f"int{8 * shape.element_bytes}")
-        self._room = (shape.heads, self._first + len(covered), shape.head_dim)
-        self.kept = [(self._empty(), self._empty()) for _ in range(shape.layers)]
+        room = (shape.heads, self._first + len(covered), shape.head_dim)
+        dtype = getattr(torch, shape.dtype)
+        self.kept = [
+            (torch.zeros(room, dtype=dtype), torch.zeros(room, dtype=dtype)) for _ in range(shape.layers)
+        ]
         for planes, had in zip(self.kept, past, strict=False):
             for plane, rows in zip(planes, had, strict=True):
                 plane[:, : self._first] = rows
-        # The rows that go through the pipeline: from the first chunk to the last, gaps included.
-        self._begin = self._end = 0
+        self._sent = 0
         self._pipeline: LoadPipeline | None = None
         self._steps: Generator[Any, Any, None] | None = None
-        self._buffer: Any = None
         if chunks:
+            # The rows that go through the pipeline: from the first chunk to the last, gaps included.
             set_of = ChunkSet(chunks)
-            self._begin, self._end = set_of.first - self._first, set_of.first - self._first + set_of.rows
-            paged = PagedLayers([[self._paged(plane) for plane in planes] for planes in self.kept])
+            rows_of = slice(set_of.first, set_of.first + set_of.rows)
+            paged = PagedLayers(
+                [[self._paged(plane[:, rows_of]) for plane in planes] for planes in self.kept]
+            )
             slots = np.arange(set_of.rows, dtype=np.int64)
-            turning = Turning(rotation, set_of.positions())
+            scatter = TurnedScatter(device, rotation, set_of.positions(), paged, slots)
             self._pipeline = LoadPipeline(
-                device, paged, slots, set_of, turning, cache.deadline_s, cache.prefetch_layers
+                device, paged, slots, set_of, None, cache.deadline_s, cache.prefetch_layers, scatter
             )
             self._steps = self._pipeline.run()
             next(self._steps)
 
-    def _empty(self) -> Any:
-        return torch.zeros(self._room, dtype=self._dtype)
-
-    def _paged(self, plane: Any) -> Any:
-        """The pipeline's rows of a plane, as blocks of one token: [rows, 1, heads, dim] in its memory."""
-        rows = plane[:, self._first + self._begin : self._first + self._end]
+    def _paged(self, rows: Any) -> Any:
+        """Rows of a plane as blocks of one token: [rows, 1, heads, dim] in its memory."""
         return rows.view(self._bits).numpy().view(self._shape.carrier).transpose(1, 0, 2)[:, None]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of all tokens, [heads, tokens, dim], to be edited; zeros where nobody has any.
+        """Keys and values of all tokens, [heads, tokens, dim], turned to their positions; zeros where nobody has any.
+
+        They are the layer that is handed out, to be completed in place. The next layers come meanwhile.
 
         Raises:
             LostPages: pages did not come.
         """
-        # Not `kept` itself: the pipeline writes there while the layer is in use.
-        planes = tuple(self._empty() for _ in range(PLANES))
-        for plane, kept in zip(planes, self.kept[layer], strict=True):
-            plane[:, : self._first] = kept[:, : self._first]
         if self._pipeline is not None and self._steps is not None:
-            begun = layer < self._pipeline.begun_layers
-            self._steps.send(() if begun else self._load.rows(layer))
-            # The next layers come and are turned while this one is computed with.
-            self._pipeline.prefetch(self._load.rows)
-            self._buffer = self._pipeline.get_kv(layer)
+            self._send(layer + 1)
+            if layer == self._pipeline.num_layers - 1:
+                self._check_lost(next(self._steps).failed)
+            elif not self._pipeline.wait_scattered(layer):
+                raise PipelineError(f"layer {layer} was not there in time")
             self._check_lost(self._pipeline.failed)
-            at = slice(self._first + self._begin, self._first + self._end)
-            for plane, rows in zip(planes, self._buffer, strict=True):
-                plane[:, at] = (
-                    torch.from_numpy(rows.view(rows.dtype.str.replace("u", "i")))
-                    .view(self._dtype)
-                    .transpose(0, 1)
-                )
-        return planes[0], planes[1]
+            self._send(layer + 2)
+            self._pipeline.prefetch(self._load.rows)
+        return self.kept[layer]
 
-    def edit(self, layer: int, rows: Rows, key: Any, value: Any) -> None:
-        """Puts fresh keys and values [rows, heads, dim] of `rows` into what the layer hands out."""
-        inside = (rows >= self._begin) & (rows < self._end)
-        outside = torch.from_numpy(rows[~inside] + self._first)
-        for number, fresh in enumerate((key, value)):
-            self.kept[layer][number][:, outside] = fresh[torch.from_numpy(~inside)].transpose(0, 1)
-            if self._buffer is not None:
-                carried = fresh[torch.from_numpy(inside)].contiguous().view(self._bits)
-                self._buffer[number, rows[inside] - self._begin] = carried.numpy().view(self._shape.carrier)
-
-    def end(self) -> None:
-        """
-        Raises:
-            LostPages: the pipeline ended with failed rows.
-        """
-        if self._steps is not None:
-            self._check_lost(next(self._steps).failed)
+    def _send(self, last: int) -> None:
+        """Takes the pipeline's steps up to the one that loads layer `last`, and scatters the layer before it."""
+        assert self._pipeline is not None
+        assert self._steps is not None
+        while self._sent <= min(last, self._pipeline.num_layers - 1):
+            begun = self._sent < self._pipeline.begun_layers
+            self._steps.send(() if begun else self._load.rows(self._sent))
+            self._sent += 1
 
     def close(self) -> None:
         """Waits for what was begun."""

@@ -59,6 +59,20 @@ class LayerTransform(Protocol):
         """
 
 
+class LayerScatter(Protocol):
+    """Writes one layer to paged memory in a way of its own: keys turned on their way, as a rule."""
+
+    def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
+        """Put `rows`, shape [planes, rows, heads, head_width], where they belong; zeros where those in `gaps` do.
+
+        Called once a layer, ascending, in the device's store stream. What it raises ends the pipeline with every row
+        failed.
+
+        Args:
+            gaps: numbers of rows that no chunk covers, as `LayerDevice.index` gives them; they hold anything.
+        """
+
+
 class RowSource(Protocol):
     """One chunk's rows of one layer, on their way."""
 
@@ -133,8 +147,12 @@ class LayerDevice(ABC):
         """Memory of the device; its content is undefined."""
 
     @abstractmethod
-    def index(self, numbers: RowNumbers) -> Array:
-        """Row numbers as the device indexes with them."""
+    def index(self, numbers: NDArray[Any]) -> Array:
+        """Row numbers as the device indexes with them, or any other table as its kernels read it."""
+
+    def current_stream(self) -> int:
+        """The stream that work is given to now, as kernels take it (a `cudaStream_t`); 0 where there are none."""
+        return 0
 
     @abstractmethod
     def caller_event(self) -> Event | None:

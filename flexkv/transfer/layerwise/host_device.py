@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flexkv.config.sections import SMALL_MACHINE_CPUS
 from flexkv.errors import ClosedError
 from flexkv.observe import NamedThread
-from flexkv.transfer.layerwise.base import Event, LayerDevice, RowNumbers, Stream
+from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 
 ONE_THREAD = "layers"
 """What all streams are where they share a thread."""
@@ -110,7 +110,7 @@ class HostDevice(LayerDevice):
     def buffer(self, shape: Sequence[int], dtype: Any) -> NDArray[Any]:
         return np.empty(shape, dtype=dtype)
 
-    def index(self, numbers: RowNumbers) -> RowNumbers:
+    def index(self, numbers: NDArray[Any]) -> NDArray[Any]:
         return numbers
 
     def caller_event(self) -> Event | None:

@@ -12,6 +12,7 @@ from flexkv.transfer.layerwise.base import (
     Array,
     Event,
     LayerDevice,
+    LayerScatter,
     LayerTransform,
     PipelineError,
     RowNumbers,
@@ -40,12 +41,17 @@ class LoadPipeline(Pipeline):
     chunk that fails are gaps from that layer on; the others go on. Any other failure ends everything: the later
     stages are left out, and every chunk is failed. Closing the generator half way waits for what was begun.
 
+    With a `scatter` of its own a pipeline changes keys on their way to paged memory, in the one pass that puts them
+    there. Then there is nothing between load and scatter to be had from `get_kv`: a layer is read and edited in paged
+    memory, after `wait_scattered`.
+
     Args:
         transform: None leaves keys as they are.
         deadline_s: how long `get_kv`, the end, and `close` wait.
         prefetch_layers: layers that are held at once, the one in hand included, from 2 to 16; a buffer for each.
+        scatter: in place of the plain one; not beside a transform.
 
-    Raises: see `Pipeline`.
+    Raises: see `Pipeline`; ContractError also for a transform and a scatter.
     """
 
     def __init__(
@@ -57,9 +63,13 @@ class LoadPipeline(Pipeline):
         transform: LayerTransform | None = None,
         deadline_s: float = 30.0,
         prefetch_layers: int = PREFETCH_LAYERS,
+        scatter: LayerScatter | None = None,
     ) -> None:
         super().__init__(device, paged, slots, chunks, deadline_s, prefetch_layers)
+        if transform is not None and scatter is not None:
+            raise ContractError("a pipeline has a transform, or a scatter that changes keys, and not both")
         self._transform = transform
+        self._own_scatter = scatter
         self._load, self._compute, self._store = (device.stream(n) for n in ("load", "compute", "store"))
         self._loaded: dict[int, Event] = {}
         self._transformed: dict[int, Event] = {}
@@ -121,6 +131,8 @@ class LoadPipeline(Pipeline):
             ContractError: another layer is there, or none.
             PipelineError: it failed, or did not come before the deadline.
         """
+        if self._own_scatter is not None:
+            raise ContractError(f"get_kv({layer}): this pipeline changes keys as it scatters them")
         if layer != self._current:
             raise ContractError(f"get_kv({layer}): the layer between load and scatter is {self._current}")
         event = self._transformed[layer]
@@ -135,10 +147,16 @@ class LoadPipeline(Pipeline):
 
         Raises:
             ContractError: the step that scatters it was not taken yet.
+            PipelineError: it, or what it waited for, failed.
         """
         if layer not in self._scattered:
             raise ContractError(f"layer {layer} is scattered two steps after its load")
-        return self._device.caller_waits(self._scattered[layer], self._deadline_s)
+        event = self._scattered[layer]
+        if not self._device.caller_waits(event, self._deadline_s):
+            return False
+        if event.error:
+            raise PipelineError(f"layer {layer}: {event.error}")
+        return True
 
     def _events(self) -> list[Event]:
         return [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
@@ -187,6 +205,9 @@ class LoadPipeline(Pipeline):
         self._current = layer
 
     def _begin_transform(self, layer: int) -> None:
+        if self._own_scatter is not None:
+            self._transformed[layer] = self._loaded[layer]
+            return
         buffer = self._buffer_of(layer)
         self._after_load(layer)
         self._compute.run(lambda: self._change(layer, buffer), "transform", layer)
@@ -210,10 +231,14 @@ class LoadPipeline(Pipeline):
         edits = self._device.caller_event()
         if edits is not None:
             self._store.wait(edits)
-        self._store.run(
-            lambda: self._paged.write(layer, self._blocks, self._tokens, buffer), "scatter", layer
-        )
+        self._store.run(lambda: self._write(layer, buffer), "scatter", layer)
         self._scattered[layer] = self._store.record()
+
+    def _write(self, layer: int, buffer: Array) -> None:
+        if self._own_scatter is not None:
+            self._own_scatter(layer, buffer, self._gaps[layer])
+        else:
+            self._paged.write(layer, self._blocks, self._tokens, buffer)
 
     def _after_transform(self, layer: int) -> None:
         self._store.wait(self._transformed[layer])

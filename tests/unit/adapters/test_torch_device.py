@@ -10,13 +10,18 @@ import torch
 from flexkv.adapters.torch_tensors.device import TorchDevice, TorchEvent
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
-from tests.unit.adapters.torch_layers import check_load_and_store
+from tests.unit.adapters.torch_layers import check_load_and_store, check_turned_load
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_loads_and_stores_equal_the_reference(seed: int) -> None:
     check_load_and_store(seed, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keys_are_turned_as_they_are_scattered(seed: int) -> None:
+    check_turned_load(seed, "cpu")
 
 
 def test_what_cannot_be_enqueued_fails_every_chunk() -> None:

@@ -12,6 +12,7 @@ from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.pipeline import PipelineReport
 from flexkv.transfer.layerwise.store import StorePipeline
+from tests.unit.blend.turned_world import TurnedWorld
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 
@@ -61,3 +62,38 @@ def check_load_and_store(seed: int, where: str) -> None:
             slots = world.slots[world.chunks.rows_of(chunk)]
             want = wanted[:, slots // world.block_tokens, slots % world.block_tokens]
             assert np.array_equal(rows.numpy(), want), f"layer {layer} after the store"
+
+
+def check_turned_load(seed: int, where: str) -> None:
+    """Loads a world whose keys move into tensors on `where`, by the fused scatter, and compares every bit."""
+    world = TurnedWorld(seed)
+    device = TorchDevice(where)
+    pinned = where != "cpu"
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
+        return bits.view(getattr(torch, world.dtype))
+
+    # Views of the device's own memory, with the strides that the world's have.
+    memory = [tensor(layer) if where == "cpu" else _like(tensor(layer), where) for layer in world.memory]
+    stored = [[tensor(rows) for rows in layer] for layer in world.stored]
+    if pinned:
+        stored = [[rows.pin_memory() for rows in layer] for layer in stored]
+    pipeline = world.pipeline(device, memory)
+    steps = pipeline.run()
+    next(steps)
+    for layer in range(world.layers):
+        steps.send([TensorRows(rows) for rows in stored[layer]])
+    assert next(steps) == PipelineReport({}, True)
+    for layer, wanted in enumerate(world.expected()):
+        found = memory[layer].cpu().view(getattr(torch, f"int{8 * wanted.itemsize}")).numpy()
+        assert np.array_equal(found, wanted.view(found.dtype)), f"layer {layer}"
+
+
+def _like(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """The same values on a device, with the same strides."""
+    whole = torch.empty(
+        tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device=where
+    )
+    moved = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return moved.copy_(tensor)
