@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.config import GdsConfig
+from flexkv.config import GdsConfig, IoBackend
 from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -56,6 +56,7 @@ class Case:
     chunk: int
     blocks: int
     folder: Path
+    io: IoBackend = "auto"
 
     def __post_init__(self) -> None:
         self.block_bytes = self.layers * KV * self.chunk
@@ -79,7 +80,7 @@ class Case:
     def worker(self, staged: bool, threads: int) -> GDSTransferWorker:
         config = GdsConfig(threads_per_disk=threads, max_staging_blocks=SLOTS)
         return GDSTransferWorker(
-            self.geometry, self.layout, {0: [str(self.path)]}, config, use_staged_transfer=staged
+            self.geometry, self.layout, {0: [str(self.path)]}, config, use_staged_transfer=staged, io=self.io
         )
 
     def bare(self) -> None:
@@ -143,6 +144,7 @@ def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
         }
         for name, times in taken.items()
     }
+    described = staged.manager.describe()
     staged.close()
     runs.close()
     return {
@@ -150,6 +152,7 @@ def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
         "chunk_kib": case.chunk / KIB,
         "block_mib": case.block_bytes / MIB,
         "blocks": case.blocks,
+        "io": described,
         "methods": rows,
         "cpu_ratio_median": statistics.median(ratios),
         "cpu_ratio_range": [min(ratios), max(ratios)],
@@ -177,6 +180,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[32, 80])
     parser.add_argument("--chunks-kib", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--mib", type=int, default=512, help="bytes that a round moves, with every method")
+    parser.add_argument("--io", choices=get_args(IoBackend), default="auto", help="of the transfers")
     parser.add_argument("--threads", type=int, default=1, help="I/O threads of the transfers")
     parser.add_argument("--folder", type=Path, help="where the file is made; a temporary folder by default")
     arguments = parser.parse_args()
@@ -186,10 +190,11 @@ def main() -> None:
         for kib in arguments.chunks_kib:
             blocks = max(1, arguments.mib * MIB // (layers * KV * kib * KIB))
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                case = Case(layers, kib * KIB, blocks, Path(folder))
+                case = Case(layers, kib * KIB, blocks, Path(folder), arguments.io)
                 result = run(case, arguments.rounds, arguments.threads)
                 os.close(case.fd)
             results.append(result)
+            print(result["io"])
             title = f"{layers} layers, {kib} KiB"
             rows = result["methods"]
             for name, row in rows.items():

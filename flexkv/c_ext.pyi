@@ -700,6 +700,7 @@ class GDSManager:
         engine_stream: int = 0,
         deadline_s: float = 600,
         stuck_s: float = 60,
+        io: str = "auto",
     ) -> None:
         """
         Args:
@@ -710,6 +711,8 @@ class GDSManager:
             engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
             deadline_s: of one transfer; pages that were not issued by then fail.
             stuck_s: how long I/O may stand still before the manager gives up its own staging and goes out of service.
+            io: for plain memory and copies from it: "uring", "threads" (POSIX calls), or "auto", the former where the
+                kernel lets it.
 
         Raises:
             ConfigError: a file that cannot be opened or is given twice, or an option that is not allowed.
@@ -786,6 +789,7 @@ class GdsLane(Lane):
         max_staging_blocks: int = 64,
         max_staging_bytes: int = 2 << 30,
         gpu_device_id: int = -1,
+        io: str = "auto",
     ) -> None: ...
     def describe(self) -> str:
         """What the I/O is and which memory it goes to."""

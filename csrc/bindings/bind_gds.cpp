@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/count_dicts.h"
+#include "bindings/io_backend_name.h"
 #include "bindings/tensor_argument.h"
 #include "gds/gds_manager.h"
 #include "gds/io_choice.h"
@@ -44,7 +45,8 @@ std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std
                                          int32_t num_devices, int64_t round_robin, int32_t threads_per_device,
                                          bool use_staged_transfer, int32_t max_staging_blocks,
                                          int64_t max_staging_bytes, std::optional<int32_t> gpu_device_id,
-                                         uintptr_t engine_stream, double deadline_s, double stuck_s) {
+                                         uintptr_t engine_stream, double deadline_s, double stuck_s,
+                                         const std::string& io) {
   const auto paths = by_device(ssd_files, num_devices);
   const GdsOptions options{.round_robin = round_robin,
                            .threads_per_device = threads_per_device,
@@ -52,7 +54,8 @@ std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std
                            .max_staging_blocks = max_staging_blocks,
                            .max_staging_bytes = max_staging_bytes,
                            .deadline_s = deadline_s,
-                           .stuck_s = stuck_s};
+                           .stuck_s = stuck_s,
+                           .io = to_io_backend(io)};
   const py::gil_scoped_release release;
   return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream),
                                       &choose_io);
@@ -204,7 +207,7 @@ void bind_gds(py::module_& m) {
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = py::none(),
            py::arg("engine_stream") = 0, py::arg("deadline_s") = defaults.deadline_s,
-           py::arg("stuck_s") = defaults.stuck_s)
+           py::arg("stuck_s") = defaults.stuck_s, py::arg("io") = "auto")
       .def_property_readonly("num_devices", [](const GDSManager& g) { return g.files().devices(); })
       .def_property_readonly("round_robin", [](const GDSManager& g) { return g.options().round_robin; })
       .def_property_readonly("files",

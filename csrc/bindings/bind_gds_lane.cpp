@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/count_dicts.h"
 #include "bindings/interruptible.h"
+#include "bindings/io_backend_name.h"
 #include "gds/gds_lane.h"
 #include "gds/io_choice.h"
 
@@ -27,7 +28,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCod
                                        const std::vector<std::vector<SlabRow>>& slabs,
                                        int32_t threads_per_device, bool use_staged_transfer,
                                        int32_t max_staging_blocks, int64_t max_staging_bytes,
-                                       int32_t gpu_device_id) {
+                                       int32_t gpu_device_id, const std::string& io) {
   std::vector<GdsGroup> groups;
   for (const auto& codec : codecs) groups.push_back({codec, std::vector<GdsSlab>(slabs.size())});
   std::vector<std::vector<std::string>> paths;
@@ -47,12 +48,13 @@ std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCod
                            .max_staging_blocks = max_staging_blocks,
                            .max_staging_bytes = max_staging_bytes,
                            .deadline_s = kLongestWaitS,
-                           .stuck_s = kLongestWaitS};
+                           .stuck_s = kLongestWaitS,
+                           .io = to_io_backend(io)};
   const py::gil_scoped_release release;
   const auto device = choose_device(gpu_device_id, 0);
   auto files = std::make_shared<const RawFiles>(paths, OpenFiles::kExisting);
-  auto io = choose_io(files, device);
-  auto manager = std::make_shared<GDSManager>(std::move(files), options, device, std::move(io));
+  auto file_io = choose_io(files, device, options.io);
+  auto manager = std::make_shared<GDSManager>(std::move(files), options, device, std::move(file_io));
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
@@ -66,7 +68,8 @@ void bind_gds_lane(py::module_& m) {
            py::arg("threads_per_device") = defaults.threads_per_device,
            py::arg("use_staged_transfer") = defaults.use_staged_transfer,
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
-           py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice)
+           py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice,
+           py::arg("io") = "auto")
       .def("describe", [](const GdsLane& lane) { return lane.manager().describe(); })
       .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
       .def_property_readonly("staging_bytes",

@@ -13,6 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "bindings/count_dicts.h"
+#include "bindings/io_backend_name.h"
 #include "io/faulty_queue.h"
 #include "storage/disk_lane.h"
 #include "storage/page_codec.h"
@@ -92,13 +93,6 @@ py::tuple trailer(const PageCodec& codec, const py::buffer& image) {
   return py::make_tuple(head.slab_id, head.slot, tag, head.written);
 }
 
-IoBackend to_backend(const std::string& name) {
-  if (name == "auto") return IoBackend::kAuto;
-  if (name == "uring") return IoBackend::kUring;
-  if (name == "threads") return IoBackend::kThreads;
-  throw ConfigError("io='" + name + "': allowed are 'auto', 'uring' and 'threads'");
-}
-
 std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>>& codecs,
                                     const std::vector<std::shared_ptr<HostPool>>& pools,
                                     std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
@@ -116,7 +110,7 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
       return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
     };
   }
-  const DiskOptions options{to_backend(io), depth, stuck_s, register_buffers, zero_fill};
+  const DiskOptions options{to_io_backend(io), depth, stuck_s, register_buffers, zero_fill};
   return std::make_shared<DiskLane>(std::move(groups), std::move(slabs), options, std::move(wrap));
 }
 

@@ -47,16 +47,29 @@ IoOutcome FaultyFileIo::act(const FileFaultRule& rule, const IoCall& call) {
 }
 
 IoOutcome FaultyFileIo::transfer(const IoCall& call) {
-  std::optional<FileFaultRule> rule;
+  IoOutcome outcome;
+  transfer_all({&call, 1}, {&outcome, 1});
+  return outcome;
+}
+
+// Calls that no rule is for go on together.
+void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
+  std::vector<std::optional<FileFaultRule>> rules;
+  bool any = false;
   {
     const std::lock_guard lock(mutex_);
-    in_flight_ += 1;
-    rule = match(call);
+    in_flight_ += static_cast<int64_t>(calls.size());
+    for (const IoCall& call : calls) any |= rules.emplace_back(match(call)).has_value();
   }
-  const IoOutcome outcome = rule ? act(*rule, call) : inner_->transfer(call);
+  if (any) {
+    for (size_t i = 0; i < calls.size(); ++i) {
+      outcomes[i] = rules[i] ? act(*rules[i], calls[i]) : inner_->transfer(calls[i]);
+    }
+  } else {
+    inner_->transfer_all(calls, outcomes);
+  }
   const std::lock_guard lock(mutex_);
-  in_flight_ -= 1;
-  return outcome;
+  in_flight_ -= static_cast<int64_t>(calls.size());
 }
 
 int64_t FaultyFileIo::in_flight() const {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@ class FaultyFileIo : public FileIo {
       : inner_(std::move(inner)), rules_(std::move(rules)) {}
   std::string name() const override { return inner_->name() + " with faults"; }
   IoOutcome transfer(const IoCall& call) override;
+  void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) override;
   IoRoute route(const IoCall& call) const override { return inner_->route(call); }
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }

@@ -1,6 +1,8 @@
-// Moves bytes between one place in a file and memory: POSIX, cuFile, or a decorator around one of them.
+// Moves bytes between one place in a file and memory: POSIX, io_uring, cuFile, or a decorator around one of
+// them.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <string>
 
 namespace flexkv {
@@ -32,6 +34,14 @@ class FileIo {
   virtual std::string name() const = 0;
   // Synchronous; called from several threads at once. Short transfers are finished where they can be.
   virtual IoOutcome transfer(const IoCall& call) = 0;
+  // Several calls in any order, perhaps at once: an outcome a call. After one that failed the rest may be
+  // left undone.
+  virtual void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
+    for (size_t i = 0; i < calls.size(); ++i) {
+      outcomes[i] = transfer(calls[i]);
+      if (outcomes[i].bytes != calls[i].bytes) return;
+    }
+  }
   virtual IoRoute route(const IoCall& call) const = 0;
   // Memory that will be used often. Empty, or why it could not be registered: it works all the same.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;

@@ -53,7 +53,7 @@ class GDSManager::Running {
 GDSManager::GDSManager(const std::vector<std::vector<std::string>>& paths_by_device,
                        const GdsOptions& options, std::shared_ptr<TransformDevice> device, MakeIo make_io)
     : options_(checked(options)), files_(std::make_shared<RawFiles>(paths_by_device)) {
-  parts_.io = make_io ? make_io(files_, device) : std::make_shared<PosixFileIo>(files_);
+  parts_.io = make_io ? make_io(files_, device, options_.io) : std::make_shared<PosixFileIo>(files_);
   parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);

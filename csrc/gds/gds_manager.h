@@ -15,6 +15,7 @@
 #include "gds/raw_file.h"
 #include "gds/raw_files.h"
 #include "gds/staged_transfer.h"
+#include "io/io_queue.h"
 
 namespace flexkv {
 
@@ -32,6 +33,7 @@ struct GdsOptions {
   int64_t max_staging_bytes = kDefaultStagingBytes;
   double deadline_s = 600;  // of one transfer
   double stuck_s = 60;
+  IoBackend io = IoBackend::kAuto;  // of plain memory
 };
 
 struct GdsTotals {
@@ -49,7 +51,7 @@ class FLEXKV_EXPORT GDSManager {
   // `device` has the pool and gets the staging; `make_io` (POSIX if null) makes the I/O over the open files.
   // Throws ConfigError for files that cannot be opened and options that are not allowed.
   using MakeIo = std::shared_ptr<FileIo> (*)(std::shared_ptr<const RawFiles>,
-                                             const std::shared_ptr<TransformDevice>&);
+                                             const std::shared_ptr<TransformDevice>&, IoBackend);
   GDSManager(const std::vector<std::vector<std::string>>& paths_by_device, const GdsOptions& options,
              std::shared_ptr<TransformDevice> device, MakeIo make_io = nullptr);
   // The same with I/O of the caller's, over files it opened: for decorators.

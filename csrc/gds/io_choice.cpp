@@ -3,11 +3,13 @@
 #include <string>
 #include <utility>
 
+#include "base/error.h"
 #include "cuda/device_info.h"
 #include "gds/bounced_file_io.h"
 #include "gds/cufile_io.h"
 #include "gds/cufile_shim.h"
 #include "gds/posix_file_io.h"
+#include "gds/uring_file_io.h"
 
 namespace flexkv {
 
@@ -21,11 +23,23 @@ std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, ui
   return cuda_transform_device(*number, engine_stream, grid);
 }
 
+namespace {
+
+std::shared_ptr<FileIo> plain_io(const std::shared_ptr<const RawFiles>& files, IoBackend backend) {
+  if (backend == IoBackend::kThreads) return std::make_shared<PosixFileIo>(files);
+  const std::string why = uring_refusal();
+  if (why.empty()) return std::make_shared<UringFileIo>(files);
+  if (backend == IoBackend::kUring) throw ConfigError("io is 'uring', which the kernel refuses: " + why);
+  return std::make_shared<PosixFileIo>(files);
+}
+
+}  // namespace
+
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
-                                  const std::shared_ptr<TransformDevice>& device) {
-  auto posix = std::make_shared<PosixFileIo>(files);
-  if (device->number() == kHostDevice) return posix;
-  auto bounced = std::make_shared<BouncedFileIo>(std::move(posix), device);
+                                  const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
+  auto plain = plain_io(files, backend);
+  if (device->number() == kHostDevice) return plain;
+  auto bounced = std::make_shared<BouncedFileIo>(std::move(plain), device);
   std::string why;
   const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
   if (cufile == nullptr) return bounced;

@@ -9,6 +9,7 @@
 #include "gds/file_io.h"
 #include "gds/raw_files.h"
 #include "gds/transform_device.h"
+#include "io/io_queue.h"
 
 namespace flexkv {
 
@@ -17,9 +18,12 @@ namespace flexkv {
 FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(
     std::optional<int32_t> number, uintptr_t engine_stream, TransformGrid grid = TransformGrid::kBesideModel);
 
-// For plain memory POSIX calls; for a GPU cuFile, or POSIX calls with a copy where cuFile cannot be had.
+// For plain memory io_uring, or POSIX calls where the kernel refuses that or `backend` is kThreads; for a GPU
+// cuFile, or the same with a copy where cuFile cannot be had. Throws ConfigError for kUring where it is
+// refused.
 FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
-                                                const std::shared_ptr<TransformDevice>& device);
+                                                const std::shared_ptr<TransformDevice>& device,
+                                                IoBackend backend = IoBackend::kAuto);
 
 // Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where it does. Opens cuFile
 // where there is a GPU.

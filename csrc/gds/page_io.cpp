@@ -1,7 +1,9 @@
 #include "gds/page_io.h"
 
 #include <exception>
+#include <span>
 #include <utility>
+#include <vector>
 
 namespace flexkv {
 namespace {
@@ -13,20 +15,29 @@ std::string describe(const IoCall& call, const IoOutcome& outcome) {
          (outcome.error.empty() ? "short, " + std::to_string(outcome.bytes) + " bytes moved" : outcome.error);
 }
 
-// Ends at the first call that fails: the page is lost then.
+// What became of one call; false: the page is lost.
+bool take_outcome(const FileIo& io, const IoCall& call, const IoOutcome& outcome, PageIoResult& result) {
+  result.calls += 1;
+  if (io.route(call) == IoRoute::kBounced) result.bounced += 1;
+  result.bytes += outcome.bytes;
+  if (outcome.error.empty() && outcome.bytes == call.bytes) return true;
+  result.error = describe(call, outcome);
+  result.cause = outcome.of_memory       ? FailureCause::kDevice
+                 : outcome.error.empty() ? FailureCause::kShort
+                                         : FailureCause::kIo;
+  return false;
+}
+
 void carry_out(FileIo& io, const PageJob& job, PageIoResult& result) {
-  for (const IoCall& call : job.calls) {
-    result.calls += 1;
-    if (io.route(call) == IoRoute::kBounced) result.bounced += 1;
-    const IoOutcome outcome = io.transfer(call);
-    result.bytes += outcome.bytes;
-    if (!outcome.error.empty() || outcome.bytes != call.bytes) {
-      result.error = describe(call, outcome);
-      result.cause = outcome.of_memory       ? FailureCause::kDevice
-                     : outcome.error.empty() ? FailureCause::kShort
-                                             : FailureCause::kIo;
-      return;
-    }
+  const std::span<const IoCall> calls = job.calls;
+  const auto together = calls.first(job.together);
+  std::vector<IoOutcome> outcomes(together.size());
+  io.transfer_all(together, outcomes);
+  for (size_t i = 0; i < together.size(); ++i) {
+    if (!take_outcome(io, together[i], outcomes[i], result)) return;
+  }
+  for (const IoCall& call : calls.subspan(job.together)) {
+    if (!take_outcome(io, call, io.transfer(call), result)) return;
   }
 }
 

@@ -14,6 +14,7 @@ namespace flexkv {
 // What a thread does for one page; it owns all that it touches, so that it may outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
+  size_t together = 0;                     // of them, the first so many may be made in any order
   std::shared_ptr<StagingBuffer> staging;  // null for direct I/O
 };
 

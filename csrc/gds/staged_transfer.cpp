@@ -123,6 +123,7 @@ class Transfer {
                              reinterpret_cast<void*>(run_address(piece, page.block)), piece.run_bytes});
       }
     }
+    job.together = job.calls.size();
     // The digests last: a write that fails before them leaves an image that no read takes for good.
     if (staging_) {
       job.staging = staging_;
@@ -131,6 +132,7 @@ class Transfer {
                              slot(position) + extent.slot_offset, extent.bytes});
       }
     }
+    if (is_read_) job.together = job.calls.size();
     io_.submit(position, std::move(job));
   }
 

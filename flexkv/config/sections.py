@@ -12,6 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flexkv.config.sizes import parse_size
 
+IoBackend = Literal["auto", "uring", "threads"]
+"""How files are read and written where plain memory is the other side; `auto` is io_uring where the kernel lets it."""
+
 MIB = 1 << 20
 GIB = 1 << 30
 MAX_COPY_THREADS = 64
@@ -316,7 +319,7 @@ class DiskConfig(Section):
         4096,
         description="Pages being written at once at most; each keeps its slot of host memory from eviction.",
     )
-    io: Literal["auto", "uring", "threads"] = Field(
+    io: IoBackend = Field(
         "auto",
         description="`auto` takes io_uring where the kernel allows it, else threads that read and write.",
     )

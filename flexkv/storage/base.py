@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.config import IoBackend
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
 
@@ -35,8 +35,6 @@ Generations = NDArray[np.uint64]
 
 RunTable = NDArray[np.int64]
 """The runs of one rank's stripe, int64 [runs, 3]: offset in the stripe, bytes, layer; ascending by offset."""
-
-IoBackend = Literal["auto", "uring", "threads"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.config import GdsConfig
+from flexkv.config import GdsConfig, IoBackend
 from flexkv.observe import get_logger
 from flexkv.transfer.slab_map import SlabMap
 
@@ -20,6 +20,7 @@ def make_gds_lane(
     config: GdsConfig,
     use_staged_transfer: bool | None = None,
     max_staging_blocks: int | None = None,
+    io: IoBackend = "auto",
 ) -> c_ext.GdsLane:
     """Opens the slabs for one rank. The lane serves one engine.
 
@@ -27,9 +28,10 @@ def make_gds_lane(
         stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.
         device: the CUDA device that has the engine's pool; None for plain memory.
         use_staged_transfer, max_staging_blocks: win over `config` where given.
+        io: of plain memory, and of copies from it where a GPU has no other way.
 
     Raises:
-        ConfigError: a slab that cannot be opened.
+        ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
         GeometryError: the runs do not fill the stripes.
     """
     codecs = [c_ext.PageCodec(list(g.stripe_bytes), _tables(g.runs), False) for g in slabs.groups]
@@ -43,6 +45,7 @@ def make_gds_lane(
         max_staging_blocks=config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks,
         max_staging_bytes=config.max_staging_bytes,
         gpu_device_id=-1 if device is None else device,
+        io=io,
     )
     get_logger("gds").info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
     return lane

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.config import GdsConfig
+from flexkv.config import GdsConfig, IoBackend
 from flexkv.errors import GeometryError
 from flexkv.observe import get_logger
 
@@ -71,9 +71,10 @@ class GDSTransferWorker:
     Args:
         use_staged_transfer, max_staging_blocks: win over `config` where given.
         engine_stream: the engine's cudaStream_t as a number; transfers start after what is enqueued there.
+        io: of plain memory, and of copies from it where a GPU has no other way.
 
     Raises:
-        ConfigError: a file that cannot be opened, or an option that is not allowed.
+        ConfigError: a file that cannot be opened, an option that is not allowed, or `io` that the kernel refuses.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class GDSTransferWorker:
         use_staged_transfer: bool | None = None,
         max_staging_blocks: int | None = None,
         engine_stream: int = 0,
+        io: IoBackend = "auto",
     ) -> None:
         gds = GdsConfig() if config is None else config
         self.use_staged_transfer = (
@@ -105,6 +107,7 @@ class GDSTransferWorker:
             max_staging_bytes=gds.max_staging_bytes,
             gpu_device_id=pool.gpu_device_id,
             engine_stream=engine_stream,
+            io=io,
         )
         log = get_logger("gds")
         log.info("%s; %s", self.manager.describe(), "staged" if self.use_staged_transfer else "a call a run")

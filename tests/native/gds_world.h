@@ -47,11 +47,12 @@ inline int64_t open_files() {
   return count;
 }
 
-struct GdsWorld {
+template <typename Io>
+struct GdsWorldOf {
   static constexpr int32_t kLayers = 6, kBlocks = 12, kDisks = 2;
   static constexpr int64_t kRun = 3000, kStripe = kLayers * kRun, kDigestOffset = 20480, kImage = 24576;
 
-  explicit GdsWorld(std::vector<FileFaultRule> rules = {}, GdsOptions options = {})
+  explicit GdsWorldOf(std::vector<FileFaultRule> rules = {}, GdsOptions options = {})
       : pool(static_cast<size_t>(kLayers * kBlocks * kRun)) {
     std::vector<Segment> runs;
     for (int32_t layer = 0; layer < kLayers; ++layer) {
@@ -63,7 +64,7 @@ struct GdsWorld {
     std::vector<std::vector<std::string>> paths;
     for (int32_t disk = 0; disk < kDisks; ++disk) paths.push_back({folder.file(std::to_string(disk))});
     const auto files = std::make_shared<RawFiles>(paths);
-    io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
+    io = std::make_shared<FaultyFileIo>(std::make_shared<Io>(files), std::move(rules));
     device = std::make_shared<FaultyTransformDevice>(host_transform_device());
     options.max_staging_blocks = 3;
     options.threads_per_device = 2;
@@ -111,5 +112,6 @@ struct GdsWorld {
   std::shared_ptr<FaultyTransformDevice> device;
   std::unique_ptr<GDSManager> manager;
 };
+using GdsWorld = GdsWorldOf<PosixFileIo>;
 
 }  // namespace flexkv

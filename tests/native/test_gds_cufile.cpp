@@ -248,5 +248,6 @@ TEST_CASE("without a GPU the choice is plain memory and POSIX calls") {
   CHECK(device->number() == kHostDevice);
   const TemporaryFolder folder;
   const auto files = std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("a")}});
-  CHECK(choose_io(files, device)->name() == "posix");
+  CHECK(choose_io(files, device, IoBackend::kThreads)->name() == "posix");
+  CHECK(choose_io(files, device)->name() == (uring_refusal().empty() ? "io_uring" : "posix"));
 }

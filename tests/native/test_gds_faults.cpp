@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "gds/uring_file_io.h"
 #include "gds_world.h"
 
 using namespace flexkv;
@@ -15,7 +16,8 @@ using Names = std::vector<std::string>;
 using Paths = std::vector<Names>;
 
 // Only page `position` fails, saying `words`; every other block holds `content`.
-void check_one_failure(const GdsWorld& world, const TransferReport& report, int32_t position,
+template <typename World>
+void check_one_failure(const World& world, const TransferReport& report, int32_t position,
                        const char* words) {
   REQUIRE(report.failures.size() == 1);
   CHECK(report.failures[0].position == position);
@@ -24,7 +26,8 @@ void check_one_failure(const GdsWorld& world, const TransferReport& report, int3
   CHECK(world.io->in_flight() == 0);
 }
 
-void check_blocks(const GdsWorld& world, const std::vector<unsigned char>& content, int32_t except) {
+template <typename World>
+void check_blocks(const World& world, const std::vector<unsigned char>& content, int32_t except) {
   for (int32_t block = 0; block < GdsWorld::kBlocks; ++block) {
     if (block == except) continue;
     CAPTURE(block);
@@ -50,8 +53,9 @@ FileFaultRule on_victim(IoFault fault, bool write, std::string reason = "Input/o
 
 }  // namespace
 
-TEST_CASE("a store and a load bring every byte back, through fewer slots than blocks") {
-  GdsWorld world;
+TEST_CASE_TEMPLATE("a store and a load bring every byte back, through fewer slots than blocks", Io,
+                   PosixFileIo, UringFileIo) {
+  GdsWorldOf<Io> world;
   const auto content = world.stored();
   const TransferReport report = world.move(true);
   CHECK(report.ok());
@@ -61,7 +65,8 @@ TEST_CASE("a store and a load bring every byte back, through fewer slots than bl
   CHECK(world.manager->staging_bytes() == 3 * GdsWorld::kImage);
 }
 
-TEST_CASE("a call that fails or comes short fails its page by name, and only that one") {
+TEST_CASE_TEMPLATE("a call that fails or comes short fails its page by name, and only that one", Io,
+                   PosixFileIo, UringFileIo) {
   struct Example {
     IoFault fault;
     bool write;
@@ -77,10 +82,10 @@ TEST_CASE("a call that fails or comes short fails its page by name, and only tha
   for (const Example& example : examples) {
     CAPTURE(example.words);
     CAPTURE(example.write);
-    GdsWorld world(example.write ? std::vector<FileFaultRule>{}
-                                 : std::vector{on_victim(example.fault, false, example.reason)});
+    GdsWorldOf<Io> world(example.write ? std::vector<FileFaultRule>{}
+                                       : std::vector{on_victim(example.fault, false, example.reason)});
     if (example.write) {
-      GdsWorld failing({on_victim(example.fault, true, example.reason)});
+      GdsWorldOf<Io> failing({on_victim(example.fault, true, example.reason)});
       failing.fill(7);
       const auto content = failing.pool;
       check_one_failure(failing, failing.move(false), kVictim, example.words);
@@ -98,23 +103,26 @@ TEST_CASE("a call that fails or comes short fails its page by name, and only tha
   }
 }
 
-TEST_CASE("bytes damaged on their way to the disk are found when they are read") {
-  GdsWorld world({on_victim(IoFault::kCorrupt, true)});
+TEST_CASE_TEMPLATE("bytes damaged on their way to the disk are found when they are read", Io, PosixFileIo,
+                   UringFileIo) {
+  GdsWorldOf<Io> world({on_victim(IoFault::kCorrupt, true)});
   const auto content = world.stored();
   check_one_failure(world, world.move(true), kVictim, "digest mismatch");
   check_blocks(world, content, kVictim);
 }
 
-TEST_CASE("a slow disk is waited for") {
-  GdsWorld world({{.fault = IoFault::kDelay, .device = 0, .delay_s = 0.02}});
+TEST_CASE_TEMPLATE("a slow disk is waited for", Io, PosixFileIo, UringFileIo) {
+  GdsWorldOf<Io> world({{.fault = IoFault::kDelay, .device = 0, .delay_s = 0.02}});
   const auto content = world.stored();
   CHECK(world.move(true).ok());
   CHECK(world.pool == content);
   CHECK(world.io->acted() == GdsWorld::kBlocks);
 }
 
-TEST_CASE("a device's error fails the batch's pages; a thread that cannot reach the device fails its own") {
-  GdsWorld world;
+TEST_CASE_TEMPLATE(
+    "a device's error fails the batch's pages; a thread that cannot reach the device fails its own", Io,
+    PosixFileIo, UringFileIo) {
+  GdsWorldOf<Io> world;
   const auto content = world.stored();
   world.device->fail_batches(2);
   const TransferReport report = world.move(true);
@@ -124,28 +132,30 @@ TEST_CASE("a device's error fails the batch's pages; a thread that cannot reach 
   CHECK(world.move(true).ok());
   CHECK(world.pool == content);
 
-  GdsWorld unreachable;
+  GdsWorldOf<Io> unreachable;
   unreachable.device->fail_threads(true);
   const TransferReport none = unreachable.move(false);
   CHECK(none.failures.size() == GdsWorld::kBlocks);
   CHECK(none.failures[0].reason.find("CUDA error 101") != std::string::npos);
 }
 
-TEST_CASE("staging that cannot be had is an error, and later transfers try again") {
-  GdsWorld world;
+TEST_CASE_TEMPLATE("staging that cannot be had is an error, and later transfers try again", Io, PosixFileIo,
+                   UringFileIo) {
+  GdsWorldOf<Io> world;
   world.device->fail_allocation(true);
   CHECK_THROWS_AS(world.move(false), CapacityError);
   world.device->fail_allocation(false);
   CHECK(world.move(false).ok());
 }
 
-TEST_CASE("cancel drops what was not issued, and returns when the rest has stopped moving") {
+TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest has stopped moving", Io,
+                   PosixFileIo, UringFileIo) {
   for (const bool is_read : {true, false}) {
     CAPTURE(is_read);
-    GdsWorld world({{.fault = IoFault::kStall, .write = !is_read}});
+    GdsWorldOf<Io> world({{.fault = IoFault::kStall, .write = !is_read}});
     if (is_read) {
       // The images are made with another manager, whose disks do not stall.
-      GdsWorld maker;
+      GdsWorldOf<Io> maker;
       maker.stored();
       for (const char* disk : {"0", "1"}) {
         std::filesystem::copy_file(maker.folder.file(disk), world.folder.file(disk),
@@ -174,10 +184,11 @@ TEST_CASE("cancel drops what was not issued, and returns when the rest has stopp
   }
 }
 
-TEST_CASE("after the deadline pages that were not issued fail, and say so") {
+TEST_CASE_TEMPLATE("after the deadline pages that were not issued fail, and say so", Io, PosixFileIo,
+                   UringFileIo) {
   GdsOptions options;
   options.deadline_s = 0.05;
-  GdsWorld world({{.fault = IoFault::kDelay, .delay_s = 0.2}}, options);
+  GdsWorldOf<Io> world({{.fault = IoFault::kDelay, .delay_s = 0.2}}, options);
   world.fill(7);
   const TransferReport report = world.move(false);
   REQUIRE(!report.ok());
@@ -185,12 +196,14 @@ TEST_CASE("after the deadline pages that were not issued fail, and say so") {
   CHECK(report.failures.back().reason.find("deadline") != std::string::npos);
 }
 
-TEST_CASE("I/O that never ends takes the manager out of service, and never reaches the engine's blocks") {
+TEST_CASE_TEMPLATE(
+    "I/O that never ends takes the manager out of service, and never reaches the engine's blocks", Io,
+    PosixFileIo, UringFileIo) {
   const int64_t files_before = open_files();
   {
     GdsOptions options;
     options.stuck_s = 2.0;
-    GdsWorld world({{.fault = IoFault::kStall, .write = false}}, options);
+    GdsWorldOf<Io> world({{.fault = IoFault::kStall, .write = false}}, options);
     const auto content = world.stored();
     const auto before = world.pool;
     const TransferReport report = world.move(true);
@@ -210,8 +223,9 @@ TEST_CASE("I/O that never ends takes the manager out of service, and never reach
   CHECK(open_files() == files_before);
 }
 
-TEST_CASE("a lent buffer is used from its first 4 KiB boundary on, and must hold a block") {
-  GdsWorld world;
+TEST_CASE_TEMPLATE("a lent buffer is used from its first 4 KiB boundary on, and must hold a block", Io,
+                   PosixFileIo, UringFileIo) {
+  GdsWorldOf<Io> world;
   const auto content = world.stored();
   std::vector<unsigned char> memory(static_cast<size_t>(3 * GdsWorld::kImage));
   const auto lent =
@@ -225,10 +239,11 @@ TEST_CASE("a lent buffer is used from its first 4 KiB boundary on, and must hold
   CHECK_THROWS_AS(StagingBuffer(memory.data() + 1, 16), CapacityError);
 }
 
-TEST_CASE("a closed manager, unknown files and blocks named twice are refused; files are closed") {
+TEST_CASE_TEMPLATE("a closed manager, unknown files and blocks named twice are refused; files are closed", Io,
+                   PosixFileIo, UringFileIo) {
   const int64_t files_before = open_files();
   {
-    GdsWorld world;
+    GdsWorldOf<Io> world;
     auto pages = GdsWorld::pages(2);
     pages[1].file = 1;
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
@@ -254,9 +269,10 @@ TEST_CASE("a closed manager, unknown files and blocks named twice are refused; f
   CHECK(open_files() == files_before);
 }
 
-TEST_CASE(
-    "transfers of several threads take turns at the staging, with lent buffers beside it, and all arrive") {
-  GdsWorld world;
+TEST_CASE_TEMPLATE(
+    "transfers of several threads take turns at the staging, with lent buffers beside it, and all arrive", Io,
+    PosixFileIo, UringFileIo) {
+  GdsWorldOf<Io> world;
   const auto content = world.stored();
   std::vector<std::thread> threads;
   std::vector<char> ended_well(4, 0);

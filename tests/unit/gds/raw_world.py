@@ -41,6 +41,7 @@ class Case:
     gap: int = 0
     align: int = 1  # of block strides, in bytes
     element_bytes: int = 1  # a chunk holds whole elements
+    io: str = "auto"
 
     @property
     def layer_list(self) -> list[int]:
@@ -162,6 +163,7 @@ class World:
             "max_staging_blocks": case.slots,
             "gpu_device_id": -1,
             "threads_per_device": 2,
+            "io": case.io,
             **options,
         }
         return c_ext.GDSManager(self.paths, case.devices, case.round_robin, **given)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ ELEMENTS = (1, 2, 7, 16, 48, 250, 512, 1000, 1024, 4096, 4100, 6144, 9216)
 """Of a run of fewer than 80 layers; 80 have `DEEP_ELEMENTS`."""
 DEEP_ELEMENTS = (3, 64, 1024, 4096)
 DEEP = 80
+NO_URING = c_ext.uring_refusal()
 
 
 def sampled(seed: int) -> Case:
@@ -60,6 +61,7 @@ def sampled(seed: int) -> Case:
         rank=int(random.integers(0, ranks)),
         gap=one_of(0, 0, 16, 5),
         align=one_of(1, 4096),
+        io="threads" if random.integers(0, 2) or NO_URING else "uring",
     )
 
 
@@ -83,6 +85,7 @@ def levels(case: Case) -> dict[str, object]:
         "disks": "several" if case.devices > 1 else "one",
         "ranks": "several" if case.ranks > 1 else "one",
         "files": case.align,
+        "io": case.io,
     }
 
 

@@ -1,0 +1,18 @@
+// An I/O backend as settings name it.
+#pragma once
+#include <string>
+
+#include "base/error.h"
+#include "io/io_queue.h"
+
+namespace flexkv {
+
+// Throws ConfigError.
+inline IoBackend to_io_backend(const std::string& name) {
+  if (name == "auto") return IoBackend::kAuto;
+  if (name == "uring") return IoBackend::kUring;
+  if (name == "threads") return IoBackend::kThreads;
+  throw ConfigError("io='" + name + "': allowed are 'auto', 'uring' and 'threads'");
+}
+
+}  // namespace flexkv

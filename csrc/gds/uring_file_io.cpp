@@ -1,0 +1,120 @@
+#include "gds/uring_file_io.h"
+
+#include <atomic>
+#include <cerrno>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "io/uring_queue.h"
+#include "transfer/deadline.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: bytes. Longer calls are left to POSIX: a ring takes 32 bits of length, and the kernel cuts at 2 GiB.
+constexpr int64_t kLongestBytes = int64_t{1} << 30;
+// Unit: seconds. Between attempts to hear of I/Os from a ring that has failed.
+constexpr double kDeafS = 0.1;
+
+// The ring of this thread, and whose it is. A thread serves one manager.
+struct ThreadRing {
+  uint64_t owner = 0;
+  std::unique_ptr<IoQueue> queue;
+};
+
+uint64_t next_number() {
+  static std::atomic<uint64_t> numbers{0};
+  return ++numbers;
+}
+
+// A ring that fails may still write to memory that was given to it: like a call that never returns, it holds
+// its thread until it has said how everything ended. Whoever waits gives up, and keeps the memory.
+void hear(IoQueue& queue, std::vector<IoDone>& done) {
+  for (;;) {
+    try {
+      return queue.wait(done);
+    } catch (const DiskError&) {
+      std::this_thread::sleep_for(to_duration(kDeafS));
+    }
+  }
+}
+
+}  // namespace
+
+UringFileIo::UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap)
+    : files_(std::move(files)), posix_(files_), wrap_(std::move(wrap)), number_(next_number()) {}
+
+IoQueue* UringFileIo::ring() const {
+  thread_local ThreadRing mine;
+  if (mine.owner != number_) {
+    mine = {number_, nullptr};
+    try {
+      mine.queue = std::make_unique<UringQueue>(kRingDepth);
+      if (wrap_) mine.queue = wrap_(std::move(mine.queue), 0);
+    } catch (const DiskError&) {
+      mine.queue = nullptr;  // no locked memory left, or refused to this thread
+    }
+  }
+  return mine.queue.get();
+}
+
+IoOutcome UringFileIo::transfer(const IoCall& call) {
+  IoOutcome outcome;
+  transfer_all({&call, 1}, {&outcome, 1});
+  return outcome;
+}
+
+void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
+  IoQueue* queue = ring();
+  if (queue == nullptr) return posix_.transfer_all(calls, outcomes);
+  std::vector<IoDone> done;
+  size_t next = 0;
+  bool failed = false;
+  for (int32_t in_flight = 0; in_flight > 0 || (next < calls.size() && !failed);) {
+    for (; next < calls.size() && !failed && in_flight < queue->depth(); ++next) {
+      const IoCall& call = calls[next];
+      if (call.bytes == 0 || call.bytes > kLongestBytes) {
+        outcomes[next] = posix_.transfer(call);
+        failed = outcomes[next].bytes != call.bytes;
+        continue;
+      }
+      const RawFiles::File& file = files_->at(call.device, call.file);
+      queue->submit({.write = call.write,
+                     .fd = route(call) == IoRoute::kDirect ? file.direct_fd : file.buffered_fd,
+                     .buffer = static_cast<std::byte*>(call.memory),
+                     .bytes = call.bytes,
+                     .offset = call.offset,
+                     .cookie = next});
+      ++in_flight;
+    }
+    if (in_flight == 0) continue;
+    done.clear();
+    hear(*queue, done);
+    in_flight -= static_cast<int32_t>(done.size());
+    for (const IoDone& one : done) {
+      const IoCall& call = calls[one.cookie];
+      outcomes[one.cookie] = finish(call, one.result);
+      failed = failed || outcomes[one.cookie].bytes != call.bytes;
+    }
+  }
+}
+
+// What came short is finished with POSIX calls, which know what of the rest is aligned.
+IoOutcome UringFileIo::finish(const IoCall& call, int64_t result) {
+  const bool again = result == -EINTR || result == -EAGAIN;
+  if (result < 0 && !again) return {0, std::generic_category().message(static_cast<int>(-result))};
+  const int64_t moved = again ? 0 : result;
+  if (moved == call.bytes) return {moved, {}};
+  IoCall rest = call;
+  rest.offset += moved;
+  rest.bytes -= moved;
+  rest.memory = static_cast<std::byte*>(call.memory) + moved;
+  IoOutcome outcome = posix_.transfer(rest);
+  outcome.bytes += moved;
+  return outcome;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,39 @@
+// File I/O by io_uring, to and from plain memory.
+#pragma once
+#include <memory>
+#include <span>
+#include <string>
+
+#include "gds/posix_file_io.h"
+#include "io/io_queue.h"
+
+namespace flexkv {
+
+// Unit: I/Os. Of one thread's ring: the pieces of a page in a per-layer transfer, of which a disk is kept
+// busy by a few.
+inline constexpr int32_t kRingDepth = 32;
+
+// The routes are those of POSIX calls. Each calling thread has a ring of its own, as some rings belong to the
+// thread that made them; one that can have none makes POSIX calls.
+class UringFileIo : public FileIo {
+ public:
+  // `wrap`: around each thread's ring, given number 0; for decorators.
+  explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
+  std::string name() const override { return "io_uring"; }
+  IoOutcome transfer(const IoCall& call) override;
+  void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) override;
+  IoRoute route(const IoCall& call) const override { return posix_.route(call); }
+  std::string add_memory(void*, int64_t) override { return {}; }
+  void remove_memory(void*) override {}
+
+ private:
+  IoQueue* ring() const;
+  IoOutcome finish(const IoCall& call, int64_t result);
+
+  const std::shared_ptr<const RawFiles> files_;
+  PosixFileIo posix_;
+  const WrapQueue wrap_;
+  const uint64_t number_;  // of this object, never used again
+};
+
+}  // namespace flexkv

@@ -1,0 +1,117 @@
+// Transfers over rings, with faults below them: what the ring says, and what is made of it.
+#include <doctest/doctest.h>
+
+#include "gds/uring_file_io.h"
+#include "gds_world.h"
+#include "io/faulty_queue.h"
+#include "io/uring_queue.h"
+
+using namespace flexkv;
+
+namespace {
+
+// Raw I/O over one file of `kBytes` random bytes, through rings that `rules` meddle with.
+struct RingWorld {
+  static constexpr int64_t kBytes = int64_t{100} * 4096;
+
+  explicit RingWorld(std::vector<IoFaultRule> rules = {})
+      : faults(std::make_shared<IoFaults>(std::move(rules))), content(static_cast<size_t>(kBytes)) {
+    std::mt19937 random(5);
+    for (auto& byte : content) byte = static_cast<unsigned char>(random());
+    std::ofstream(folder.file("a"), std::ios::binary)
+        .write(reinterpret_cast<const char*>(content.data()), kBytes);
+    files = std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("a")}});
+    io = std::make_unique<UringFileIo>(files, [this](std::unique_ptr<IoQueue> queue, int32_t disk) {
+      return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
+    });
+  }
+
+  // `pieces` reads of equal length that together fill `memory`.
+  std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
+    memory.assign(static_cast<size_t>(kBytes), 0);
+    const int64_t each = kBytes / pieces;
+    std::vector<IoCall> calls;
+    for (int64_t i = 0; i < pieces; ++i)
+      calls.push_back({false, 0, 0, i * each, memory.data() + i * each, each});
+    std::vector<IoOutcome> outcomes(calls.size());
+    io->transfer_all(calls, outcomes);
+    return outcomes;
+  }
+
+  TemporaryFolder folder;
+  std::shared_ptr<IoFaults> faults;
+  std::vector<unsigned char> content;
+  std::shared_ptr<const RawFiles> files;
+  std::unique_ptr<UringFileIo> io;
+};
+
+}  // namespace
+
+TEST_CASE("a ring moves more calls than it has places, and finishes what came short") {
+  if (!uring_refusal().empty()) return;
+  std::vector<unsigned char> memory;
+  RingWorld world({{.action = IoFaultAction::kShort, .offset = 4096 * 7, .bytes = 1000, .times = 1},
+                   {.action = IoFaultAction::kFail, .offset = 4096 * 50, .error = EINTR, .times = 1},
+                   {.action = IoFaultAction::kFail, .offset = 4096 * 60, .error = EAGAIN, .times = 1}});
+  const auto outcomes = world.read(memory, 100);
+  for (const IoOutcome& outcome : outcomes) {
+    CHECK(outcome.bytes == 4096);
+    CHECK_MESSAGE(outcome.error.empty(), outcome.error);
+  }
+  CHECK(memory == world.content);
+  CHECK(world.faults->acted() == 3);
+  // Odd lengths and addresses go through the page cache.
+  IoCall call{false, 0, 0, 4097, memory.data() + 1, 1001};
+  CHECK(world.io->route(call) == IoRoute::kBounced);
+  CHECK(world.io->transfer(call).bytes == 1001);
+  CHECK(std::memcmp(memory.data() + 1, world.content.data() + 4097, 1001) == 0);
+  call.offset = RingWorld::kBytes - 10;
+  const IoOutcome end = world.io->transfer(call);
+  CHECK(end.bytes == 10);
+  CHECK(end.error.empty());
+  call.bytes = 0;
+  CHECK(world.io->transfer(call).bytes == 0);
+}
+
+TEST_CASE("a ring's error is the call's, and ends the calls that were not made") {
+  if (!uring_refusal().empty()) return;
+  std::vector<unsigned char> memory;
+  RingWorld world({{.action = IoFaultAction::kFail, .offset = 0, .error = ENOSPC, .times = 1}});
+  const auto outcomes = world.read(memory, 100);
+  CHECK(outcomes[0].bytes == 0);
+  CHECK(outcomes[0].error == "No space left on device");
+  CHECK_FALSE(outcomes[0].of_memory);
+  CHECK(outcomes[99].bytes == 0);  // the ring was full before
+  world.faults->release();
+  CHECK(world.read(memory, 100)[99].bytes == 4096);
+  CHECK(memory == world.content);
+}
+
+TEST_CASE("damage below a ring is found by the digests, and EIO there fails its page alone") {
+  if (!uring_refusal().empty()) return;
+  for (const IoFaultAction action : {IoFaultAction::kCorrupt, IoFaultAction::kFail}) {
+    GdsWorld plain;
+    const auto faults = std::make_shared<IoFaults>(std::vector<IoFaultRule>{});
+    std::vector<std::vector<std::string>> paths;
+    for (int32_t disk = 0; disk < GdsWorld::kDisks; ++disk) {
+      paths.push_back({plain.folder.file(std::to_string(disk))});
+    }
+    const auto files = std::make_shared<RawFiles>(paths);
+    auto io = std::make_shared<UringFileIo>(files, [&](std::unique_ptr<IoQueue> queue, int32_t disk) {
+      return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
+    });
+    GDSManager manager(files, {}, host_transform_device(), io);
+    const auto content = plain.stored();
+    const auto pages = GdsWorld::pages();
+    CHECK(manager.transfer(*plain.map, pages, true).ok());
+    CHECK(plain.pool == content);
+    faults->add({.action = action, .write = false, .bytes = 3500, .times = 1});
+    const TransferReport report = manager.transfer(*plain.map, pages, true);
+    REQUIRE(report.failures.size() == 1);
+    CHECK(report.failures[0].cause ==
+          (action == IoFaultAction::kFail ? FailureCause::kIo : FailureCause::kDigest));
+    CHECK(manager.transfer(*plain.map, pages, true).ok());
+    CHECK(plain.pool == content);
+    CHECK(manager.describe().find("io_uring") == 0);
+  }
+}
