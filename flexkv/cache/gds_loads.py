@@ -148,4 +148,10 @@ class GdsLoads(LoadRoute):
         now_s = self._clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)
-        self._rests_until_s = now_s + REST_S
+        self._rests_until_s = max(self._rests_until_s, now_s + REST_S)
+
+    def stop(self, reason: str) -> None:
+        """A rank has no lane to the disks: pages come up through host memory from now on."""
+        if self._rests_until_s < np.inf:
+            logger.warning("disk.gds=auto: blocks on disk are loaded through host memory: %s", reason)
+        self._rests_until_s = np.inf

@@ -248,6 +248,12 @@ class HostUnit:
             logger.error("host tier is off: rank %d: %s", rank, error)
             self.usable = False
 
+    def stop_gds(self, rank: int, reason: str) -> None:
+        """A rank cannot load from the disks without a page of host memory: blocks on disk come up first, for good."""
+        loads = self.manager.disk.gds_loads if self.disk is not None else None
+        if loads is not None:
+            loads.stop(f"rank {rank}: {reason}")
+
     def count(self, counters: Counters) -> None:
         """Sets the gauges."""
         counters.set("flexkv_host_slots", self._up)

@@ -6,11 +6,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexkv.adapters.common.rank_facts import RankPlace
+from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError, FlexKVError
 from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+
+
+def open_gds_lane(
+    config: FlexKVConfig, slabs: SlabMap, stripe: int, tensors: Sequence[Any]
+) -> tuple[GdsLane | None, str]:
+    """The lane to slabs on disk that blocks are loaded from without a page of the host pool.
+
+    Args:
+        stripe: the rank whose stripe of them this rank loads.
+        tensors: of the rank's pool; they say which device it lies on.
+
+    Returns:
+        The lane; or, where `disk.gds` leaves it to the machine, None and why there is none.
+
+    Raises:
+        ConfigError: `disk.gds` demands the lane, and it cannot be opened.
+    """
+    try:
+        return make_gds_lane(slabs, stripe, cuda_device_of(tensors), config.gds, io=config.disk.io), ""
+    except FlexKVError as error:
+        if config.disk.gds != "auto":
+            raise ConfigError(
+                f"disk.gds={config.disk.gds}: {error}; allowed here are 'auto', which goes through host memory where "
+                "that fails, and 'off'"
+            ) from error
+        return None, f"{type(error).__name__}: {error}"
 
 
 def open_lanes(
@@ -22,8 +50,7 @@ def open_lanes(
     *,
     stream_of: Callable[[int], int],
     mover: Any = None,
-    slabs: SlabMap | None = None,
-    stripe: int = 0,
+    gds_lane: GdsLane | None = None,
 ) -> TransferEngine:
     """The transfer engine of a rank, with its pool attached as group 0; on a GPU the host pool is registered too.
 
@@ -32,12 +59,10 @@ def open_lanes(
         tensors: that the view was made of; they say which device the pool lies on, and are held while needed.
         stream_of: the stream of a CUDA device that copies are ordered after, where `submit` names none.
         mover: of host lanes; None takes the engine's own.
-        slabs: on disk, that blocks are loaded from without a page of the host pool.
-        stripe: the rank whose stripe of them this rank loads.
+        gds_lane: see `open_gds_lane`.
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
-        ConfigError: a slab that cannot be opened.
     """
     transfer = config.transfer
     device = cuda_device_of(tensors)
@@ -50,7 +75,7 @@ def open_lanes(
         queue_ops=transfer.queue_ops,
         copy_threads=transfer.copy_thread_count(),
         op_stuck_s=transfer.stuck_s,
-        lanes=[] if slabs is None else [make_gds_lane(slabs, stripe, device, config.gds)],
+        lanes=[] if gds_lane is None else [gds_lane],
     )
     engine.attach_view(0, view, pool, place.stripe, place.digests, tensors)
     if device is not None:

@@ -16,7 +16,7 @@ from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.base import Ticket
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph
+from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
 
 logger = get_logger(__name__)
 
@@ -68,6 +68,7 @@ class RankOps:
     Attributes:
         engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
         refusal: why there is none and never will be.
+        gds_refusal: why this rank's engine has no lane to the disks though loads may name it.
         stripe_bytes: what one page moves on this rank.
         stores: False where another rank stores the same bytes: a store then ends here at once.
         step: the last forward that was ordered.
@@ -80,6 +81,7 @@ class RankOps:
         self._counters = counters
         self.engine: Any = None
         self.refusal = ""
+        self.gds_refusal = ""
         self.stripe_bytes = 0
         self.stores = True
         self._ops: dict[OpId, RankOp] = {}
@@ -108,7 +110,14 @@ class RankOps:
         if started_s > load.deadline_s:
             self._refuse(job, PAST_DEADLINE)
             return
-        ticket = self.engine.submit(job.graph)
+        graph = job.graph
+        without_lane: list[TransferOp] = []
+        if self.gds_refusal:
+            # Planned before the scheduler's side had heard of it. The ops of a load wait for no other.
+            without_lane = [op for op in job.ops if op.kind is OpKind.GDS_READ]
+            graph = TransferGraph(tuple(op for op in job.ops if op.kind is not OpKind.GDS_READ))
+        only_those = len(without_lane) == len(job.ops)
+        ticket = NO_TICKET if only_those else self.engine.submit(graph)
         if ticket is None:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
             self._waiting.append(load)
@@ -117,6 +126,9 @@ class RankOps:
             self._ops[op.op_id] = RankOp(
                 ticket, op.kind, op.pages, started_s, self.step, job, load.deadline_s
             )
+        for op in without_lane:
+            every = np.arange(op.pages, dtype=np.int32)
+            self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
 
     def submit_store(self, graph: TransferGraph, urgent: bool = False, gated: bool = False) -> None:
         """Starts a store; one that finds no place is dropped and reported so.

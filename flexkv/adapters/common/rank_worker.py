@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
-from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
@@ -91,8 +91,13 @@ class RankWorker:
         """Starts the lanes between the engine's pool and the unit's host pool, and `slabs` if there are any.
 
         Raises:
-            GeometryError, ConfigError: see `open_lanes`.
+            GeometryError, ConfigError: see `open_lanes` and `open_gds_lane`.
         """
+        gds_lane = None
+        if slabs is not None:
+            stripe = 0 if self._replicated else self.rank
+            gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self._owners)
+            self._ops.gds_refusal = refusal
         engine = open_lanes(
             self._config,
             self.view,
@@ -101,8 +106,7 @@ class RankWorker:
             place,
             stream_of=self._current_stream,
             mover=self.make_mover(),
-            slabs=slabs,
-            stripe=0 if self._replicated else self.rank,
+            gds_lane=gds_lane,
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
 

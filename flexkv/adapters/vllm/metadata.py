@@ -59,6 +59,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         results: (rank, terminal result of an op on that rank), in the order in which they came.
         ready: host slots that a rank can use, sent when the number changed.
         errors: why a rank cannot use the pool at all.
+        no_gds: why a rank cannot load from the disks without a page of host memory.
         handshakes: of ranks that have no pool yet. vLLM collects handshakes itself at the start, but a MultiConnector
             passes on those of one of its connectors only.
     """
@@ -67,6 +68,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     results: list[tuple[int, OpResult]] = field(default_factory=list)
     ready: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    no_gds: dict[int, str] = field(default_factory=dict)
     handshakes: dict[int, Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
@@ -76,8 +78,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.results.extend(other.results)
         self.ready.update(other.ready)
         self.errors.update(other.errors)
+        self.no_gds.update(other.no_gds)
         self.handshakes.update(other.handshakes)
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.step or self.results or self.ready or self.errors or self.handshakes)
+        said = (self.results, self.ready, self.errors, self.no_gds, self.handshakes)
+        return bool(self.step or any(said))

@@ -80,6 +80,8 @@ class Outcomes:
         """A step's report, after the blocks that failed in it."""
         for rank, error in report.errors.items():
             self._unit.disable(rank, error)
+        for rank, reason in report.no_gds.items():
+            self._unit.stop_gds(rank, reason)
         self._unit.heard(report.ready)
         for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
             self._complete(rank, result)

@@ -153,8 +153,12 @@ class SchedulerSide:
             self._owner,
             recomputes=self._use.recomputes,
         )
-        for worker in workers:
-            worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)
+        try:
+            for worker in workers:
+                worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)
+        except BaseException:
+            unit.close()
+            raise
         unit.grant = None if workers else unit.make_grant(not current_device_is_host())
         lookups = Lookups(
             unit.manager,

@@ -56,6 +56,7 @@ class WorkerSide(RankWorker):
         self._ready_said = -1
         self._handshake_said = False
         self._error_said = False
+        self._no_gds_said = False
 
     # --- set up ---
 
@@ -192,6 +193,9 @@ class WorkerSide(RankWorker):
         if self._ops.refusal and not self._error_said:
             report.errors[self.rank] = self._ops.refusal
             self._error_said = True
+        if self._ops.gds_refusal and not self._no_gds_said:
+            report.no_gds[self.rank] = self._ops.gds_refusal
+            self._no_gds_said = True
         return report if report else None
 
     def take_results_early(self) -> list[OpResult]:

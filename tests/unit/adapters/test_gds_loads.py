@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from flexkv import c_ext
 from flexkv.adapters.vllm.scheduler import Use
 from flexkv.errors import ConfigError
+from flexkv.transfer.gds_lane import make_gds_lane
+from flexkv.transfer.slab_map import SlabMap
 from tests.unit.adapters.disk_engines import Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_disk_stream import PROMPT, spoil
@@ -100,6 +103,53 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
     assert gds_pages(engine) == 5
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: self.rank < 1)
     assert make_gds(**{"disk.gds": "auto", "ranks": 2}).side.unit.slabs is None
+
+
+def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The slabs cannot be opened on one rank."""
+
+    def open_or_refuse(slabs: SlabMap, stripe: int, *args: object, **kwargs: object) -> c_ext.GdsLane:
+        if stripe == rank:
+            raise ConfigError("cannot open '/a/slab': Permission denied")
+        return make_gds_lane(slabs, stripe, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("flexkv.adapters.common.rank_lanes.make_gds_lane", open_or_refuse)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_host_memory(
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, remote: bool
+) -> None:
+    monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
+    settings = {"ranks": 2, "remote": remote}
+    make_gds(**settings).run(make_request(PROMPT, "one"))
+    refuse_rank(monkeypatch, 1)
+    caplog.clear()
+    engine = make_gds(**settings, **{"disk.gds": "auto"})
+    # The first load may be planned before the ranks have said anything: it is computed, and nothing is forgotten.
+    engine.run(make_request(PROMPT, "two"))
+    assert gds_pages(engine) == 0
+    assert engine.side.unit.manager.disk.counts.failed_reads == 0
+    said = [r.getMessage() for r in caplog.records if "disk.gds=auto" in r.getMessage()]
+    assert len(said) == 1
+    assert "rank 1" in said[0]
+    assert "Permission denied" in said[0]
+    engine = make_gds(**settings, **{"disk.gds": "auto"})
+    engine.run(make_request([99] * 4, "other"))
+    assert engine.run(make_request(PROMPT, "three")) == 20
+    assert (gds_pages(engine), read(engine)) == (0, 5)
+    assert engine.invalid == set()
+
+
+def test_with_on_a_rank_that_cannot_open_the_slabs_is_an_error(
+    make_gds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_rank(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"disk.gds=on: cannot open '/a/slab'.*allowed here are 'auto'"):
+        make_gds()
+    engine = make_gds(remote=True)
+    engine.run(make_request(PROMPT, "one"))
+    assert not engine.side.unit.usable
 
 
 def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) -> None:
