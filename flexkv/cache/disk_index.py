@@ -171,6 +171,12 @@ class DiskIndex:
         self._tags[group][places] = tag_fields(tags)
         return positions, entries, places, tags
 
+    def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
+        """Which of these entries, leased since `begin_write`, are still to become visible, bool [entries]."""
+        return np.asarray(
+            self.entries.find(group, self.entries.keys_of(entries), ready_only=False) == entries
+        )
+
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Makes pages visible whose bytes are all in place; returns which became so."""
         places, keys = self.entries.slots_of(entries), self.entries.keys_of(entries)

@@ -116,6 +116,8 @@ class GdsStores(StoreRoute):
     def end(self, op: InflightOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """The ranks have written their stripes: orders the seal of the good pages and gives up the others."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
+        # What was forgotten meanwhile would never be visible.
+        good = good & self._disk.under_way(op.group, op.entries)
         if not op.digests:
             good = np.zeros_like(good)
         bad = op.entries[~good]

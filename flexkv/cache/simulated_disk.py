@@ -6,6 +6,7 @@ in use that is given away, a publish of what was not written, an overwrite that 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ Identity = tuple[bytes, int, int, int]
 """Key, generation, epoch and tokens of a page: all of its tag that a read compares."""
 
 
+WRITES = (OpKind.DISK_WRITE, OpKind.DISK_SEAL, OpKind.GDS_WRITE)
+
+
+def stripe_digest(rank: int, symbol: Symbol) -> int:
+    """What a rank reports of the run that it wrote: its part of what the symbol stands for."""
+    return int.from_bytes(hashlib.sha256(repr((rank, symbol)).encode()).digest()[:8], "little")
+
+
 def identities(op: TransferOp) -> list[Identity]:
     """What the tags of an op name, page by page."""
     return [
@@ -60,6 +69,8 @@ class SimDiskTier(DiskTier):
         self._durable: list[DurablePages] = []
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
+        self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
+        """Of each place without a trailer, what ranks have written there."""
         self._announced: set[int] = set()
         self.closed = False
 
@@ -207,11 +218,38 @@ class SimDiskTier(DiskTier):
             place not in self.journal[group],
             "a place was overwritten while the index that survives a crash names its old content",
         )
-        self.content[group].pop(place, None)
+        self._void(group, place)
         if not self._alive[place % self.disks]:
             return False
         self.content[group][place] = (identity, symbols)
         return True
+
+    def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
+        """Whether a rank's part of a page was written; what the place held before is no page any more."""
+        require(
+            place not in self.journal[group],
+            "stripes were written to a place that the index that survives a crash names",
+        )
+        self.content[group].pop(place, None)
+        if not self._alive[place % self.disks]:
+            return False
+        self._stripes[group].setdefault(place, {})[rank] = symbol
+        return True
+
+    def seal(self, group: int, place: int, identity: Identity, digests: list[int]) -> bool:
+        """Whether the trailer of a page was written, whose stripes every rank has written."""
+        stripes = self._stripes[group].get(place, {})
+        if not self._alive[place % self.disks]:
+            return False
+        require(
+            digests == [stripe_digest(rank, stripes[rank]) for rank in sorted(stripes)],
+            "a page was sealed with digests of other bytes than its ranks wrote",
+        )
+        return self.write(group, place, identity, [stripes[rank] for rank in sorted(stripes)])
+
+    def _void(self, group: int, place: int) -> None:
+        self.content[group].pop(place, None)
+        self._stripes[group].pop(place, None)
 
     def read(self, group: int, place: int, identity: Identity) -> list[Symbol] | None:
         """The symbols at a place, if it holds what is asked for."""
@@ -230,7 +268,7 @@ class SimDiskLane:
 
     Attributes:
         slot_states: of a group and host slot, the read that ended it last and whether its page is good.
-        gds_loads: loads by the ranks themselves, whose places must keep their pages.
+        rank_ops: by the ranks themselves, whose places nobody else may touch meanwhile, or write.
     """
 
     def __init__(
@@ -246,32 +284,46 @@ class SimDiskLane:
         self.ops: dict[int, TransferOp] = {}
         self.failed: dict[int, list[int]] = {}
         self.slot_states: dict[tuple[int, int], tuple[int, bool]] = {}
-        self.gds_loads: dict[int, TransferOp] = {}
+        self.rank_ops: dict[int, TransferOp] = {}
 
     def submit(self, op: TransferOp) -> None:
         """Takes an op over; its places must not be in use by another."""
-        require(
-            len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
-        )
-        self._tier.check_places(op.places)
-        for other in (*self.ops.values(), *self.gds_loads.values()):
-            if other.group == op.group and OpKind.DISK_WRITE in (op.kind, other.kind):
-                shared = set(op.places.tolist()) & set(other.places.tolist())
-                require(not shared, "a place on disk was given away while an op uses it")
+        self._check_places(op)
         self.ops[op.op_id] = op
         self.left[op.op_id] = list(range(op.pages))
         self.failed[op.op_id] = []
 
+    def submit_of_ranks(self, op: TransferOp) -> None:
+        """The same for one that the ranks carry out."""
+        self._check_places(op)
+        self.rank_ops[op.op_id] = op
+
+    def _check_places(self, op: TransferOp) -> None:
+        require(
+            len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
+        )
+        # What was promised before a disk was lost is loaded after it all the same, and fails.
+        if op.kind is not OpKind.GDS_READ:
+            self._tier.check_places(op.places)
+        for other in (*self.ops.values(), *self.rank_ops.values()):
+            if other.group == op.group and (op.kind in WRITES or other.kind in WRITES):
+                shared = set(op.places.tolist()) & set(other.places.tolist())
+                require(not shared, "a place on disk was given away while an op uses it")
+
     def move_page(self, op_id: int, fails: bool) -> bool:
         """Moves the next page of an op; a failing one leaves garbage. True when it was the last."""
         op, page = self.ops[op_id], self.left[op_id].pop(0)
-        slot, place = int(op.slots[page]), int(op.places[page])
-        identity = identities(op)[page]
-        if op.kind is OpKind.DISK_WRITE:
-            done = self._tier.write(op.group, place, identity, self._get_slot(op.group, slot))
+        place, identity = int(op.places[page]), identities(op)[page]
+        if op.kind in WRITES:
+            if op.kind is OpKind.DISK_SEAL:
+                done = self._tier.seal(op.group, place, identity, op.digests[page].tolist())
+            else:
+                slot = int(op.slots[page])
+                done = self._tier.write(op.group, place, identity, self._get_slot(op.group, slot))
             if fails:
                 self._tier.content[op.group].pop(place, None)
         else:
+            slot = int(op.slots[page])
             symbols = None if fails else self._tier.read(op.group, place, identity)
             done = symbols is not None
             self._set_slot(op.group, slot, symbols)

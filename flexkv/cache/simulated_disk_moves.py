@@ -6,7 +6,7 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.cache.simulated_disk import identities
-from flexkv.cache.simulated_model import Key, ModelOp, require
+from flexkv.cache.simulated_model import NO_SLOT, Key, ModelOp, require
 from flexkv.cache.simulated_world import World
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
 
@@ -36,7 +36,8 @@ class DiskMoves:
             for op in graph.ops:
                 keys: list[Key] = [(op.group, identity[0]) for identity in identities(op)]
                 role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
-                model_op = ModelOp("", role, keys, op.slots.tolist(), [], world.model.epoch, set())
+                slots = [NO_SLOT] * op.pages if op.kind is OpKind.DISK_SEAL else op.slots.tolist()
+                model_op = ModelOp("", role, keys, slots, [], world.model.epoch, set())
                 world.model.add_disk_op(op.op_id, model_op)
                 world.disk_lane.submit(op)
 
@@ -98,6 +99,9 @@ class DiskMoves:
         world.disk.lose(world.random.choice(alive))
         for lost in world.disk.poll().lost:
             world.manager.disk.index.lose(lost.disk)
+            for op_id, op in world.disk_lane.rank_ops.items():
+                on_it = np.flatnonzero(op.places % world.disk.disks == lost.disk)
+                world.model.ops[op_id].gone.update(on_it.tolist())
 
     @property
     def busy(self) -> bool:

@@ -165,6 +165,16 @@ class SimEngine:
             for place, _ in [*task.inputs, *task.outputs]:
                 self.pool.drop(place)
 
+    def read_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> Symbol:
+        """What a store to disk finds in its block; a failing one leaves garbage on the way."""
+        movement.started = True
+        movement.left.remove(page)
+        symbol = rank.block[movement.op.group][int(movement.op.blocks[page])]
+        movement.arrived[page] = self.garbage() if fails else symbol
+        if fails:
+            movement.failed.append(page)
+        return movement.arrived[page]
+
     def fail_page(self, movement: Movement, page: int) -> None:
         """A page that never comes: its block stays as it is."""
         movement.left.remove(page)

@@ -16,7 +16,7 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""Of a page that is loaded from where it lies on disk."""
+"""Of a page that goes between engine and disk without a slot of host memory."""
 
 
 class RuleBroken(ContractError):
@@ -198,6 +198,30 @@ class Model:
             ]
             require(not evictable, "a store was dropped with blocks to evict")
 
+    def plan_store_on_disk(
+        self,
+        keys: list[Key],
+        stored: list[int],
+        on_disk: list[int],
+        known: int,
+        dropped: int,
+        evicted: list[Key],
+    ) -> None:
+        """Checks what `begin_store` did where stores go to disk alone.
+
+        Args:
+            on_disk: positions of keys that were on disk, or on their way there.
+        """
+        require(not evicted, "a store to disk evicted something from host memory")
+        in_host = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
+        expected_known = in_host | set(on_disk)
+        require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
+        require(not expected_known & set(stored), "a known block was stored again")
+        require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
+        require(
+            self.store_pages() + len(stored) <= self.limits.inflight_store_pages, "the store queue overflowed"
+        )
+
     def evict(self, evicted: list[Key]) -> None:
         """Checks and applies evictions."""
         for key in evicted:
@@ -259,6 +283,10 @@ class Model:
             require(sorted(bad) == sorted(evicted), "a failed load forgot other pages than its failed ones")
             for key in bad:
                 del self.visible[key]
+            for i in op.suspect:
+                # What was wrong in host memory is forgotten on disk too, also where it is just being stored.
+                if op.slots[i] != NO_SLOT:
+                    self._forget_store_on_disk(op.keys[i])
             lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
             require(len(completion.failed_blocks) == len(lost), "a load's failed blocks are not named")
             return
@@ -269,11 +297,20 @@ class Model:
             sorted(completion.published.tolist()) == sorted(good),
             "a store published other pages than its good ones",
         )
-        require(sorted(published) == sorted(op.keys[i] for i in good), "the listener was told of other pages")
+        in_host = {i for i in good if op.slots[i] != NO_SLOT}
+        require(
+            sorted(published) == sorted(op.keys[i] for i in in_host), "the listener was told of other pages"
+        )
         for i, key in enumerate(op.keys):
             self._drop_pending(key, op_id)
-            if i in good:
+            if i in in_host:
                 self.visible[key] = op.slots[i]
+
+    def _forget_store_on_disk(self, key: Key) -> None:
+        store = self.ops.get(self.pending.get(key, -1))
+        if store is not None and store.slots[store.keys.index(key)] == NO_SLOT:
+            store.gone.add(store.keys.index(key))
+            del self.pending[key]
 
     # --- disks --------------------------------------------------------------------------------------------------------
 
@@ -282,7 +319,8 @@ class Model:
         for key, slot in zip(op.keys, op.slots, strict=True):
             if op.role is OpRole.STORE:
                 require(
-                    self.visible.get(key) == slot, "a write to disk reads a slot that is not its key's own"
+                    slot == NO_SLOT or self.visible.get(key) == slot,
+                    "a write to disk reads a slot that is not its key's own",
                 )
                 continue
             require(key not in self.visible and key not in self.pending, "a known block is read from disk")

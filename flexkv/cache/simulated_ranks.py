@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from flexkv.cache.base import OpRole
-from flexkv.cache.simulated_disk import identities
+from flexkv.cache.simulated_disk import identities, stripe_digest
 from flexkv.cache.simulated_engine import Compute, Movement, Rank
 from flexkv.cache.simulated_model import ModelOp, require
 from flexkv.cache.simulated_requests import Requests
 from flexkv.cache.simulated_world import World
-from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
 
 
 class Ranks:
@@ -73,6 +73,9 @@ class Ranks:
         if op.kind is OpKind.GDS_READ and movement.left:
             self._bring_page(rank, movement, movement.left[0])
             return True
+        if op.kind is OpKind.GDS_WRITE and movement.left:
+            self._write_stripe(rank, movement, movement.left[0])
+            return True
         for page in movement.left:
             read = int(op.reads[page]) if len(op.reads) else 0
             there = world.disk_lane.arrived(op.group, int(op.slots[page]), read) if read else True
@@ -98,6 +101,21 @@ class Ranks:
         symbol = symbols[world.engine.ranks.index(rank)]
         world.engine.bring_page(rank, movement, page, symbol, fails)
 
+    def _write_stripe(self, rank: Rank, movement: Movement, page: int) -> None:
+        """Moves a rank's part of a page to disk; what failed on the way is there as garbage."""
+        world, op = self.world, movement.op
+        fails = world.random.random() < world.config.failure_rate
+        symbol = world.engine.read_page(rank, movement, page, fails)
+        number = world.engine.ranks.index(rank)
+        if not world.disk.write_stripe(op.group, int(op.places[page]), number, symbol) and not fails:
+            movement.failed.append(page)
+
+    def _digests(self, rank: Rank, movement: Movement) -> RunDigests:
+        """What a rank reports of the stripes that it wrote, one run a page."""
+        number = self.world.engine.ranks.index(rank)
+        digests = [stripe_digest(number, movement.arrived[page]) for page in range(movement.op.pages)]
+        return np.array(digests, np.uint64).reshape(-1, 1)
+
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason = OpStatus.OK, movement.failed, ""
         # A lane that is down would end all loads from disk places for the rest of the run.
@@ -106,7 +124,9 @@ class Ranks:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
         elif failed:
             status, reason = OpStatus.FAILED, "page failed"
-        rank.outbox.append(OpResult(movement.op.op_id, status, np.array(failed, np.int32), reason))
+        reports = movement.op.kind is OpKind.GDS_WRITE and status is not OpStatus.LANE_DOWN
+        digests = self._digests(rank, movement) if reports else NO_DIGESTS
+        rank.outbox.append(OpResult(movement.op.op_id, status, np.array(failed, np.int32), reason, digests))
 
     def _deliver_from(self, number: int) -> None:
         world = self.world
@@ -122,7 +142,9 @@ class Ranks:
         if completion is None:
             return
         op = world.ops.pop(op_id)
-        if world.disk_lane.gds_loads.pop(op_id, None) is not None and model_op.epoch == world.model.epoch:
+        of_ranks = world.disk_lane.rank_ops.pop(op_id, None) is not None
+        self.requests.lookups.orders_planned()  # the seal of what was stored on disk
+        if of_ranks and model_op.role is OpRole.LOAD and model_op.epoch == world.model.epoch:
             world.disk.require_forgotten(op, model_op.suspect)
         require(completion.blocks.tolist() == op.blocks.tolist(), "a completion names other blocks")
         if model_op.role is OpRole.LOAD:

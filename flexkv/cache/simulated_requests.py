@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import GroupPolicy, OpRole
+from flexkv.cache.base import GroupPolicy, Keys, OpRole
 from flexkv.cache.simulated_engine import Place, SimRequest
 from flexkv.cache.simulated_lookups import Lookups
 from flexkv.cache.simulated_model import Key, require
@@ -123,17 +123,16 @@ class Requests:
         keys: list[Key] = [(group, request.key_of(group, n)) for n in numbers]
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
         blocks = np.array([request.blocks[group][n] for n in numbers], np.int32)
+        on_disk = self._on_disk(group, array)
         plan = world.manager.begin_store(request.request_id, group, array, blocks, numbers[0])
         stored = plan.stored.tolist()
         op = plan.graph.ops[0] if plan.graph else None
-        world.model.plan_store(
-            keys,
-            stored,
-            op.slots.tolist() if op else [],
-            plan.known,
-            plan.dropped,
-            world.recorder.take_evicted(),
-        )
+        evicted = world.recorder.take_evicted()
+        if world.config.gds_stores:
+            world.model.plan_store_on_disk(keys, stored, on_disk, plan.known, plan.dropped, evicted)
+        else:
+            slots = op.slots.tolist() if op else []
+            world.model.plan_store(keys, stored, slots, plan.known, plan.dropped, evicted)
         require((op is not None) == bool(stored), "a store without pages, or pages without a store")
         if op is not None:
             require(
@@ -141,6 +140,13 @@ class Requests:
             )
             chosen = [keys[i] for i in stored]
             world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in stored], in_stream=True)
+
+    def _on_disk(self, group: int, keys: Keys) -> list[int]:
+        """Which of the keys are on disk, or on their way there."""
+        if not self.world.config.gds_stores:
+            return []
+        found: list[int] = np.flatnonzero(self.world.manager.disk.index.known(group, keys)).tolist()
+        return found
 
     def abort(self) -> None:
         request = self.world.pick()

@@ -41,6 +41,7 @@ class SimulationConfig:
         stream: blocks are promised while they are on their way up from disk.
         gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
             `measured_steps` only where that was faster.
+        gds_stores: stores go to disk alone: the ranks write stripes, then the disks the trailers.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
     """
 
@@ -61,6 +62,7 @@ class SimulationConfig:
     measured_steps: bool = False
     stream: bool = False
     gds_loads: bool = False
+    gds_stores: bool = False
 
 
 @dataclass
@@ -106,6 +108,7 @@ class World:
             ops=4,
             stream=config.stream,
             gds_loads=gds_use if config.gds_loads else GdsUse.NEVER,
+            gds_stores=config.gds_stores,
         )
         self.manager = manager_class(
             config.groups,
@@ -173,14 +176,14 @@ class World:
             for number, other in self.model.ops.items()
             if role is OpRole.STORE and other.role is OpRole.LOAD and other.request_id == request.request_id
         }
-        from_disk = op.kind is OpKind.GDS_READ
-        slots = [NO_SLOT] * op.pages if from_disk else op.slots.tolist()
+        by_gds = op.kind in (OpKind.GDS_READ, OpKind.GDS_WRITE)
+        slots = [NO_SLOT] * op.pages if by_gds else op.slots.tolist()
         self.model.add_op(
             op.op_id, ModelOp(request.request_id, role, keys, slots, numbers, self.model.epoch, waits)
         )
         self.ops[op.op_id] = op
-        if from_disk:
-            self.disk_lane.gds_loads[op.op_id] = op
+        if by_gds:
+            self.disk_lane.submit_of_ranks(op)
         self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
 
     def grow(self, group: int) -> None:

@@ -12,7 +12,7 @@ from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulation import Simulation, SimulationConfig
 from tests.soak import soak_rounds
-from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_GDS_LOADS, BROKEN_STREAMS
+from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_GDS_LOADS, BROKEN_GDS_STORES, BROKEN_STREAMS
 from tests.unit.cache.broken_managers import caught_by
 
 GROUPS = {
@@ -104,27 +104,47 @@ def test_no_rule_is_broken_by_gds_loads(groups: str, seed: int) -> None:
     assert 0 < report.disk.gds_read <= report.gds_pages or groups == "hybrid"
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_no_rule_is_broken_by_gds_stores(groups: str, seed: int) -> None:
+    gds = dataclasses.replace(
+        config(seed, groups, DiskMode.THROUGH), gds_loads=True, gds_stores=True, measured_steps=bool(seed)
+    )
+    report = Simulation(gds).run()
+    assert report.steps == STEPS
+    assert report.verified_pages > 50
+    counts = report.disk
+    assert counts.gds_written > 50
+    assert counts.written == counts.gds_written, "nothing was written from host memory"
+    assert counts.failed_writes > 0
+    assert report.stats.discarded_pages > 0
+
+
 def test_a_seed_repeats_its_steps() -> None:
     first, second = (Simulation(config(5, "two groups", DiskMode.BACK, 1_500)).run() for _ in range(2))
     assert first == second
 
 
-def narrow_configs(stream: bool = False, gds_loads: bool = False) -> Iterator[SimulationConfig]:
+def narrow_configs(
+    stream: bool = False, gds_loads: bool = False, gds_stores: bool = False
+) -> Iterator[SimulationConfig]:
     """Few slots and places, so that evictions and reuse are common; no `check_integrity` to lean on."""
     for seed in range(8):
         yield SimulationConfig(
             seed=seed,
-            steps=4_000,
+            steps=12_000 if gds_stores else 4_000,
             # What is in host memory is not loaded from disk.
             groups=(GroupSpec(4, 5 if gds_loads else 14),),
-            ranks=1,
-            failure_rate=0.05,
+            ranks=2 if gds_stores else 1,
+            failure_rate=0.1 if gds_stores else 0.05,
+            ordered_reports=not gds_stores or seed % 2 == 0,
             integrity_every=0,
             disk_places=(20, 48)[seed % 2],
-            disk_mode=DiskMode.THROUGH if seed % 4 < 2 else DiskMode.EVICT,
+            disk_mode=DiskMode.THROUGH if seed % 4 < 2 or gds_stores else DiskMode.EVICT,
             disks=1 + seed % 3,
             stream=stream,
             gds_loads=gds_loads,
+            gds_stores=gds_stores,
         )
 
 
@@ -143,6 +163,16 @@ def test_a_broken_gds_load_is_caught(manager_class: type[LocalCacheManager]) -> 
     assert caught_by(narrow_configs(gds_loads=True), manager_class)
 
 
-@pytest.mark.parametrize(("stream", "gds_loads"), [(False, False), (True, False), (False, True)])
-def test_the_real_manager_passes_where_the_broken_ones_fail(stream: bool, gds_loads: bool) -> None:
-    assert caught_by(narrow_configs(stream, gds_loads), LocalCacheManager, 5) == ""
+@pytest.mark.parametrize("manager_class", BROKEN_GDS_STORES, ids=lambda c: c.__name__)
+def test_a_broken_gds_store_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by(narrow_configs(gds_loads=True, gds_stores=True), manager_class)
+
+
+@pytest.mark.parametrize(
+    ("stream", "gds_loads", "gds_stores"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, True, True)],
+)
+def test_the_real_manager_passes_where_the_broken_ones_fail(
+    stream: bool, gds_loads: bool, gds_stores: bool
+) -> None:
+    assert caught_by(narrow_configs(stream, gds_loads, gds_stores), LocalCacheManager, 5) == ""
