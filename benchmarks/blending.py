@@ -3,7 +3,8 @@
 Quality is measured on a byte-level language model of Llama's architecture that this program trains first, on the source
 code of Python's own standard library: no package that is small carries trained weights. Prompts are held-out text in
 four segments, each cached by itself, and a question of 16 bytes that continues them. Time is measured on random weights
-of a larger model, whose times do not depend on what they mean. `--json PATH` writes the figures.
+of a larger model, whose times do not depend on what they mean. Beside them stand a full recompute and a prefix cache,
+which reuses the first segment. `--json PATH` writes the figures.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import json
 import os
 import statistics
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flexkv.blend import BlendPlan, precompute, prefill, segment_cache
+from flexkv.blend.cache import SegmentCache
+from flexkv.config import DiskConfig
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
+DISK_RATIOS = (0.0, 0.15)
 SEGMENTS = 4
 CONTEXT = 288
 HELD_OUT = ("argparse.py", "logging/__init__.py", "statistics.py")
@@ -83,11 +89,13 @@ def held_out_loss(model: Any, text: Text) -> float:
     return float(model(batch, labels=batch).loss)
 
 
-def quality(model: Any, text: Text, prompts: int) -> list[dict[str, float]]:
+def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
+    """Agreement with the full recompute of the same prompt."""
     random = np.random.default_rng(1)
     length, question = 64, 16
     cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)
-    found: dict[float, list[tuple[bool, float, float]]] = {ratio: [] for ratio in RATIOS}
+    found: dict[str, list[tuple[bool, float, float]]] = {}
+    layers = len(model.model.layers)
     for _ in range(prompts):
         at = int(random.integers(0, len(text) - CONTEXT))
         tokens = text[at : at + SEGMENTS * length + question]
@@ -95,56 +103,94 @@ def quality(model: Any, text: Text, prompts: int) -> list[dict[str, float]]:
         precompute(model, segments, cache)
         prompt = [*segments, tokens[SEGMENTS * length :]]
         full = model(torch.from_numpy(tokens)[None]).logits[0, -1].log_softmax(-1)
+
+        def note(name: str, logits: Any, rows: float, full: Any = full) -> None:
+            mine = logits.log_softmax(-1)
+            divergence = float((full.exp() * (full - mine)).sum())
+            found.setdefault(name, []).append((bool(full.argmax() == mine.argmax()), divergence, rows))
+
+        past = model(torch.from_numpy(segments[0])[None], use_cache=True).past_key_values
+        rest = torch.from_numpy(tokens[length:])[None]
+        again = model(rest, past_key_values=past, use_cache=True).logits[0, -1]
+        note("prefix only", again, 1.0 - length / len(tokens))
         for ratio in RATIOS:
             answer = prefill(model, prompt, cache, BlendPlan.of_ratio(ratio))
-            mine = answer.logits[0].log_softmax(-1)
-            divergence = float((full.exp() * (full - mine)).sum())
-            rows = sum(len(rows) for rows in answer.report.computed) / (len(tokens) * len(model.model.layers))
-            found[ratio].append((bool(full.argmax() == mine.argmax()), divergence, rows))
+            computed = sum(len(rows) for rows in answer.report.computed)
+            note(f"ratio {ratio}", answer.logits[0], computed / (len(tokens) * layers))
     cache.close()
     return [
         {
-            "ratio": ratio,
+            "reuse": name,
             "agreement": statistics.mean(agreed for agreed, _, _ in answers),
             "kl_nats": statistics.mean(kl for _, kl, _ in answers),
             "rows_computed": statistics.mean(rows for _, _, rows in answers),
         }
-        for ratio, answers in found.items()
+        for name, answers in found.items()
     ]
 
 
-def times(rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of interleaved rounds: seconds, and the ratio to a full recompute."""
-    model = make_model(8, 512, 1024).eval()
-    random = np.random.default_rng(2)
-    segments = [random.integers(0, 1024, 256) for _ in range(SEGMENTS)]
-    prompt = [*segments[::-1], random.integers(0, 1024, 32)]
-    cache = segment_cache(model, {"weights": "random"}, slots=128, staging_tokens=2048)
-    precompute(model, segments, cache)
-    prefix = model(torch.from_numpy(prompt[0])[None], use_cache=True).past_key_values
+class Prompts:
+    """A prompt of segments that are cached in host memory, and on disk by an earlier life of the cache."""
 
-    def full() -> None:
-        model(torch.from_numpy(np.concatenate(prompt))[None], use_cache=True, logits_to_keep=1)
+    def __init__(self, folder: Path) -> None:
+        self.model = make_model(8, 512, 1024).eval()
+        random = np.random.default_rng(2)
+        segments = [random.integers(0, 1024, 256) for _ in range(SEGMENTS)]
+        self.prompt = [*segments[::-1], random.integers(0, 1024, 32)]
+        self.cache = segment_cache(self.model, {"weights": "random"}, slots=128, staging_tokens=2048)
+        self._disk = DiskConfig(folders=str(folder), bytes_per_folder=1 << 30)
+        self.on_disk = self._open()
+        for cache in (self.cache, self.on_disk):
+            precompute(self.model, segments, cache)
+        first = torch.from_numpy(self.prompt[0])[None]
+        self._prefix = self.model(first, use_cache=True).past_key_values
 
-    def prefix_only() -> None:
+    def _open(self) -> SegmentCache:
+        return segment_cache(
+            self.model, {"weights": "random"}, slots=128, staging_tokens=2048, disk=self._disk
+        )
+
+    def restart(self) -> None:
+        """What is on disk is nowhere else."""
+        self.on_disk.close()
+        self.on_disk = self._open()
+
+    def full(self) -> None:
+        tokens = torch.from_numpy(np.concatenate(self.prompt))[None]
+        self.model(tokens, use_cache=True, logits_to_keep=1)
+
+    def prefix_only(self) -> None:
         past = DynamicCache()
-        for number, layer in enumerate(prefix.layers):
+        for number, layer in enumerate(self._prefix.layers):
             past.update(layer.keys, layer.values, number)
-        rest = torch.from_numpy(np.concatenate(prompt[1:]))[None]
-        model(rest, past_key_values=past, use_cache=True, logits_to_keep=1)
+        rest = torch.from_numpy(np.concatenate(self.prompt[1:]))[None]
+        self.model(rest, past_key_values=past, use_cache=True, logits_to_keep=1)
 
-    def blended(ratio: float) -> Callable[[], None]:
-        return lambda: (prefill(model, prompt, cache, BlendPlan.of_ratio(ratio)), None)[1]
+    def blended(self, ratio: float, on_disk: bool = False) -> None:
+        cache = self.on_disk if on_disk else self.cache
+        report = prefill(self.model, self.prompt, cache, BlendPlan.of_ratio(ratio)).report
+        assert report.reused == SEGMENTS * 256
 
-    calls: dict[str, Callable[[], None]] = {"full": full, "prefix_only": prefix_only}
-    calls.update({f"ratio {ratio}": blended(ratio) for ratio in RATIOS})
+    def close(self) -> None:
+        self.cache.close()
+        self.on_disk.close()
+
+
+def times(rounds: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Medians of interleaved rounds: seconds, and the ratio to a full recompute."""
+    prompts = Prompts(folder)
+    calls: dict[str, Callable[[], None]] = {"full": prompts.full, "prefix only": prompts.prefix_only}
+    calls |= {f"ratio {ratio}": partial(prompts.blended, ratio) for ratio in RATIOS}
+    calls |= {f"ratio {ratio}, disk": partial(prompts.blended, ratio, on_disk=True) for ratio in DISK_RATIOS}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
+            if "disk" in name:
+                prompts.restart()
             start = time.perf_counter()
             call()
             taken[name].append(time.perf_counter() - start)
-    cache.close()
+    prompts.close()
     return {
         name: {
             "seconds": statistics.median(seconds[1:]),
@@ -159,6 +205,9 @@ def main() -> None:
     parser.add_argument("--train-s", type=float, default=120.0, help="seconds; 0 leaves the weights random")
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--disk", type=Path, help="folder of a disk for cached segments; default: the system's"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model = make_model(4, 96, 256)
@@ -170,10 +219,12 @@ def main() -> None:
     print(f"trained {steps} steps: {loss:.2f} nats a byte, {held_out:.2f} on held-out text")
     answers = quality(model, text, arguments.prompts)
     for row in answers:
-        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    taken = times(arguments.rounds)
+        figures = [f"{key} {value:.4g}" for key, value in row.items() if key != "reuse"]
+        print(f"{row['reuse']:14} " + "  ".join(figures))
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
+        taken = times(arguments.rounds, Path(folder))
     for name, values in taken.items():
-        print(f"{name:14} {values['seconds']:.3f} s, {values['to_full']:.2f} x full")
+        print(f"{name:18} {values['seconds']:.3f} s, {values['to_full']:.2f} x full")
     if arguments.json:
         report = {
             "steps": steps,

@@ -3,7 +3,9 @@
 Every connector has an engine of its own, all are up at the same time, and runs alternate between them, so that other
 load on the machine meets all alike. A hit is measured after the engine dropped its prefix cache; with "disk" in its
 name after host memory, too small for two such prompts, has lost it to another one as well; with "streamed" the engine
-is promised it before it has been read (`disk.stream`).
+is promised it before it has been read (`disk.stream`). "stores by layer" copies each layer while the forward computes
+the next (`store.mode` layerwise), where the others copy whole blocks after it; "stored" is how long after its answer a
+computed prompt is in the cache.
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -17,6 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,9 +39,10 @@ HOST_BYTES = 1 << 30
 
 SYNC, ASYNC, EXAMPLE, OFFLOADING = "flexkv sync", "flexkv async", "ExampleConnector", "OffloadingConnector"
 LAYERWISE, DISK_SYNC, DISK_LAYERWISE = "flexkv layerwise", "flexkv sync, disk", "flexkv layerwise, disk"
+STORE_LAYERWISE = "flexkv async, stores by layer"
 STREAM_SYNC, STREAM_LAYERWISE = "flexkv sync, disk streamed", "flexkv layerwise, disk streamed"
 ON_DISK = (DISK_SYNC, DISK_LAYERWISE, STREAM_SYNC, STREAM_LAYERWISE)
-NAMES = (SYNC, ASYNC, LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
+NAMES = (SYNC, ASYNC, LAYERWISE, STORE_LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
 SMALL_HOST_BYTES = 74 << 20
 """36 pages of 2 MiB and what the pool says of itself: the filler's blocks, and none of the prompt's beside them."""
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
@@ -52,9 +56,14 @@ LAYERWISE_OVER_SYNC_DISK_MAX = 1.0
 
 @dataclass(slots=True)
 class Times:
-    """Seconds to the first token, one entry a run; and of each hit the tokens served and the pages read from disk."""
+    """Seconds to the first token, one entry a run; and of each hit the tokens served and the pages read from disk.
+
+    Attributes:
+        stored: seconds from a computed prompt's answer until the engine has nothing more to do for it.
+    """
 
     cold: list[float] = field(default_factory=list)
+    stored: list[float] = field(default_factory=list)
     hit: list[float] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     from_disk: list[int] = field(default_factory=list)
@@ -64,8 +73,9 @@ class Times:
 def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Name -> vLLM's kv_transfer_config."""
 
-    def flexkv(mode: str) -> Mapping[str, Any]:
-        return FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES, "load.mode": mode}}
+    def flexkv(mode: str, store: str = "eager") -> Mapping[str, Any]:
+        extra = {"host.bytes": HOST_BYTES, "load.mode": mode, "store.mode": store}
+        return FLEXKV | {"kv_connector_extra_config": extra}
 
     def with_disk(mode: str, stream: bool = False) -> Mapping[str, Any]:
         disk = folder / f"disk-{mode}{'-stream' if stream else ''}"
@@ -78,6 +88,7 @@ def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
         SYNC: flexkv("sync"),
         ASYNC: flexkv("async"),
         LAYERWISE: flexkv("layerwise"),
+        STORE_LAYERWISE: flexkv("async", "layerwise"),
         DISK_SYNC: with_disk("sync"),
         DISK_LAYERWISE: with_disk("layerwise"),
         STREAM_SYNC: with_disk("sync", stream=True),
@@ -116,7 +127,9 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
     """One prompt computed, forgotten, served."""
     request = {"ids": ids, "max_tokens": 1}
     [cold] = engine.generate([request])
+    answered_s = time.perf_counter()
     engine.call("drain")
+    times.stored.append(time.perf_counter() - answered_s)
     # Others come in between, as they do: the hit shall not find caches that the prompt itself left warm.
     engine.generate([{"ids": filler, "max_tokens": 1}])
     engine.call("drain")
@@ -214,12 +227,13 @@ def _ratio(times: Times) -> float:
 def show(results: dict[str, Times], setting: str, console: Console) -> None:
     table = Table(title="time to first token, ms", caption=setting)
     table.add_column("connector")
-    for header in ("cold median", "hit median", "hit min", "cold / hit", "tokens served", "wrong"):
+    for header in ("cold median", "stored", "hit median", "hit min", "cold / hit", "served", "wrong"):
         table.add_column(header, justify="right")
     for name, times in results.items():
         table.add_row(
             name,
             f"{1e3 * statistics.median(times.cold):.0f}",
+            f"{1e3 * statistics.median(times.stored):.1f}",
             f"{1e3 * statistics.median(times.hit):.1f}",
             f"{1e3 * min(times.hit):.1f}",
             f"{_ratio(times):.1f}",
@@ -260,6 +274,7 @@ def main() -> int:
         "seconds": {
             name: {
                 "cold": times.cold,
+                "stored": times.stored,
                 "hit": times.hit,
                 "served": times.served,
                 "from_disk": times.from_disk,

@@ -110,9 +110,18 @@ def test_the_load_mode_that_an_engine_can_have(
     assert (f"load.mode={asked}" in said.text) == (asked != given)
 
 
-@pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("sync", False), ("async", False)])
-def test_waits_for_layers_stay_out_of_whole_graphs(mode: str, piecewise: bool) -> None:
-    assert FlexKVConnector.requires_piecewise_for_cudagraph({"load.mode": mode}) is piecewise
+@pytest.mark.parametrize(
+    ("setting", "mode", "piecewise"),
+    [
+        ("load.mode", "layerwise", True),
+        ("load.mode", "sync", False),
+        ("load.mode", "async", False),
+        ("store.mode", "layerwise", True),
+        ("store.mode", "eager", False),
+    ],
+)
+def test_hooks_of_layers_stay_out_of_whole_graphs(setting: str, mode: str, piecewise: bool) -> None:
+    assert FlexKVConnector.requires_piecewise_for_cudagraph({setting: mode}) is piecewise
 
 
 @pytest.mark.parametrize(

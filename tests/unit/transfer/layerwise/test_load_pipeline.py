@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flexkv.errors import BlockRangeError, ContractError, GeometryError
-from flexkv.transfer.layerwise.base import LostRows, PipelineError
+from flexkv.transfer.layerwise.base import Event, LostRows, PipelineError, Stream
 from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
-from flexkv.transfer.layerwise.host_device import HostDevice
+from flexkv.transfer.layerwise.host_device import HostDevice, HostStream
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
@@ -167,6 +167,49 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
     next(steps)
 
 
+class DeviceWide(HostDevice):
+    """Control: a caller waits for all that any stream was given, as a synchronisation of the whole device does."""
+
+    def __init__(self) -> None:
+        super().__init__(one_thread=False)
+        self.given: list[Stream] = []
+
+    def stream(self, name: str) -> HostStream:
+        stream = super().stream(name)
+        self.given.append(stream)
+        return stream
+
+    def caller_waits(self, event: Event, deadline_s: float) -> bool:
+        return all(stream.record().wait(deadline_s) for stream in self.given)
+
+
+@pytest.mark.parametrize("device_wide", [False, True], ids=["events", "control"])
+def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool) -> None:
+    """Layer 1 does not come for as long as layer 0 is waited for."""
+    device = DeviceWide() if device_wide else HostDevice(one_thread=False)
+    world, go_on = LayerWorld(16, layers=2), threading.Event()
+
+    class Hanging(ArrayRows):
+        def copy_to(self, rows: Any) -> None:
+            assert go_on.wait(GENEROUS_S)
+            super().copy_to(rows)
+
+    deadline_s = 0.2 if device_wide else GENEROUS_S
+    pipeline = LoadPipeline(device, world.paged, world.slots, world.chunks, turn, deadline_s)
+    steps = pipeline.run()
+    next(steps)
+    steps.send(world.sources(0))
+    pipeline.prefetch(lambda layer: [Hanging(rows) for rows in world.stored[layer]])
+    if device_wide:
+        with pytest.raises(PipelineError, match="was not there"):
+            pipeline.get_kv(0)
+    else:
+        assert np.array_equal(pipeline.get_kv(0)[1:, : world.stored[0][0].shape[1]], world.stored[0][0][1:])
+    go_on.set()
+    steps.close()
+    assert device.close(GENEROUS_S)
+
+
 # --- faults ---
 
 
@@ -254,6 +297,35 @@ def test_a_caller_may_stop_half_way(host: HostDevice, sends: int) -> None:
     other = LayerWorld(12)
     other.load(other.pipeline(host))
     assert other.same(other.expected())
+
+
+class LeavesAtOnce(LoadPipeline):
+    """Control: a close that waits for nothing."""
+
+    def _end_early(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [LoadPipeline, LeavesAtOnce])
+def test_a_caller_who_stops_waits_for_what_was_begun(host: HostDevice, kind: type[LoadPipeline]) -> None:
+    world, go_on = LayerWorld(17, layers=4), threading.Event()
+
+    class Hanging(ArrayRows):
+        def copy_to(self, rows: Any) -> None:
+            assert go_on.wait(GENEROUS_S)
+            super().copy_to(rows)
+
+    pipeline = world.pipeline(host, kind)
+    steps = pipeline.run()
+    next(steps)
+    steps.send([Hanging(rows) for rows in world.stored[0]])
+    waits = kind is LoadPipeline
+    if waits:
+        threading.Timer(0.05, go_on.set).start()
+    steps.close()
+    assert pipeline.quiet(0.0) is waits
+    go_on.set()
+    assert pipeline.quiet(GENEROUS_S)
 
 
 def test_what_still_moves_at_the_deadline_is_said(host: HostDevice) -> None:
