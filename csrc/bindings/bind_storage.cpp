@@ -169,7 +169,9 @@ void bind_storage(py::module_& m) {
       .def_property_readonly("trailer_bytes", [](const PageCodec& c) { return c.image().trailer_bytes(); })
       .def_property_readonly("layers", &PageCodec::layers)
       .def_property_readonly("ranks", [](const PageCodec& c) { return c.image().ranks(); })
-      .def("stripe_offset", [](const PageCodec& c, int32_t rank) { return c.image().stripe_offset(rank); })
+      .def(
+          "stripe_offset", [](const PageCodec& c, int32_t rank) { return c.image().stripe_offset(rank); },
+          py::arg("rank"))
       .def("digest_offset", &PageCodec::digest_offset, py::arg("rank"))
       .def("seal", &seal, py::arg("image"), py::arg("slab_id"), py::arg("slot"), py::arg("tag"),
            py::arg("written"))

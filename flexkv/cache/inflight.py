@@ -105,13 +105,14 @@ class InflightOp:
         """
         if rank in self.reported:
             raise ContractError(f"op {self.op_id}: rank {rank} reported twice")
-        bad = ~good_pages(result, len(self.entries), f"rank {rank}")
+        good = good_pages(result, len(self.entries), f"rank {rank}")
         blamed = result.blamed(len(self.entries)) if result.status is not OpStatus.OK else None
         self.reported.add(rank)
         if result.digests.size:
             self.digests[rank] = result.digests
         if blamed is None:
             return
+        bad = ~good
         self.failed |= bad
         if self.in_disk_index:
             self.suspect |= bad & (blamed <= Blame.PAGE)

@@ -111,8 +111,9 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
     assert on_disk(engine) == 2
 
 
-def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_gds: Make, tmp_path: Path) -> None:
-    """A place is written that the file does not have any more: the write makes it longer, its seal is no page less."""
+def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
+    """A rank blames the disk for what it cannot read, so its own lane judges the pages first. Then writes make the file
+    longer, and what was stored is there, byte for byte."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     (row,) = engine.side.unit.slabs.disks[0]
@@ -121,6 +122,14 @@ def test_without_a_slab_that_takes_it_a_store_is_not_on_disk(make_gds: Make, tmp
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
     assert len(engine.invalid) == 5
+    assert gds_pages(engine, "read") == 0
+    engine.invalid.clear()
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 0, "the manager's lane could not read them either"
+    assert gds_pages(engine, "write") == 10
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "four")) == 20
+    assert engine.invalid == set()
 
 
 def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_gds: Make) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,13 +71,36 @@ def parameters(native: object) -> list[str] | None:
     return [name for name in found if not name.startswith("*")]
 
 
-def test_parameters_are_those_of_the_core() -> None:
-    seen = 0
-    for node in functions(STUB.body).values():
-        given = parameters(getattr(c_ext, node.name))
-        if given is None or any(name.startswith("arg") for name in given):
-            continue
-        seen += 1
-        stub = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        assert given == stub, node.name
-    assert seen > 10
+def callables() -> Iterator[tuple[str, ast.FunctionDef, object]]:
+    """Each function of the stub, and each method of its classes, with what the core has under its name."""
+    for name, node in functions(STUB.body).items():
+        yield name, node, getattr(c_ext, name)
+    for owner, tree in CLASSES.items():
+        for name, node in functions(tree.body).items():
+            if not any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list):
+                yield f"{owner}.{name}", node, getattr(getattr(c_ext, owner), name)
+
+
+COMPARED = [
+    (name, node, given) for name, node, native in callables() if (given := parameters(native)) is not None
+]
+
+
+@pytest.mark.parametrize(("name", "node", "given"), COMPARED, ids=[name for name, _, _ in COMPARED])
+def test_parameters_are_those_of_the_core(name: str, node: ast.FunctionDef, given: list[str]) -> None:
+    stub = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    assert stub == given
+
+
+def test_control_a_renamed_parameter_is_seen() -> None:
+    name, node, given = next(row for row in COMPARED if row[0] == "BlockIndex.insert")
+    renamed = copy.deepcopy(node)
+    renamed.args.args[-1].arg = "other"
+    with pytest.raises(AssertionError, match="other"):
+        test_parameters_are_those_of_the_core(name, renamed, given)
+
+
+def test_functions_and_methods_are_compared() -> None:
+    names = [name for name, _, _ in COMPARED]
+    assert sum("." in name for name in names) > 50
+    assert sum("." not in name for name in names) > 10

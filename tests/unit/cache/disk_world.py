@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class DiskWorld:
         self.now_s = 1000.0
         specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
         self.disk = disk or SimDiskTier([places] * len(specs))
+        self.ranks = range(manager_limits.ranks)
         self.manager = LocalCacheManager(
             specs,
             manager_limits,
@@ -70,14 +72,18 @@ class DiskWorld:
             (op,) = plan.graph.ops
             for position, slot in zip(plan.stored.tolist(), op.slots.tolist(), strict=True):
                 self.host[group][slot] = (0, keys[position].tobytes())
-            self.manager.complete(0, OpResult(op.op_id, OpStatus.OK, NONE))
+            self._ended(op)
         self.manager.check_integrity()
         return plan.dropped
 
     def load_ended(self, graph: TransferGraph) -> None:
         """The engine's load ended well."""
         for op in graph.ops:
-            self.manager.complete(0, OpResult(op.op_id, OpStatus.OK, NONE))
+            self._ended(op)
+
+    def _ended(self, op: TransferOp) -> None:
+        for rank in self.ranks:
+            self.manager.complete(rank, OpResult(op.op_id, OpStatus.OK, NONE))
 
     def match(self, keys: Keys, name: str = "r") -> MatchResult:
         result = self.manager.match(name, [keys], 0)
@@ -142,3 +148,12 @@ class DiskWorld:
         for group in range(len(self.host)):
             self.manager.host.evicted(group, self.manager.host.index.evict(group, count))
         self.manager.check_integrity()
+
+
+def written(keys: Keys, **kwargs: Any) -> DiskWorld:
+    """A world in which `keys` are on disk and not in host memory; `kwargs` as of `DiskWorld`."""
+    world = DiskWorld(**kwargs)
+    world.store(keys)
+    assert OpKind.DISK_WRITE in world.run()
+    world.drop_host()
+    return world

@@ -5,22 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Completion, GroupSpec, MatchResult, TailCandidates
+from flexkv.cache.base import Completion, GroupSpec, Keys, MatchResult, TailCandidates
 from flexkv.cache.disk_base import DiskLimits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
 STREAM = DiskLimits(stream=True)
 
 
-def written(keys: np.ndarray, **kwargs: object) -> DiskWorld:
+def written(keys: Keys, limits: DiskLimits = STREAM, **kwargs: object) -> DiskWorld:
     """A world that streams, in which `keys` are on disk and not in host memory."""
-    world = DiskWorld(limits=kwargs.pop("limits", STREAM), **kwargs)  # type: ignore[arg-type]
-    world.store(keys)
-    world.run()
-    world.drop_host()
-    return world
+    return disk_world.written(keys, limits=limits, **kwargs)
 
 
 def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:

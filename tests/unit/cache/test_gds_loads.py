@@ -5,26 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import NO_BLOCK, Completion, GroupSpec, ManagerLimits, MatchResult, TailCandidates
+from flexkv.cache.base import (
+    NO_BLOCK,
+    Completion,
+    GroupSpec,
+    Keys,
+    ManagerLimits,
+    MatchResult,
+    TailCandidates,
+)
 from flexkv.cache.disk_base import DiskLimits, GdsUse
 from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
 from flexkv.cache.gds_loads import REST_S
 from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
-from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
+from tests.unit.cache import disk_world
+from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain
 
 ALWAYS = DiskLimits(gds_loads=GdsUse.ALWAYS)
 FASTER = DiskLimits(gds_loads=GdsUse.WHERE_FASTER)
 
 
-def written(keys: np.ndarray, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWorld:
-    """A world in which `keys` are on disk and not in host memory."""
-    world = DiskWorld(limits=limits, **kwargs)  # type: ignore[arg-type]
-    world.store(keys)
-    world.run()
-    world.drop_host()
-    return world
+def written(keys: Keys, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWorld:
+    """A world with gds loads, in which `keys` are on disk and not in host memory."""
+    return disk_world.written(keys, limits=limits, **kwargs)
 
 
 def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:
@@ -161,19 +166,23 @@ def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(s
 
 def test_places_are_kept_until_every_rank_has_reported() -> None:
     keys = chain(6)
-    world = written(keys, places=6, manager_limits=ManagerLimits(ranks=1))
+    world = written(keys, places=6, manager_limits=ManagerLimits(ranks=2))
     look(world, keys)
     op = load(world, 6)
-    # No place is free, and none may be taken.
-    world.store(chain(2, seed=5), name="other")
-    world.run()
-    assert {bytes(key) for key in keys} <= {row[0] for row in world.disk.journal[0].values()}
+
+    def left_after(seed: int) -> int:
+        """Places that still hold `keys` after two more pages were to be written."""
+        world.drop_host()
+        world.store(chain(2, seed), name=f"other {seed}")
+        world.run()
+        on_disk = {row[0] for row in world.disk.journal[0].values()}
+        return len({bytes(key) for key in keys} & on_disk)
+
+    assert left_after(5) == 6, "no place is free, and none may be taken"
+    assert world.manager.complete(1, OpResult(op.op_id, OpStatus.OK, NONE)) is None
+    assert left_after(6) == 6, "the other rank still reads"
     end(world, op)
-    world.drop_host()
-    world.store(chain(2, seed=6), name="other")
-    world.run()
-    left = {row[0] for row in world.disk.journal[0].values()}
-    assert len({bytes(key) for key in keys} & left) == 4
+    assert left_after(7) == 4
 
 
 def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None:
@@ -249,7 +258,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     assert (result.blocks, result.reads) == (0, 1)
 
 
-def test_a_tail_is_waited_for_as_ever() -> None:
+def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None:
     keys = chain(4)
     world = written(keys[:3])
     world.store(keys[3:], first=3, tokens=2)
@@ -257,7 +266,13 @@ def test_a_tail_is_waited_for_as_ever() -> None:
     world.drop_host()
     tail = TailCandidates(keys[3:], np.array([2], np.int32), 3)
     result = world.manager.match("r", [keys[:3]], 0, [tail])
-    assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 0)
+    assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 0), (
+        "blocks in place come without a tail"
+    )
+    result = world.manager.match("r", [keys[:3]], 3, [tail])
+    assert (result.blocks, result.tail_tokens, result.reads) == (0, 0, 1)
+    assert world.run() == [OpKind.DISK_READ]
+    assert world.manager.match("r", [keys[:3]], 3, [tail]).tail_tokens == 2
 
 
 def test_groups_of_one_request_are_loaded_together() -> None:

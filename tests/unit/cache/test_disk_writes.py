@@ -1,0 +1,118 @@
+"""Pages that go from host memory to disk: when, within which bounds, and what is there afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.disk_base import DiskLimits, DiskMode
+from flexkv.cache.simulated_model import RuleBroken
+from flexkv.transfer.graph import OpKind
+from tests.unit.cache.disk_world import DiskWorld, chain
+
+
+def test_a_host_slot_is_not_reused_while_it_is_written() -> None:
+    keys = chain(8)
+    world = DiskWorld(slots=8)
+    world.store(keys)
+    (write,) = world.take()
+    assert world.store(chain(3, seed=4), name="other") == 3
+    world.end(write)
+    assert world.store(chain(3, seed=4), name="other") == 0
+    assert {symbols[0] for _, symbols in world.disk.content[0].values()} == {
+        (0, key.tobytes()) for key in keys
+    }
+
+
+def test_a_failed_write_is_not_on_disk() -> None:
+    keys = chain(4)
+    world = DiskWorld()
+    world.store(keys)
+    (write,) = world.take()
+    world.end(write, fails=lambda page: page == 1)
+    counts = world.manager.disk.counts
+    assert (counts.written, counts.failed_writes) == (3, 1)
+    world.drop_host()
+    assert world.hits(keys) == 1
+
+
+def test_writes_beyond_the_bound_wait_and_then_drop() -> None:
+    world = DiskWorld(slots=16, limits=DiskLimits(write_pages=4, waiting_pages=6))
+    for seed in range(4):
+        world.store(chain(3, seed), name=f"w{seed}")
+    # Two stores wait for their plan; the other two found the queue full.
+    assert world.manager.disk.counts.dropped_writes == 6
+    (write, part) = world.take()
+    assert write.pages + part.pages == 4
+    assert world.manager.disk.writes.waiting_pages == 2
+    world.end(write)
+    world.end(part)
+    world.run()
+    assert world.manager.disk.counts.written == 6
+
+
+def test_write_on_evict_writes_what_leaves() -> None:
+    world = DiskWorld(slots=32, places=64, mode=DiskMode.EVICT)
+    world.store(chain(31))
+    assert world.run() == [OpKind.DISK_WRITE]
+    assert world.manager.disk.counts.written == 1, "one of 32 slots was missing from those kept free"
+    world.store(chain(2, seed=1), name="b")
+    assert world.manager.disk.counts.lost == 0
+    world.run()
+    assert world.manager.disk.counts.written == 3
+    assert world.manager.free_slots(0) == 2
+
+
+def test_write_on_evict_does_not_write_twice() -> None:
+    world = DiskWorld(slots=32, places=64, mode=DiskMode.EVICT)
+    keys = chain(32)
+    world.store(keys)
+    world.run()
+    assert world.hits(keys[-3:]) == 3
+    before = world.manager.disk.counts.written
+    for seed in range(1, 12):
+        world.store(chain(3, seed), name=f"s{seed}")
+        world.run()
+        world.hits(keys[-3:])
+    again = world.manager.disk.counts.written - before
+    assert again <= 33
+    rows = [row[0] for row in world.disk.journal[0].values()]
+    assert len(rows) == len(set(rows))
+
+
+def test_a_page_in_use_does_not_leave() -> None:
+    world = DiskWorld(slots=16, places=64, mode=DiskMode.EVICT)
+    keys = chain(15)
+    world.store(keys)
+    world.manager.disk.pump()
+    world.store(chain(1, seed=1), name="b")
+    (write,) = world.take()
+    # The page that was to leave is asked for while it is being written.
+    result = world.match(keys)
+    assert result.blocks == 15
+    world.end(write)
+    assert len(world.match(keys).groups[0].slots) == 15
+
+
+def test_write_back_waits_for_a_quiet_disk() -> None:
+    keys, others = chain(4), chain(3, seed=1)
+    world = DiskWorld(mode=DiskMode.BACK, slots=32, places=64)
+    world.store(keys)
+    world.run()
+    world.drop_host()
+    world.match(keys)
+    (read,) = world.take()
+    world.store(others)
+    assert world.take() == [], "a read is under way"
+    world.end(read)
+    assert world.run() == [OpKind.DISK_WRITE]
+    assert world.manager.disk.counts.written == 7
+
+
+def test_the_simulated_disk_notices_an_early_publish() -> None:
+    world = DiskWorld()
+    world.store(chain(2))
+    (write,) = world.take()
+    op = world.manager.disk.writes.ops.get(write.op_id)
+    with pytest.raises(RuleBroken, match="not written"):
+        world.manager.disk.index.end_write(0, op.disk, np.ones(2, np.bool_))
