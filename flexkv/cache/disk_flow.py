@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import GroupSpec, Keys, TailCandidates
+from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.disk_base import DiskCounts, DiskLimits, GdsUse
 from flexkv.cache.disk_index import DiskIndex
-from flexkv.cache.disk_lookup import NOTHING_FOUND, DiskLookup, Looked
+from flexkv.cache.disk_lookup import DiskLookup
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
@@ -101,23 +101,6 @@ class DiskFlow:
         orders = self.reads.sibling_orders[:]
         self.reads.sibling_orders.clear()
         return orders
-
-    # --- lookups ---
-
-    def look(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_block: int,
-        blocks: int,
-        tail: Sequence[TailCandidates | None] | None,
-        tail_tokens: int,
-        room_pages: int,
-    ) -> Looked:
-        """`DiskLookup.look`, while the disks can be used."""
-        if self.down:
-            return NOTHING_FOUND
-        return self.lookup.look(request_id, keys, start_block, blocks, tail, tail_tokens, room_pages)
 
     # --- what happens in host memory ---
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, OpRole, StorePlan
+from flexkv.cache.base import OpRole, StorePlan
 from flexkv.cache.checks import good_pages
 from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.cache.planner import Planner
-from flexkv.cache.routes import StoreRoute
-from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
+from flexkv.cache.routes import StoreOffer, StoreRoute
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,8 @@ class GdsStores(StoreRoute):
 
     # --- stores ---
 
-    def begin(
-        self,
-        request_id: str,
-        group: int,
-        keys: Keys,
-        blocks: BlockIds,
-        first_block: int,
-        tokens: int,
-        room: int,
-        epoch: int,
-    ) -> StorePlan:
+    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+        group, keys, tokens = offer.group, offer.keys, offer.tokens
         in_host = self._host.index.find(group, keys, ready_only=False) != NO_ENTRY
         new = np.flatnonzero(~(self._disk.known(group, keys) | in_host))
         known = len(keys) - len(new)
@@ -95,17 +86,17 @@ class GdsStores(StoreRoute):
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
         self.pages += len(stored)
-        plan = self._planner.gds_store(group, blocks[stored], places, tags)
+        plan = self._planner.gds_store(group, offer.blocks[stored], places, tags)
         self._inflight.add(
             InflightOp(
                 plan=plan,
-                request_id=request_id,
+                request_id=offer.request_id,
                 role=OpRole.STORE,
                 entries=entries,
-                first_block=first_block,
+                first_block=offer.first_block,
                 positions=stored,
                 epoch=epoch,
-                waits_for=self._inflight.loads_of(request_id),
+                waits_for=self._inflight.loads_of(offer.request_id),
             )
         )
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import GroupSpec, Keys, OpRole, StorePlan
+from flexkv.cache.base import GroupSpec, OpRole, StorePlan
 from flexkv.cache.disk_flow import DiskFlow
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.planner import Planner
-from flexkv.cache.routes import StoreRoute
+from flexkv.cache.routes import StoreOffer, StoreRoute
 from flexkv.cache.trails import TrailTable
-from flexkv.transfer.graph import BlockIds, TransferGraph
+from flexkv.transfer.graph import TransferGraph
 
 
 class HostStores(StoreRoute):
@@ -41,40 +41,31 @@ class HostStores(StoreRoute):
         self._trails = trails
         self._disk = disk
 
-    def begin(
-        self,
-        request_id: str,
-        group: int,
-        keys: Keys,
-        blocks: BlockIds,
-        first_block: int,
-        tokens: int,
-        room: int,
-        epoch: int,
-    ) -> StorePlan:
-        positions, entries, slots, evicted, known, dropped = self._host.index.insert(group, keys, room)
+    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+        group, blocks = offer.group, offer.blocks
+        positions, entries, slots, evicted, known, dropped = self._host.index.insert(group, offer.keys, room)
         self._host.evicted(group, evicted)
         stored = positions.view(np.int32)
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
         if self._disk is not None:
-            self._host.tokens[group][slots] = tokens
-            self._disk.index.any_partial |= tokens != self._specs[group].block_tokens
+            self._host.tokens[group][slots] = offer.tokens
+            self._disk.index.any_partial |= offer.tokens != self._specs[group].block_tokens
         all_new = len(stored) == len(blocks)
         plan = self._planner.store(group, blocks if all_new else blocks[positions], slots)
         self._inflight.add(
             InflightOp(
                 plan=plan,
-                request_id=request_id,
+                request_id=offer.request_id,
                 role=OpRole.STORE,
                 entries=entries,
-                first_block=first_block,
+                first_block=offer.first_block,
                 positions=positions,
                 epoch=epoch,
-                waits_for=self._inflight.loads_of(request_id),
+                waits_for=self._inflight.loads_of(offer.request_id),
             )
         )
-        self._trails.of(request_id)[group].put_at(first_block, positions, entries)
+        self._trails.of(offer.request_id)[group].put_at(offer.first_block, positions, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 
     def bar(self, op: InflightOp, pages: NDArray[np.bool_]) -> None:

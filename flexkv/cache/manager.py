@@ -35,7 +35,7 @@ from flexkv.cache.leases import NO_ENTRIES, NO_ENTRY, LeaseTable
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES
-from flexkv.cache.routes import LoadRoute, StoreRoute
+from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import Counters, ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
@@ -160,8 +160,8 @@ class LocalCacheManager(CacheManager):
         if self._disk is not None:
             # After the lease, which takes over what was read for this request.
             self._disk.reads.let_go(request_id)
-            if not found.cut:
-                looked = self._disk.look(
+            if not (found.cut or self._disk.down):
+                looked = self._disk.lookup.look(
                     request_id, keys, start_block, found.blocks, tail, found.tail_tokens, room
                 )
                 reads = looked.reads
@@ -258,9 +258,8 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
         room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
         valid = self._specs[group].block_tokens if tokens is None else tokens
-        plan = self._store_route().begin(
-            request_id, group, keys, sources, first_block, valid, room, self._epoch
-        )
+        offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
+        plan = self._store_route().begin(offer, room, self._epoch)
         self._counters.busy_pages += plan.dropped
         return plan
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,26 +52,31 @@ class LoadRoute(ABC):
         """
 
 
+@dataclass(slots=True)
+class StoreOffer:
+    """Blocks that a request would have stored; checked.
+
+    Attributes:
+        keys, blocks: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i` of the request.
+        tokens: valid tokens in each of the blocks.
+    """
+
+    request_id: str
+    group: int
+    keys: Keys
+    blocks: BlockIds
+    first_block: int
+    tokens: int
+
+
 class StoreRoute(ABC):
     """Stores of engine blocks to one tier."""
 
     @abstractmethod
-    def begin(
-        self,
-        request_id: str,
-        group: int,
-        keys: Keys,
-        blocks: BlockIds,
-        first_block: int,
-        tokens: int,
-        room: int,
-        epoch: int,
-    ) -> StorePlan:
-        """Plans the store of those of `keys` that are not stored, and enters its op as in flight.
+    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+        """Plans the store of those of the offer that are not stored, and enters its op as in flight.
 
         Args:
-            blocks, first_block: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i`.
-            tokens: valid tokens in each of the blocks.
             room: more pages are dropped.
             epoch: the manager's.
         """

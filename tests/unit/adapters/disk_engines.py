@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from flexkv.adapters.vllm.scheduler import Use
 from tests.unit.adapters.mini_engine import MiniEngine
 
@@ -28,3 +30,10 @@ def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
         return engines[-1]
 
     return make
+
+
+def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read, written or heard of from here on, until `monkeypatch.undo()`."""
+    disk = engine.side.unit.disk
+    assert disk is not None
+    monkeypatch.setattr(disk._driver, "pump", lambda: None)

@@ -219,6 +219,27 @@ class MiniEngine:
             assert time.monotonic() < ends_s, "it never came to that"
             self.step({})
 
+    def end_load(self, name: str) -> None:
+        """Empty steps until the load that a request waits for has ended, if it waits for one."""
+        live = self.live[name]
+        self.until(lambda: not live.waiting_for_load)
+
+    def preempt(self, name: str) -> None:
+        """The engine takes a running request's blocks away, and says so with its next step."""
+        live = self.live.pop(name)
+        live.request.num_computed_tokens = 0
+        self.pool.free_blocks(reversed(live.blocks))
+        output_of = self._output
+
+        def output_with_preemption(scheduled: dict[str, int]) -> SchedulerOutput:
+            output = output_of(scheduled)
+            output.preempted_req_ids = {name}
+            return output
+
+        self._output = output_with_preemption  # type: ignore[method-assign]
+        self.step({})
+        self._output = output_of  # type: ignore[method-assign]
+
     def drain(self) -> None:
         self.until(lambda: not self.side.has_work)
 
@@ -233,9 +254,7 @@ class MiniEngine:
     def run(self, request: Request) -> int:
         """Admits, loads, computes, finishes and drains; returns the tokens from outside."""
         tokens = self.add(request)
-        live = self.live[request.request_id]
-        if live.waiting_for_load:
-            self.until(lambda: not live.waiting_for_load)
+        self.end_load(request.request_id)
         self.step()
         self.check(request.request_id)
         self.finish(request.request_id)

@@ -14,6 +14,7 @@ from flexkv.errors import ConfigError, FlexKVError
 from flexkv.storage.folder import unit_folder
 from flexkv.storage.folder_share import bytes_per_folder, share_bytes
 from flexkv.transfer.graph import OpKind
+from tests.unit.adapters.disk_engines import stop_disks
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -123,9 +124,9 @@ def test_the_engine_is_asked_to_wait_and_does_not_pay_for_it(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine()
-    manager, driver = engine.side.unit.manager, engine.side.unit.disk._driver
+    manager = engine.side.unit.manager
     request = make_request(PROMPT, "two")
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     lookups = manager.stats().lookups
     assert engine.side.match(request, 0) == (None, False)
     assert manager.stats().lookups == lookups + 1
@@ -155,8 +156,7 @@ def test_a_disk_that_takes_too_long_is_not_waited_for(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.wait_s": 0.05})
-    driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     request = make_request(PROMPT, "two")
     assert engine.side.match(request, 0) == (None, False)
     time.sleep(0.06)

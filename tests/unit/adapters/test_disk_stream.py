@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.vllm.scheduler import Use
-from tests.unit.adapters.disk_engines import Make, in_turn
+from tests.unit.adapters.disk_engines import Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 
@@ -59,15 +59,14 @@ def test_the_promise_is_made_before_the_disk_is_asked(
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming()
-    driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 20
     for _ in range(5):
         engine.step({})
     assert engine.live["two"].waiting_for_load, "its pages are not up"
     monkeypatch.undo()
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     engine.check("two")
 
 
@@ -87,7 +86,7 @@ def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Pa
     spoil(tmp_path, image)
     engine = make_streaming(**{"load.mode": mode})
     assert engine.add(make_request(PROMPT, "two")) == 20, "promised before anything was read"
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     if mode != "async":
         engine.step()
     assert len(engine.invalid) == 5
@@ -107,8 +106,7 @@ def test_a_request_that_ends_while_its_pages_come_up(
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming()
-    driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
     blocks = engine.finish("two")
@@ -127,10 +125,9 @@ def test_a_disk_that_takes_too_long_is_computed(
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming(**{"load.deadline_s": 0.05, "load.mode": mode})
-    driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     assert engine.add(make_request(PROMPT, "two")) == 20
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     if mode != "async":
         engine.step()
     assert len(engine.invalid) == 5
@@ -151,7 +148,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     driver = engine.side.unit.disk._driver
     monkeypatch.setattr(driver._plane, "submit", lambda graph: None)
     assert engine.add(make_request(PROMPT, "two")) == 20
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     assert len(engine.invalid) == 5
     monkeypatch.undo()
     engine.step()
@@ -161,13 +158,12 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
 def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming()
-    driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
     assert not engine.side.reset(), "a load is in flight"
     monkeypatch.undo()
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     assert len(engine.invalid) == 5
     engine.step()
     engine.check("two")
@@ -196,5 +192,5 @@ def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tm
         shutil.rmtree(own)
     engine = make_streaming(**common)
     engine.add(make_request(PROMPT, "three"))
-    engine.until(lambda: not engine.live["three"].waiting_for_load)
+    engine.end_load("three")
     assert engine.invalid

@@ -178,7 +178,7 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: P
     assert engine.add(make_request(PROMPT, "two")) == 20
     # Only now: a slab that is too short at start is made anew.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     assert 0 < len(engine.invalid) <= 3
     engine.step()
     engine.check("two")
@@ -219,7 +219,7 @@ def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch
     engine.step({})
     assert not engine.side.reset(), "a load is in flight"
     monkeypatch.undo()
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     assert len(engine.invalid) == 5
     engine.step()
     engine.check("two")

@@ -8,7 +8,7 @@ import pytest
 
 from flexkv.adapters.vllm.scheduler import Use
 from flexkv.transfer.graph import OpKind
-from tests.unit.adapters.disk_engines import Make, in_turn
+from tests.unit.adapters.disk_engines import Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_disk_stream import PROMPT
 from tests.unit.adapters.vllm_objects import make_request
@@ -56,10 +56,9 @@ def test_a_page_is_there_when_it_is_sealed_and_not_before(
     make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_gds()
-    driver = engine.side.unit.disk._driver
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
     assert on_disk(engine) == 5, "its places are taken"
     assert engine.side.unit.manager.disk.index.reach(0, engine.keys_of(make_request(PROMPT, "x"))) == 0
@@ -84,10 +83,9 @@ def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
 
 def test_new_weights_between_stripes_and_seal(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_gds()
-    driver = engine.side.unit.disk._driver
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    monkeypatch.setattr(driver, "pump", lambda: None)
+    stop_disks(engine, monkeypatch)
     engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
     engine.side.reset()
     monkeypatch.undo()

@@ -99,7 +99,7 @@ def test_what_was_loaded_before_a_reset_is_not_stored_after_it(make_engine: Make
         # vLLM gives loaded blocks their hash only when it schedules the request.
         engine._cache_blocks = lambda live, tokens: None  # type: ignore[method-assign]
     assert engine.add(make_request(PROMPT, "two")) == 20
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     engine.side.reset()
     engine.step()
     engine.finish("two")

@@ -94,7 +94,7 @@ def test_control_layers_that_are_copied_too_early_are_seen(make_engine: Make) ->
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     assert engine.add(make_request(PROMPT, "again")) == WHOLE
-    engine.until(lambda: not engine.live["again"].waiting_for_load)
+    engine.end_load("again")
     assert engine.wrong("again", WHOLE) == list(range(WHOLE)), (
         "every token holds what was there before the forward"
     )

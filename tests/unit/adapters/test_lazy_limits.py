@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv import c_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
@@ -45,19 +44,7 @@ def test_a_preempted_request_leaves_only_what_was_computed(
     request = make_request(PROMPT, "one")
     engine.add(request)  # all of its blocks carry their hash from here on
     engine.step({"one": computed or request.num_tokens})
-    live = engine.live.pop("one")
-    request.num_computed_tokens = 0
-    engine.pool.free_blocks(reversed(live.blocks))
-    output_of = engine._output
-
-    def output_with_preemption(scheduled: dict[str, int]) -> SchedulerOutput:
-        output = output_of(scheduled)
-        output.preempted_req_ids = {"one"}
-        return output
-
-    engine._output = output_with_preemption  # type: ignore[method-assign]
-    engine.step({})
-    engine._output = output_of  # type: ignore[method-assign]
+    engine.preempt("one")
     assert stored_after_pressure(engine) == pages
 
 

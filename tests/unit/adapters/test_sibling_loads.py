@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -77,30 +76,14 @@ def test_an_abort_before_the_outcome_is_heard_publishes_nothing_of_it(make_engin
     assert served(engine) == 1
 
 
-def preempt(engine: MiniEngine) -> None:
-    live = engine.live.pop("one")
-    live.request.num_computed_tokens = 0
-    engine.pool.free_blocks(reversed(live.blocks))
-    output_of = engine._output
-
-    def output_with_preemption(scheduled: dict[str, int]) -> SchedulerOutput:
-        output = output_of(scheduled)
-        output.preempted_req_ids = {"one"}
-        return output
-
-    engine._output = output_with_preemption  # type: ignore[method-assign]
-    engine.step({})
-    engine._output = output_of  # type: ignore[method-assign]
-
-
 def test_a_preemption_before_the_outcome_is_heard_publishes_nothing_of_it(make_engine: Make) -> None:
     engine = make_engine()
-    run_with_sibling_failure(engine, lambda: preempt(engine))
+    run_with_sibling_failure(engine, lambda: engine.preempt("one"))
     engine.drain()
     assert served(engine) == 1
 
 
-@pytest.mark.parametrize("leave", [lambda engine: engine.finish("one"), preempt])
+@pytest.mark.parametrize("leave", [lambda engine: engine.finish("one"), lambda engine: engine.preempt("one")])
 def test_lazy_stores_hear_of_it_after_the_request_has_gone(
     make_engine: Make, leave: Callable[[MiniEngine], object]
 ) -> None:

@@ -38,7 +38,7 @@ def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
     engine.forget()
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 20
-    engine.until(lambda: not engine.live["two"].waiting_for_load)
+    engine.end_load("two")
     assert engine.wrong("two") == [4, 5, 6, 7]
 
 

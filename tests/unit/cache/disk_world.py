@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, MatchResult
+from flexkv.cache.base import Completion, GroupSpec, Keys, ManagerLimits, MatchResult
 from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
@@ -85,11 +85,39 @@ class DiskWorld:
         for rank in self.ranks:
             self.manager.complete(rank, OpResult(op.op_id, OpStatus.OK, NONE))
 
-    def match(self, keys: Keys, name: str = "r") -> MatchResult:
+    def look(self, keys: Keys, name: str = "r") -> MatchResult:
+        """A lookup whose promise need not be in host memory."""
         result = self.manager.match(name, [keys], 0)
-        self.check_promise(result, keys)
         self.manager.check_integrity()
         return result
+
+    def match(self, keys: Keys, name: str = "r") -> MatchResult:
+        """A lookup whose promise is in host memory, and checked."""
+        result = self.look(keys, name)
+        self.check_promise(result, keys)
+        return result
+
+    def begin(self, blocks: list[int], name: str = "r") -> TransferGraph:
+        """The load to these engine blocks of what the last lookup promised."""
+        graph = self.manager.begin_load(name, [np.array(blocks, np.int32)])
+        assert graph is not None
+        self.manager.check_integrity()
+        return graph
+
+    def load(self, blocks: int, name: str = "r") -> TransferOp:
+        """The only op of a load to so many blocks."""
+        (op,) = self.begin(list(range(blocks)), name).ops
+        return op
+
+    def end_load(
+        self, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
+    ) -> Completion:
+        """The first rank's report of a load, which is the last one."""
+        status = status or (OpStatus.FAILED if failed else OpStatus.OK)
+        done = self.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
+        assert done is not None
+        self.manager.check_integrity()
+        return done
 
     def check_promise(self, result: MatchResult, keys: Keys) -> None:
         """What is promised is there, byte for byte."""

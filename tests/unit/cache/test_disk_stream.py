@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Completion, GroupSpec, Keys, MatchResult, TailCandidates
+from flexkv.cache.base import GroupSpec, Keys, TailCandidates
 from flexkv.cache.disk_base import DiskLimits
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import OpResult, OpStatus
 from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
@@ -20,89 +20,67 @@ def written(keys: Keys, limits: DiskLimits = STREAM, **kwargs: object) -> DiskWo
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
-def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:
-    """A lookup whose promise need not be in host memory."""
-    result = world.manager.match(name, [keys], 0)
-    world.manager.check_integrity()
-    return result
-
-
-def load(world: DiskWorld, blocks: int, name: str = "r") -> TransferOp:
-    graph = world.manager.begin_load(name, [np.arange(blocks, dtype=np.int32)])
-    assert graph is not None
-    world.manager.check_integrity()
-    return graph.ops[0]
-
-
-def end(world: DiskWorld, op: TransferOp, failed: list[int] | None = None) -> Completion:
-    status = OpStatus.FAILED if failed else OpStatus.OK
-    done = world.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32)))
-    assert done is not None
-    world.manager.check_integrity()
-    return done
-
-
 def test_what_is_on_disk_is_promised_when_its_read_is_planned() -> None:
     keys = chain(8)
     world = written(keys[2:])
     world.store(keys[:2])
     world.run()
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (8, 0)
     assert not world.manager.waits("r")
     (read,) = world.take()
-    op = load(world, 8)
+    op = world.load(8)
     assert op.reads.tolist() == [0, 0] + [read.op_id] * 6, "the first two are there"
     assert op.slots[2:].tolist() == read.slots.tolist()
     assert world.manager.disk.counts.streamed == 6
     world.end(read)
-    assert end(world, op).failed_blocks.tolist() == []
+    assert world.end_load(op).failed_blocks.tolist() == []
     assert world.match(keys).blocks == 8
 
 
 def test_without_the_setting_nothing_on_disk_is_promised() -> None:
     keys = chain(4)
     world = written(keys, limits=DiskLimits())
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
 
 
 def test_no_other_lookup_hits_what_is_not_verified() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     assert len(world.manager.host.index.match_prefix(0, keys)) == 0
     # Another request of a manager that streams waits for the same read.
-    result = look(world, keys, "other")
+    result = world.look(keys, "other")
     (read,) = world.take()
     assert result.blocks == 4
-    assert load(world, 4, "other").reads.tolist() == [read.op_id] * 4
+    assert world.load(4, "other").reads.tolist() == [read.op_id] * 4
 
 
 def test_a_load_that_ends_before_its_read_is_heard_of() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     (read,) = world.take()
-    op = load(world, 4)
-    assert len(end(world, op, failed=[2]).failed_blocks) == 1
+    op = world.load(4)
+    assert len(world.end_load(op, failed=[2]).failed_blocks) == 1
     assert len(world.manager.disk.index) == 4, "that it did not come says nothing about the page on disk"
     world.end(read, fails=lambda page: page == 2)
     assert len(world.manager.disk.index) == 3, "its read does"
-    assert look(world, keys).blocks == 2
+    assert world.look(keys).blocks == 2
 
 
 def test_a_load_of_a_page_whose_read_failed() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     (read,) = world.take()
-    op = load(world, 4)
+    op = world.load(4)
     world.end(read, fails=lambda page: page == 1)
-    done = end(world, op, failed=[1])
+    done = world.end_load(op, failed=[1])
     assert done.failed_blocks.tolist() == [1]
     assert world.manager.disk.counts.failed_reads == 1
-    assert look(world, keys).blocks == 1
+    assert world.look(keys).blocks == 1
     assert world.store(keys[1:2]) == 0
     assert world.match(keys).blocks == 4
 
@@ -110,11 +88,11 @@ def test_a_load_of_a_page_whose_read_failed() -> None:
 def test_a_page_that_was_there_and_fails_is_forgotten_everywhere() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     (read,) = world.take()
-    op = load(world, 4)
+    op = world.load(4)
     world.end(read)
-    assert len(end(world, op, failed=[3]).failed_blocks) == 1
+    assert len(world.end_load(op, failed=[3]).failed_blocks) == 1
     assert len(world.manager.disk.index) == 3
     assert world.match(keys).blocks == 3
 
@@ -122,19 +100,19 @@ def test_a_page_that_was_there_and_fails_is_forgotten_everywhere() -> None:
 def test_slots_are_kept_for_the_load_until_it_ends() -> None:
     keys = chain(6)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     (read,) = world.take()
-    op = load(world, 6)
+    op = world.load(6)
     world.end(read)
     assert world.store(chain(4, seed=5), name="other") == 2, "six of eight slots are being loaded"
-    end(world, op)
+    world.end_load(op)
     assert world.store(chain(4, seed=6), name="other") == 0
 
 
 def test_a_promise_that_is_dropped_leaves_what_its_read_brings() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     world.manager.release("r")
     world.manager.check_integrity()
     world.run()
@@ -144,7 +122,7 @@ def test_a_promise_that_is_dropped_leaves_what_its_read_brings() -> None:
 def test_a_lease_that_expires_while_its_pages_come_up() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     world.now_s += 61
     assert world.manager.expire() == 1
     world.run()
@@ -155,14 +133,14 @@ def test_a_lease_that_expires_while_its_pages_come_up() -> None:
 def test_a_reset_fails_the_load_whatever_comes_up() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     (read,) = world.take()
-    op = load(world, 4)
+    op = world.load(4)
     world.manager.reset()
     world.manager.check_integrity()
     world.end(read)
-    assert len(end(world, op).failed_blocks) == 4
-    assert look(world, keys).blocks == 0
+    assert len(world.end_load(op).failed_blocks) == 4
+    assert world.look(keys).blocks == 0
     assert world.manager.free_slots(0) == 8
 
 
@@ -172,7 +150,7 @@ def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
     assert plan.graph is not None
     # A store may never be published; what it fills is promised to nobody, nor is what follows.
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (3, 0)
     world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))
 
@@ -183,7 +161,7 @@ def test_without_room_less_is_promised() -> None:
     world.store(chain(5, seed=3), "other")
     held = world.match(chain(5, seed=3), "held")
     assert held.blocks == 5
-    assert look(world, keys).blocks == 3, "three of eight slots are free"
+    assert world.look(keys).blocks == 3, "three of eight slots are free"
 
 
 def test_a_tail_is_waited_for_as_ever() -> None:
@@ -226,12 +204,12 @@ def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:
     keys = chain(4)
     world = written(keys)
     for _ in range(2):
-        look(world, keys)
+        world.look(keys)
         (read,) = world.take()
-        op = load(world, 4)
+        op = world.load(4)
         world.now_s += 7
         world.end(read)
-        end(world, op)
+        world.end_load(op)
         world.drop_host()
     assert world.manager.disk.rates.load.samples == 0
 

@@ -7,11 +7,9 @@ import pytest
 
 from flexkv.cache.base import (
     NO_BLOCK,
-    Completion,
     GroupSpec,
     Keys,
     ManagerLimits,
-    MatchResult,
     TailCandidates,
 )
 from flexkv.cache.disk_base import DiskLimits, GdsUse
@@ -19,7 +17,7 @@ from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
 from flexkv.cache.gds_loads import REST_S
 from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
-from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
 from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain
 
@@ -32,43 +30,14 @@ def written(keys: Keys, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWo
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
-def look(world: DiskWorld, keys: np.ndarray, name: str = "r") -> MatchResult:
-    result = world.manager.match(name, [keys], 0)
-    world.manager.check_integrity()
-    return result
-
-
-def begin(world: DiskWorld, blocks: list[int], name: str = "r") -> TransferGraph:
-    graph = world.manager.begin_load(name, [np.array(blocks, np.int32)])
-    assert graph is not None
-    world.manager.check_integrity()
-    return graph
-
-
-def load(world: DiskWorld, blocks: int, name: str = "r") -> TransferOp:
-    """The only op of a load."""
-    (op,) = begin(world, list(range(blocks)), name).ops
-    return op
-
-
-def end(
-    world: DiskWorld, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
-) -> Completion:
-    status = status or (OpStatus.FAILED if failed else OpStatus.OK)
-    done = world.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
-    assert done is not None
-    world.manager.check_integrity()
-    return done
-
-
 def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     keys = chain(6)
     world = written(keys)
     world.store(keys[:2])
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads, len(result.groups[0].slots)) == (6, 0, 2)
     assert world.take() == [], "nothing is read to host memory"
-    in_host, from_disk = begin(world, [10, 11, 12, 13, 14, 15]).ops
+    in_host, from_disk = world.begin([10, 11, 12, 13, 14, 15]).ops
     assert (in_host.kind, in_host.blocks.tolist()) == (OpKind.H2D, [10, 11])
     assert (from_disk.kind, from_disk.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
     assert len(from_disk.slots) == 0
@@ -77,8 +46,8 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     for place, key in zip(from_disk.places.tolist(), keys[2:], strict=True):
         content = world.disk.content[0][place]
         assert content[0][0] == bytes(key)
-    end(world, in_host)
-    assert end(world, from_disk).failed_blocks.tolist() == []
+    world.end_load(in_host)
+    assert world.end_load(from_disk).failed_blocks.tolist() == []
     assert world.manager.disk.counts.gds_read == 4
     assert world.manager.disk.counts.read == 0
 
@@ -86,27 +55,27 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
 def test_without_the_setting_it_comes_up_through_host_memory() -> None:
     keys = chain(4)
     world = written(keys, limits=DiskLimits())
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
 
 
 def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
-    assert end(world, load(world, 4), failed=[2]).failed_blocks.tolist() == [2]
+    world.look(keys)
+    assert world.end_load(world.load(4), failed=[2]).failed_blocks.tolist() == [2]
     assert len(world.manager.disk.index) == 3
     counts = world.manager.disk.counts
     assert (counts.gds_read, counts.failed_reads) == (3, 1)
-    assert look(world, keys).blocks == 2
+    assert world.look(keys).blocks == 2
 
 
 @pytest.mark.parametrize("blame", list(Blame))
 def test_only_a_page_that_is_to_blame_is_forgotten(blame: Blame) -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
-    op = load(world, 4)
+    world.look(keys)
+    op = world.load(4)
     failed = np.array([1, 2, 3], np.int32)
     blames = np.array([blame, blame, Blame.NOBODY], np.uint8)
     result = OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames)
@@ -118,14 +87,14 @@ def test_only_a_page_that_is_to_blame_is_forgotten(blame: Blame) -> None:
     assert world.manager.disk.counts.failed_reads == forgotten
     # What goes on to fail so, or may be the disk's, is judged on the way through host memory.
     reads = 1 if blame in (Blame.DISK, Blame.WAY) else 0
-    assert look(world, keys[:1], "next").reads == reads
+    assert world.look(keys[:1], "next").reads == reads
 
 
 def test_blames_that_do_not_fit_the_failed_pages_are_refused() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
-    op = load(world, 4)
+    world.look(keys)
+    op = world.load(4)
     result = OpResult(
         op.op_id, OpStatus.FAILED, np.array([1, 2], np.int32), "why", blames=np.ones(1, np.uint8)
     )
@@ -137,8 +106,8 @@ def test_blames_that_do_not_fit_the_failed_pages_are_refused() -> None:
 def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
-    assert len(end(world, load(world, 4), failed=[0, 1, 2, 3], status=status).failed_blocks) == 4
+    world.look(keys)
+    assert len(world.end_load(world.load(4), failed=[0, 1, 2, 3], status=status).failed_blocks) == 4
     assert len(world.manager.disk.index) == 4
     assert world.manager.disk.counts.failed_reads == 0
 
@@ -148,27 +117,27 @@ def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(s
     keys, others = chain(4), chain(4, 100)
     world = written(np.concatenate((keys, others)))
     # What brought some of a load goes on.
-    look(world, others)
-    end(world, load(world, 4), failed=[3], status=OpStatus.FAILED)
-    assert look(world, others[:3], "still").reads == 0
+    world.look(others)
+    world.end_load(world.load(4), failed=[3], status=OpStatus.FAILED)
+    assert world.look(others[:3], "still").reads == 0
     world.manager.release("still")
-    look(world, keys)
-    end(world, load(world, 4), failed=[0, 1, 2, 3], status=status)
+    world.look(keys)
+    world.end_load(world.load(4), failed=[0, 1, 2, 3], status=status)
     keys = others[:3] if status is OpStatus.FAILED else keys
-    assert look(world, keys, "soon").reads == 1
+    assert world.look(keys, "soon").reads == 1
     world.run()
     world.manager.release("soon")
     world.drop_host()
     world.now_s += REST_S + 1
-    result = look(world, keys, "later")
+    result = world.look(keys, "later")
     assert (result.blocks, result.reads) == (len(keys), 0)
 
 
 def test_places_are_kept_until_every_rank_has_reported() -> None:
     keys = chain(6)
     world = written(keys, places=6, manager_limits=ManagerLimits(ranks=2))
-    look(world, keys)
-    op = load(world, 6)
+    world.look(keys)
+    op = world.load(6)
 
     def left_after(seed: int) -> int:
         """Places that still hold `keys` after two more pages were to be written."""
@@ -181,20 +150,20 @@ def test_places_are_kept_until_every_rank_has_reported() -> None:
     assert left_after(5) == 6, "no place is free, and none may be taken"
     assert world.manager.complete(1, OpResult(op.op_id, OpStatus.OK, NONE)) is None
     assert left_after(6) == 6, "the other rank still reads"
-    end(world, op)
+    world.end_load(op)
     assert left_after(7) == 4
 
 
 def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None:
     keys = chain(6)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     world.manager.release("r")
     world.manager.check_integrity()
-    look(world, keys)
-    (op,) = begin(world, [5, NO_BLOCK, 7]).ops
+    world.look(keys)
+    (op,) = world.begin([5, NO_BLOCK, 7]).ops
     assert op.blocks.tolist() == [5, 7]
-    end(world, op)
+    world.end_load(op)
     assert world.manager.disk.gds_loads is not None
     assert world.manager.disk.gds_loads.pages == 0
 
@@ -202,7 +171,7 @@ def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None
 def test_a_lease_that_expires() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
+    world.look(keys)
     world.now_s += 61
     assert world.manager.expire() == 1
     world.manager.check_integrity()
@@ -213,33 +182,33 @@ def test_a_lease_that_expires() -> None:
 def test_promises_share_the_room_for_loads() -> None:
     keys = chain(6)
     world = written(keys, manager_limits=ManagerLimits(inflight_load_pages=8))
-    assert look(world, keys, "one").blocks == 6
-    assert look(world, keys, "two").blocks == 2
+    assert world.look(keys, "one").blocks == 6
+    assert world.look(keys, "two").blocks == 2
     world.manager.release("one")
-    assert look(world, keys, "three").blocks == 6
+    assert world.look(keys, "three").blocks == 6
 
 
 def test_a_reset_fails_the_load_and_forgets_the_pages() -> None:
     keys = chain(4)
     world = written(keys)
-    look(world, keys)
-    op = load(world, 4)
-    look(world, keys, "promised")
+    world.look(keys)
+    op = world.load(4)
+    world.look(keys, "promised")
     world.manager.reset()
     world.manager.check_integrity()
-    assert len(end(world, op, failed=[1]).failed_blocks) == 4
-    assert look(world, keys).blocks == 0
+    assert len(world.end_load(op, failed=[1]).failed_blocks) == 4
+    assert world.look(keys).blocks == 0
     assert world.manager.disk.counts.failed_reads == 0
 
 
 def test_a_store_waits_for_the_load_that_it_was_computed_from() -> None:
     keys = chain(6)
     world = written(keys[:4])
-    look(world, keys)
-    op = load(world, 4)
+    world.look(keys)
+    op = world.load(4)
     plan = world.manager.begin_store("r", 0, keys[4:], np.array([8, 9], np.int32), 4)
     assert plan.graph is not None
-    end(world, op, failed=[3])
+    world.end_load(op, failed=[3])
     done = world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, np.empty(0, np.int32)))
     assert done is not None
     assert done.published.tolist() == []
@@ -254,7 +223,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
             world.lane.submit(op)
     # Block 3 is in host memory alone, its write has not ended.
     world.manager.disk.pump()
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
 
 
@@ -297,17 +266,17 @@ def test_groups_of_one_request_are_loaded_together() -> None:
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
     """A load of `keys` that takes so long, whichever way it goes; whether as a gds load."""
     world.drop_host()
-    result = look(world, keys)
+    result = world.look(keys)
     if result.reads:
         (read,) = world.take()
         world.now_s += seconds / 2
         world.end(read)
-        result = look(world, keys)
+        result = world.look(keys)
     assert result.blocks == len(keys)
-    op = load(world, len(keys))
+    op = world.load(len(keys))
     by_gds = op.kind is OpKind.GDS_READ
     world.now_s += seconds if by_gds else seconds / 2
-    end(world, op)
+    world.end_load(op)
     return by_gds
 
 
@@ -347,7 +316,7 @@ def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
         through(world, keys, 5.0)
         world.manager.disk.rates.compute.see(100, 0.01, world.now_s)
     world.drop_host()
-    result = look(world, keys)
+    result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 0)
     assert world.manager.disk.counts.left_pages >= 4
     world.manager.check_integrity()
