@@ -17,6 +17,9 @@ FOLDERS = {
     "address": (
         "tests/unit/layout",
         "tests/unit/cache/test_keys.py",
+        "tests/unit/cache/test_host_loads.py",
+        "tests/unit/cache/test_host_stores.py",
+        "tests/unit/cache/test_lookup.py",
         "tests/unit/cache/test_manager.py",
         "tests/unit/transfer",
         "tests/unit/storage",

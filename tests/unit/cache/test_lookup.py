@@ -1,0 +1,90 @@
+"""Lookups over host memory: what is promised, for how long, and how much at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.errors import ContractError
+from tests.unit.cache.host_world import end, ids, keys, make, store
+
+
+def test_queues_are_bounded_and_a_promise_reserves_its_places() -> None:
+    manager, chain = make(inflight_load_pages=4, inflight_store_pages=3), keys(9)
+    for first in range(0, 9, 3):
+        store(manager, chain[first : first + 3], first=first)
+    assert manager.begin_store("x", 0, keys(5, seed=1), ids(0, 1, 2, 3, 4), 0).dropped == 2
+    assert manager.match("a", [chain[:3]], 0).blocks == 3
+    assert manager.match("b", [chain], 0).blocks == 1
+    assert manager.match("c", [chain], 0).blocks == 0
+    assert manager.stats().cut_promises == 2
+    graph = manager.begin_load("a", [ids(1, 2, 3)])
+    assert graph is not None
+    end(manager, graph.ops[0].op_id)
+    assert manager.match("c", [chain], 0).blocks == 3
+
+
+def test_asking_again_replaces_the_lease_and_expiry_ends_it() -> None:
+    now = [0.0]
+    manager = LocalCacheManager([GroupSpec(4, 8)], ManagerLimits(lease_s=10), clock=lambda: now[0])
+    manager.grow(0, 8)
+    chain = keys(4)
+    store(manager, chain)
+    manager.match("a", [chain], 0)
+    manager.match("a", [chain], 0)
+    assert manager.leased_pages("a") == 4
+    now[0] = 9.0
+    assert manager.expire() == 0
+    now[0] = 11.0
+    assert manager.expire() == 1
+    assert manager.leased_pages("a") == 0
+    with pytest.raises(ContractError, match="no lease"):
+        manager.begin_load("a", [ids(1)])
+    manager.release("a")
+    manager.check_integrity()
+
+
+def tail_of(counts: list[int], seed: int, base: int) -> TailCandidates:
+    return TailCandidates(keys(len(counts), seed), np.array(counts, np.int32), base)
+
+
+def test_a_partial_tail_follows_the_blocks_it_belongs_to() -> None:
+    manager, chain = make(), keys(2)
+    tail = tail_of([3, 2, 1], 7, base=2)
+    store(manager, chain)
+    store(manager, np.ascontiguousarray(tail.keys[1:2]), first=2)
+    match = manager.match("b", [chain], 0, [tail])
+    assert (match.blocks, match.tail_tokens) == (2, 2)
+    with pytest.raises(ContractError, match="asks for 1 blocks and a tail"):
+        manager.begin_load("b", [ids(1, 2)], tail=True)
+    graph = manager.begin_load("b", [ids(1, 2, 3)], tail=True)
+    assert graph is not None
+    assert graph.ops[0].slots.tolist()[-1] == match.groups[0].tail_slot
+    end(manager, graph.ops[0].op_id)
+    assert manager.match("c", [chain], 0, [tail_of([3, 2, 1], 7, base=1)]).tail_tokens == 0
+    assert manager.match("c", [chain], 2, [tail]).tail_tokens == 2
+
+
+def test_group_policies_decide_which_lengths_are_restorable() -> None:
+    groups = (
+        GroupSpec(4, 16),
+        GroupSpec(4, 16, GroupPolicy.TRAILING_WINDOW, window_tokens=6),
+        GroupSpec(4, 16, GroupPolicy.EXACT_BOUNDARY),
+    )
+    manager = make(groups=groups)
+    full, window, state = keys(8, 1), keys(8, 2), keys(8, 3)
+    store(manager, full, group=0)
+    store(manager, np.ascontiguousarray(window[[1, 2, 3, 6, 7]]), group=1)
+    store(manager, np.ascontiguousarray(state[[2, 6]]), group=2)
+    match = manager.match("a", [full, window, state], 0)
+    # 8 blocks: no state. 7: the window needs blocks 5 and 6, 5 is missing. 3: blocks 1 and 2, and state 2.
+    assert match.blocks == 3
+    assert [len(g.slots) for g in match.groups] == [3, 2, 1]
+    assert [g.first_block for g in match.groups] == [0, 1, 2]
+    with pytest.raises(ContractError, match="group 1"):
+        manager.begin_load("a", [ids(1, 2), ids(3), ids(4)])
+    graph = manager.begin_load("a", [ids(1, 2, 3), ids(4, 5), ids(6)])
+    assert graph is not None
+    assert len(graph.ops) == 3
