@@ -20,8 +20,8 @@ from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
-from flexkv.adapters.vllm.references import NoWatch
 from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError

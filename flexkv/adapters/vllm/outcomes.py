@@ -9,10 +9,10 @@ from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
-from flexkv.adapters.vllm.references import StoreWatch
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.store_mode import StoreMode
+from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import first_failed
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole

@@ -18,11 +18,11 @@ from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.outcomes import Outcomes
-from flexkv.adapters.vllm.references import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
+from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.adapters.vllm.references import BlockWatch
+from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.transfer.graph import OpId
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_pool, make_request
