@@ -19,6 +19,7 @@ from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.node_units import units_on_node
 from flexkv.adapters.vllm.possible_modes import with_possible_modes
 from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
@@ -104,7 +105,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         warn_of_sudden_end(settings, vllm_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
         self.scheduler = SchedulerSide(
-            share_of_node(with_possible_modes(settings, vllm_config), parallel.data_parallel_size_local),
+            share_of_node(with_possible_modes(settings, vllm_config), units_on_node(settings, vllm_config)),
             geometry,
             engine_namespace(vllm_config, geometry, settings),
             engine_id,

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm.scheduler import Use
-from flexkv.config import load_config
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -96,9 +94,3 @@ def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Ma
     manager = engine.side.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "three"))
     assert manager.match("probe", [keys], 0).blocks == 1
-
-
-def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
-    assert share_of_node(load_config({}, {}), 4).host.units_per_node == 4
-    assert share_of_node(load_config({}, {}), 1).host.units_per_node == 1
-    assert share_of_node(load_config({"host.units_per_node": 2}, {}), 4).host.units_per_node == 2

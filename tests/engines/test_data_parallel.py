@@ -1,0 +1,58 @@
+"""Two data-parallel ranks of the real vLLM: each is an ownership unit with host memory and a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import PACKAGE_ROOT, UNPINNED, connector, engine_arguments
+from .session import Prompt, Reference
+
+DEADLINE_S = 840.0
+"""Six processes import vLLM: three quarters of a minute on two idle cores, minutes where others use them."""
+
+SMALL = {"gpu_memory_utilization": 0.2}
+"""Each rank asks for its part of the node's memory before it hears how few blocks it is to have."""
+
+
+@pytest.mark.timeout(900)
+def test_two_data_parallel_ranks(model: Path, reference: Reference, stream: int, tmp_path: Path) -> None:
+    """Each rank is served what it stored itself, from host memory, and not what the other did."""
+    mine, yours = Prompt.of(300, stream), Prompt.of(260, stream + 1)
+    told = connector(
+        host__bytes=24 << 20, disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder=32 << 20
+    )
+    arguments = engine_arguments(model) | SMALL | {"data_parallel_size": 2, "kv_transfer_config": told}
+    prompts = {"mine": mine, "yours": yours}
+    asked = [("mine", 0), ("yours", 1), None, ("mine", 0), ("yours", 1), ("mine", 1), ("yours", 0)]
+    orders = [order and (*order, list(prompts[order[0]].ids)) for order in asked]
+    answers = run(arguments, orders, tmp_path / "engine.log")
+    for answer in answers:
+        assert tuple(answer["tokens"]) == reference.tokens(prompts[answer["name"]]), answer
+    assert [answer["cached"] for answer in answers] == [0, 0, mine.whole_blocks, yours.whole_blocks, 0, 0]
+    units = sorted(path.parent.name for path in (tmp_path / "disk").rglob("*.slab"))
+    assert len(units) == len(set(units)) == 2, units
+
+
+def run(arguments: dict[str, Any], orders: list[Any], log: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.engines.ranks_child", json.dumps(arguments), json.dumps(orders)]
+    environ = {**os.environ, **UNPINNED}
+    with log.open("w") as output:
+        done = subprocess.run(
+            command,
+            cwd=PACKAGE_ROOT,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    said = log.read_text()
+    assert done.returncode == 0, said[-6000:]
+    return [json.loads(line) for line in said.splitlines() if line.startswith('{"name"')]
