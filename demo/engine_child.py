@@ -37,7 +37,10 @@ class RequestTracker:
     def add(
         self, name: str, request: dict[str, Any], embeddings: Any = None, lora_request: Any = None
     ) -> None:
-        """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args)."""
+        """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args), logprobs.
+
+        With `logprobs` its result holds those of the tokens that were chosen.
+        """
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": request["ids"]}
@@ -50,6 +53,7 @@ class RequestTracker:
             max_tokens=request.get("max_tokens", 1),
             ignore_eos=True,
             extra_args=request.get("extra"),
+            logprobs=0 if request.get("logprobs") else None,
         )
         self._results[name] = {
             "tokens": [],
@@ -68,6 +72,9 @@ class RequestTracker:
         for output in self.engine.step():
             result = self._results[output.request_id]
             result["tokens"] = list(output.outputs[0].token_ids)
+            if (given := output.outputs[0].logprobs) is not None:
+                chosen = zip(result["tokens"], given, strict=True)
+                result["logprobs"] = [position[token].logprob for token, position in chosen]
             if result["ttft_s"] is None and result["tokens"]:
                 result["ttft_s"] = time.perf_counter() - self._added_at[output.request_id]
             if output.num_cached_tokens is not None:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from typing import Any
 
 
@@ -20,11 +21,11 @@ class Operations:
         self._engine = engine
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs requests at once: `ids`, `tokens`, and for another tenant `extra_key`."""
+        """Runs requests at once: `ids`, `tokens`, and for another tenant `extra_key` or `cache_salt`."""
         return list(self._run(self._generate_all(requests)))
 
     def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
-        """Runs a request and aborts it when it has given `after_tokens` tokens."""
+        """Runs a request and aborts it when it has given `after_tokens` tokens; for 0, as soon as it is sent."""
         return dict(self._run(self._abort(request, after_tokens)))
 
     def flush(self) -> bool:
@@ -64,23 +65,34 @@ class Operations:
         return _answer(last, first_s)
 
     async def _abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
+        tokenizer = self._engine.tokenizer_manager
         last: dict[str, Any] = {}
-        aborted = False
-        async for last in self._stream(request):
-            if not aborted and last["meta_info"]["completion_tokens"] >= after_tokens:
-                self._engine.tokenizer_manager.abort_request(rid=last["meta_info"]["id"])
-                aborted = True
+        rid = uuid.uuid4().hex
+        at_once = asyncio.create_task(self._abort_when_sent(rid)) if after_tokens == 0 else None
+        async for last in self._stream(request, rid):
+            if at_once is None and last["meta_info"]["completion_tokens"] >= after_tokens:
+                tokenizer.abort_request(rid=rid)
+        if at_once is not None:
+            await at_once
         return _answer(last, None)
 
-    def _stream(self, request: dict[str, Any]) -> Any:
+    async def _abort_when_sent(self, rid: str) -> None:
+        tokenizer = self._engine.tokenizer_manager
+        while rid not in tokenizer.rid_to_state:
+            await asyncio.sleep(0)
+        tokenizer.abort_request(rid=rid)
+
+    def _stream(self, request: dict[str, Any], rid: str | None = None) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         asked = GenerateReqInput(
+            rid=rid,
             input_ids=request["ids"],
             sampling_params={"max_new_tokens": request["tokens"], "temperature": 0, "ignore_eos": True},
             return_logprob=True,
             stream=True,
             extra_key=request.get("extra_key"),
+            cache_salt=request.get("cache_salt"),
         )
         return self._engine.tokenizer_manager.generate_request(asked, None)
 
@@ -89,11 +101,12 @@ def _answer(last: dict[str, Any], ttft_s: float | None) -> dict[str, Any]:
     about = last["meta_info"]
     details = about.get("cached_tokens_details") or {}
     return {
-        "tokens": last["output_ids"],
-        "logprobs": [entry[0] for entry in about["output_token_logprobs"]],
-        "device": details.get("device", 0) if about["cached_tokens"] else 0,
+        # A request that is aborted before its first token has none of these.
+        "tokens": last.get("output_ids", []),
+        "logprobs": [entry[0] for entry in about.get("output_token_logprobs") or ()],
+        "device": details.get("device", 0) if about.get("cached_tokens") else 0,
         "host": sum(count for kind, count in details.items() if kind != "device" and isinstance(count, int)),
-        "cached": about["cached_tokens"],
+        "cached": about.get("cached_tokens", 0),
         "finish": about["finish_reason"]["type"],
         "ttft_s": ttft_s,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models"), "tiny")
 
 
-@pytest.fixture(scope="session")
-def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The answer to every prompt of an engine without flexkv and without a cache of its own."""
-    log = tmp_path_factory.mktemp("reference") / "engine.log"
-    with SglangProcess(model, log, {"disable_radix_cache": True}) as engine:
-        return {name: engine.call("generate", requests=[request(name)])[0] for name in PROMPTS}
-
-
 Parts = dict[str, dict[str, dict[str, Any]]]
 """What each part found in each of its cases."""
 
@@ -66,26 +58,37 @@ def parts() -> Parts:
 
 
 Judge = Callable[[str, dict[str, Any]], None]
+"""Holds the answer to a prompt of this name to the one without flexkv: every token and every log probability."""
 
 
-def judge_by(reference: dict[str, dict[str, Any]]) -> Judge:
-    """Holds answers to those without flexkv: every token and every log probability."""
+def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
+    """Holds answers to these, by the names of their prompts."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
-        expected = reference[name]
         assert answer["finish"] == "length", answer
-        assert answer["tokens"] == expected["tokens"], (name, answer, expected)
-        assert answer["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE), (
-            name,
-            answer,
-        )
+        assert answer["tokens"] == expected[name]["tokens"], (name, answer, expected[name])
+        close = pytest.approx(expected[name]["logprobs"], abs=LOGPROB_TOLERANCE)
+        assert answer["logprobs"] == close, (name, answer)
 
     return judge_one
 
 
+def judge_by(
+    model: Path,
+    log: Path,
+    names: Iterable[str],
+    arguments: Mapping[str, Any] | None = None,
+    **environment: str,
+) -> Judge:
+    """Asks an engine without flexkv and without a cache of its own, and ends it."""
+    given = {"disable_radix_cache": True, **(arguments or {})}
+    with SglangProcess(model, log, given, **environment) as engine:
+        return judge_of({name: engine.call("generate", requests=[request(name)])[0] for name in names})
+
+
 @pytest.fixture(scope="session")
-def judge(reference: dict[str, dict[str, Any]]) -> Judge:
-    return judge_by(reference)
+def judge(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return judge_by(model, tmp_path_factory.mktemp("reference") / "engine.log", PROMPTS)
 
 
 LOGPROB_TOLERANCE = 1e-4

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from demo.sglang_process import SglangProcess, linker
-from tests.engines_sglang.conftest import request
+from tests.engines_sglang.asked import Asked, whole
+from tests.engines_sglang.conftest import Judge
 
 HOST_BYTES = 48 << 20
 """Room for 700 pages of the tiny model: all prompts of these tests."""
@@ -17,7 +18,7 @@ DISK_BYTES = 64 << 20
 SETTLED_DEADLINE_S = 60.0
 
 
-class Spied:
+class Spied(Asked):
     """Starts the engine.
 
     Args:
@@ -54,11 +55,8 @@ class Spied:
             **{"SPY_FOLDER": str(folder), **(environment or {})},
         )
 
-    def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self.engine.call(
-            "generate", requests=[request(name, **more) for name in names]
-        )
-        return answers
+    def served(self, answer: dict[str, Any]) -> int:
+        return int(answer["host"])
 
     def forget(self) -> None:
         """Waits for what is being stored, empties the engine's own cache and spoils its pool."""
@@ -86,6 +84,18 @@ class Spied:
     def stored_pages(self) -> set[int]:
         """Pages of the engine's pool that were offloaded so far."""
         return {page for note in self.notes("offload") for page in note["pages"]}
+
+    def loads_to_other_pages(self, judge: Judge, name: str = "a") -> None:
+        """A prompt is computed and stored; after a flush it is loaded to pages that it never had."""
+        judge(name, self.ask_one(name))
+        stored = self.stored_pages()
+        self.forget()
+        # Takes the first pages of the emptied pool, so that those that were stored come back elsewhere.
+        judge("b", self.ask_one("b"))
+        answer = self.ask_one(name)
+        judge(name, answer)
+        assert answer["host"] == whole(name)
+        assert not self.pages_of_last("load") & stored
 
 
 def wait_until_durable(disk: Path) -> None:

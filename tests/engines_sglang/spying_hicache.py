@@ -1,7 +1,7 @@
 """flexkv's HiCache storage that spoils and damages on order. Lives in the engine's scheduler process.
 
-A file `spoil` in the folder SPY_FOLDER names makes the next lookup overwrite SGLang's host tier first, which must be
-empty then; a file `corrupt` makes it damage what flexkv stores.
+A file `spoil-R` in the folder SPY_FOLDER names makes rank R's next lookup overwrite SGLang's host tier first, which
+must be empty then; a file `corrupt-R` makes it damage what flexkv stores.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ class SpyingHiCache(FlexKVHiCache):
     """As a user's storage class, but for the orders."""
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        folder = Path(os.environ[FOLDER])
         with self._lock:
-            if (folder / "spoil").exists():
+            if self._ordered("spoil"):
                 self.mem_pool_host.kv_buffer.view(torch.uint8).fill_(NOISE_BYTE)
-                (folder / "spoil").unlink()
-            if (folder / "corrupt").exists():
+            if self._ordered("corrupt"):
                 damage(self._ready)
-                (folder / "corrupt").unlink()
             return super().batch_exists(keys, extra_info)
+
+    def _ordered(self, what: str) -> bool:
+        from sglang.srt.runtime_context import get_parallel
+
+        order = Path(os.environ[FOLDER]) / f"{what}-{get_parallel().tp_rank}"
+        if order.exists():
+            order.unlink()
+            return True
+        return False

@@ -1,4 +1,4 @@
-"""KV in fp8, which the real SGLang engine keeps as bytes: loaded to other pages, and damaged."""
+"""KV in fp8, which the real SGLang engine keeps as bytes: loaded by both ways in, to other pages, and damaged."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from demo.sglang_process import PAGE_TOKENS, SglangProcess
-from tests.engines_sglang.conftest import judge_by, request
+from tests.engines_sglang.asked import seen_to_be_damaged, whole
+from tests.engines_sglang.conftest import Judge, judge_by
 from tests.engines_sglang.spied import Spied
+from tests.engines_sglang.stored import Stored
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
-NAMES = ("a", "b")
 
 
-def test_fp8_pages_come_back_after_a_flush(model: Path, tmp_path: Path) -> None:
-    with SglangProcess(model, tmp_path / "alone.log", {"disable_radix_cache": True, **FP8}) as alone:
-        judge = judge_by({name: alone.call("generate", requests=[request(name)])[0] for name in NAMES})
+@pytest.fixture(scope="module")
+def judge_fp8(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return judge_by(model, tmp_path_factory.mktemp("fp8") / "alone.log", ("a", "b"), FP8)
+
+
+def test_fp8_pages_come_back_after_a_flush(model: Path, tmp_path: Path, judge_fp8: Judge) -> None:
     spied = Spied(model, tmp_path / "spied", None, FP8)
     with spied.engine:
-        [cold] = spied.ask("a")
-        judge("a", cold)
-        assert cold["cached"] == 0
-        stored = spied.stored_pages()
-        spied.forget()
-        judge("b", spied.ask("b")[0])
-        [answer] = spied.ask("a")
-        judge("a", answer)
-        assert answer["host"] == 200 // PAGE_TOKENS * PAGE_TOKENS
-        assert not spied.pages_of_last("load") & stored
+        spied.loads_to_other_pages(judge_fp8)
         spied.order("corrupt-0")
         spied.forget()
-        [damaged] = spied.ask("a")
-        assert damaged["host"] > 0
-        with pytest.raises(AssertionError):
-            judge("a", damaged)
+        seen_to_be_damaged(judge_fp8, "a", spied.ask_one("a"))
+
+
+def test_fp8_pages_come_back_from_hicaches_storage(model: Path, tmp_path: Path, judge_fp8: Judge) -> None:
+    stored = Stored(model, tmp_path / "stored", tmp_path / "disk", FP8)
+    with stored.engine:
+        judge_fp8("a", stored.ask_one("a"))
+        stored.forget()
+        answer = stored.ask_one("a")
+        judge_fp8("a", answer)
+        assert answer["cached"] == whole("a"), answer
+        stored.forget()
+        stored.order("corrupt")
+        seen_to_be_damaged(judge_fp8, "a", stored.ask_one("a"))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
-from demo.sglang_process import SglangProcess, linker
+from demo.sglang_process import ROOT, SglangProcess
 from flexkv import c_ext
 from flexkv.storage.header import DIGEST_AT, read_header
-from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, request
+from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, Judge, judge_of, request
+from tests.engines_sglang.spied import wait_until_durable
 
 BLOCK_TOKENS = 32
 """The smallest block of vLLM on a CPU; SGLang takes it as its page size."""
@@ -30,25 +33,29 @@ SETTINGS = {
     "disk.compute_if_faster": False,
     "load.lookup_wait_s": 30.0,
 }
-REST_DEADLINE_S = 60.0
 
 # torch compiles in vLLM's process and takes CXX for one word; "ccache g++" is for our own build.
 COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}
 
 
 class Sglang:
-    """A SGLang engine over the folder."""
+    """A SGLang engine over the folder. No linker is named and no setting given: flexkv's entry point does the one, its
+    file and variables the other."""
 
     def __init__(self, model: Path, log: Path, disk: Path) -> None:
-        settings: dict[str, Any] = {key.replace(".", "__"): value for key, value in SETTINGS.items()}
-        arguments = linker(**settings, disk__folders=str(disk))
-        self.process = SglangProcess(model, log, {**arguments, "page_size": BLOCK_TOKENS})
+        settings = log.with_suffix(".yaml")
+        settings.write_text(json.dumps(SETTINGS))
+        environment = {"FLEXKV_CONFIG": str(settings), "FLEXKV_DISK_FOLDERS": str(disk)}
+        arguments = {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "page_size": BLOCK_TOKENS,
+        }
+        self.process = SglangProcess(model, log, arguments, **environment)
 
-    def ask(self, name: str) -> tuple[list[int], int]:
-        """The tokens, and how many of the prompt's were not computed."""
+    def ask(self, name: str) -> dict[str, Any]:
         [answer] = self.process.call("generate", requests=[request(name)])
-        assert answer["finish"] == "length", answer
-        return answer["tokens"], answer["cached"]
+        return dict(answer)
 
 
 class Vllm:
@@ -70,13 +77,12 @@ class Vllm:
             extra = {**SETTINGS, "disk.folders": str(disk)}
             arguments["kv_transfer_config"] = {**FLEXKV, "kv_connector_extra_config": extra}
         environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **COMPILER}
-        self.process = EngineProcess(arguments, log, environment=environment)
+        self.process = EngineProcess(arguments, log, ["tests.engines_sglang.uncompiled"], environment, [ROOT])
 
-    def ask(self, name: str) -> tuple[list[int], int]:
-        """The tokens, and how many of the prompt's were not computed."""
-        [answer] = self.process.generate([{"ids": PROMPTS[name], "max_tokens": OUTPUT_TOKENS}])
-        assert answer["finish"] == "length", answer
-        return answer["tokens"], answer["cached"] or 0
+    def ask(self, name: str) -> dict[str, Any]:
+        wanted = {"ids": PROMPTS[name], "max_tokens": OUTPUT_TOKENS, "logprobs": True}
+        [answer] = self.process.generate([wanted])
+        return answer | {"cached": answer["cached"] or 0}
 
 
 @contextmanager
@@ -85,36 +91,40 @@ def over(disk: Path | None, engine: Sglang | Vllm) -> Iterator[Sglang | Vllm]:
     try:
         yield engine
         if disk is not None:
-            at_rest(disk)
+            wait_until_durable(disk)
     finally:
         engine.process.close()
 
 
-def test_each_engine_is_served_what_the_other_stored(
-    model: Path, reference: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, tmp_path: Path) -> None:
     disk, spoiled = tmp_path / "disk", tmp_path / "spoiled"
-    expected = {"sglang": {name: reference[name]["tokens"] for name in NAMES}}
     with over(None, Vllm(model, tmp_path / "vllm-plain.log", None)) as plain:
-        expected["vllm"] = {name: plain.ask(name)[0] for name in NAMES}
+        judge_vllm = judge_of({name: plain.ask(name) for name in NAMES})
 
     with over(disk, Sglang(model, tmp_path / "sglang-stores.log", disk)) as sglang:
-        assert sglang.ask("a") == (expected["sglang"]["a"], 0)
+        cold = sglang.ask("a")
+        judge("a", cold)
+        assert cold["cached"] == 0
     shutil.copytree(disk, spoiled)
 
     with over(disk, Vllm(model, tmp_path / "vllm-loads.log", disk)) as vllm:
-        assert vllm.ask("a") == (expected["vllm"]["a"], CACHED["a"])
-        assert vllm.ask("b") == (expected["vllm"]["b"], 0)
+        for name, cached in (("a", CACHED["a"]), ("b", 0)):
+            answer = vllm.ask(name)
+            judge_vllm(name, answer)
+            assert answer["cached"] == cached
 
     with over(disk, Sglang(model, tmp_path / "sglang-loads.log", disk)) as sglang:
-        assert sglang.ask("b") == (expected["sglang"]["b"], CACHED["b"])
+        answer = sglang.ask("b")
+        judge("b", answer)
+        assert answer["cached"] == CACHED["b"]
 
     # The control: were pages rewritten in a wrong order, the answer would be another one.
     say_another_order(spoiled)
     with over(spoiled, Vllm(model, tmp_path / "vllm-spoiled.log", spoiled)) as vllm:
-        tokens, cached = vllm.ask("a")
-        assert cached == CACHED["a"]
-        assert tokens != expected["vllm"]["a"]
+        answer = vllm.ask("a")
+        assert answer["cached"] == CACHED["a"]
+        with pytest.raises(AssertionError):
+            judge_vllm("a", answer)
 
 
 def say_another_order(disk: Path) -> None:
@@ -129,14 +139,3 @@ def say_another_order(disk: Path) -> None:
     struct.pack_into("<Q", raw, DIGEST_AT, c_ext.run_digest(bytes(raw)))
     with slab.open("r+b") as file:
         file.write(raw)
-
-
-def at_rest(disk: Path) -> None:
-    """Waits until nothing in the folder has changed for two seconds."""
-    ends_s, before, since_s = time.monotonic() + REST_DEADLINE_S, "", time.monotonic()
-    while time.monotonic() - since_s < 2:
-        assert time.monotonic() < ends_s, "the disk tier never came to rest"
-        time.sleep(0.25)
-        now = str(sorted((str(file), file.stat().st_mtime_ns) for file in disk.rglob("*") if file.is_file()))
-        if now != before:
-            before, since_s = now, time.monotonic()

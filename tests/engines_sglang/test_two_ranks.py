@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from demo.sglang_process import PAGE_TOKENS, SglangProcess
+from tests.engines_sglang.asked import whole
 from tests.engines_sglang.conftest import Judge, judge_by, request
-from tests.engines_sglang.spied import Spied
+from tests.engines_sglang.spied import Spied, wait_until_durable
+from tests.engines_sglang.stored import Stored
 
 TWO_RANKS = {"tp_size": 2}
 ONE_CPU_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
@@ -25,68 +25,92 @@ ALIKE = ("lookup", "load", "landed", "offload", "stored")
 def judge_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """Holds answers to those of two ranks without flexkv and without a cache of their own."""
     log = tmp_path_factory.mktemp("two-ranks-alone") / "engine.log"
-    with SglangProcess(model, log, {"disable_radix_cache": True, **TWO_RANKS}, **ONE_CPU_EACH) as engine:
-        answers: dict[str, dict[str, Any]] = {
-            name: engine.call("generate", requests=[request(name)])[0] for name in NAMES
-        }
-    return judge_by(answers)
+    return judge_by(model, log, NAMES, TWO_RANKS, **ONE_CPU_EACH)
 
 
 @pytest.fixture(scope="module")
-def spied(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
     folder = tmp_path_factory.mktemp("two-ranks") / "engine"
-    spied = Spied(model, folder, None, TWO_RANKS, ONE_CPU_EACH, host__verify=True)
+    spied = Spied(model, folder, disk, TWO_RANKS, ONE_CPU_EACH, host__verify=True)
     yield spied
     spied.engine.close()
 
 
-def assert_alike(spied: Spied) -> None:
+def assert_alike(spied: Spied, *whats: str) -> None:
     """Both ranks found, loaded and stored the same, in the same order and with the same result."""
-    for what in ALIKE:
+    for what in whats:
         assert spied.notes(what, rank=0) == spied.notes(what, rank=1), what
         assert spied.notes(what), f"nothing of {what} to compare"
 
 
 def test_both_ranks_load_what_they_stored_to_other_pages(spied: Spied, judge_two: Judge) -> None:
-    [cold] = spied.ask("a")
-    judge_two("a", cold)
-    assert cold["cached"] == 0
-    stored = spied.stored_pages()
-    spied.forget()
-    judge_two("b", spied.ask("b")[0])
-    [answer] = spied.ask("a")
-    judge_two("a", answer)
-    assert answer["host"] == 200 // PAGE_TOKENS * PAGE_TOKENS
-    assert not spied.pages_of_last("load") & stored
-    assert_alike(spied)
+    spied.loads_to_other_pages(judge_two)
+    assert_alike(spied, *ALIKE)
 
 
 def test_a_page_that_is_damaged_on_one_rank_fails_the_load_on_both(spied: Spied, judge_two: Judge) -> None:
     spied.ask("a")
     spied.order("corrupt-1")
     spied.forget()
-    [failed] = spied.ask("a")
+    failed = spied.ask_one("a")
     assert failed["finish"] == "abort", failed
     landed = [spied.notes("landed", rank)[-1]["landed"] for rank in (0, 1)]
     assert landed == [True, False], "the other rank's page was whole"
-    # What is gone on one rank is computed again on both, stored, and served.
-    [computed] = spied.ask("a")
-    judge_two("a", computed)
+    # What is gone on one rank is brought up or computed again on both, stored, and served.
+    judge_two("a", spied.ask_one("a"))
     spied.forget()
-    [served] = spied.ask("a")
+    served = spied.ask_one("a")
     judge_two("a", served)
-    assert served["host"] == 200 // PAGE_TOKENS * PAGE_TOKENS
+    assert served["host"] == whole("a")
 
 
 def test_an_aborted_request_leaves_both_ranks_alike(spied: Spied, judge_two: Judge) -> None:
-    judge_two("aborted", spied.ask("aborted")[0])
+    judge_two("aborted", spied.ask_one("aborted"))
     spied.forget()
     asked = {**request("aborted"), "tokens": 600}
     assert spied.engine.call("abort", request=asked, after_tokens=2)["finish"] == "abort"
     spied.forget()
     for name in ("aborted", "a"):
-        [answer] = spied.ask(name)
+        answer = spied.ask_one(name)
         judge_two(name, answer)
         assert answer["host"] > 0
-    for what in ("load", "offload", "stored"):
-        assert spied.notes(what, rank=0) == spied.notes(what, rank=1), what
+    assert_alike(spied, "load", "offload", "stored")
+
+
+def test_both_ranks_serve_from_their_own_folders_after_a_restart(
+    spied: Spied, model: Path, disk: Path, judge_two: Judge
+) -> None:
+    spied.ask("a")
+    spied.settle()
+    wait_until_durable(disk)
+    spied.engine.close()
+    assert len(list(disk.rglob("*.slab"))) == 2, "each rank has a folder of its own"
+    again = Spied(model, spied.folder.parent / "again", disk, TWO_RANKS, ONE_CPU_EACH, host__verify=True)
+    with again.engine:
+        assert [again.notes("start", rank)[0]["cached"] for rank in (0, 1)] == [0, 0]
+        answer = again.ask_one("a")
+        judge_two("a", answer)
+        assert answer["host"] == whole("a"), "served from disk"
+        assert_alike(again, "lookup", "load", "landed")
+
+
+def test_two_ranks_of_hicache_and_a_page_that_is_damaged_on_one(
+    model: Path, tmp_path: Path, judge_two: Judge
+) -> None:
+    stored = Stored(model, tmp_path / "stored", tmp_path / "disk", TWO_RANKS, ONE_CPU_EACH, host__verify=True)
+    with stored.engine:
+        judge_two("a", stored.ask_one("a"))
+        stored.forget()
+        answer = stored.ask_one("a")
+        judge_two("a", answer)
+        assert answer["cached"] == whole("a"), answer
+        stored.forget()
+        stored.order("corrupt", rank=1)
+        damaged = stored.ask_one("a")
+        judge_two("a", damaged)
+        assert damaged["cached"] < whole("a"), "what is gone on one rank is computed on both"

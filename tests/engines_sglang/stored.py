@@ -1,0 +1,78 @@
+"""An engine whose HiCache has flexkv as its storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from demo.sglang_process import PAGE_TOKENS, SglangProcess
+from tests.engines_sglang.asked import Asked
+from tests.engines_sglang.spied import wait_until_durable
+
+
+class Stored(Asked):
+    """Starts the engine.
+
+    Args:
+        folder: is made; holds the log and the orders to the spying storage.
+        disk: of flexkv.
+        arguments: more of the engine's.
+        settings: flexkv's, dotted keys with `__` for the dot.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        disk: Path,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.folder, self.disk = folder, disk
+        folder.mkdir()
+        given = {**hicache(disk, **settings), **(arguments or {})}
+        self._ranks = int(given.get("tp_size", 1))
+        told = {"SPY_FOLDER": str(folder), **(environment or {})}
+        self.engine = SglangProcess(model, folder / "engine.log", given, **told)
+
+    def served(self, answer: dict[str, Any]) -> int:
+        return int(answer["cached"])
+
+    def forget(self) -> None:
+        """Its tiers on the device and the host are emptied, the storage is not; the next lookup spoils the host's."""
+        wait_until_durable(self.disk)
+        assert self.engine.call("flush")
+        for rank in range(self._ranks):
+            self.order("spoil", rank)
+
+    def order(self, what: str, rank: int = 0) -> None:
+        """Leaves an order for a rank's storage; it takes it away when it obeys."""
+        (self.folder / f"{what}-{rank}").touch()
+
+
+def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
+    """Engine arguments; a prefetch is waited for, so that what is stored is served."""
+    extra = {
+        "backend_name": "flexkv",
+        "module_path": "tests.engines_sglang.spying_hicache",
+        "class_name": "SpyingHiCache",
+        "interface_v1": 1,
+        "prefetch_threshold": PAGE_TOKENS,
+        "host.bytes": 32 << 20,
+        "disk.folders": str(disk),
+        "disk.bytes_per_folder": 64 << 20,
+    } | {key.replace("__", "."): value for key, value in settings.items()}
+    return {
+        "enable_hierarchical_cache": True,
+        # SGLang's host tier holds 2,457 tokens: less than what the test of eviction asks.
+        "hicache_ratio": 1.2,
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_io_backend": "direct",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }

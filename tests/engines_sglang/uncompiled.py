@@ -1,0 +1,10 @@
+"""Keeps vLLM from compiling the ranks of log probabilities at first use: that takes longer than all the requests."""
+
+from __future__ import annotations
+
+import torch
+
+torch.compiler.set_stance("force_eager")
+
+OPERATIONS: dict[str, object] = {}
+"""None: the engine's side imports this module for what it does."""
