@@ -1,0 +1,137 @@
+"""vLLM's API server in processes of its own, on loopback, as a person runs it: asked over HTTP, stopped by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from demo.engine_preload import QUIET_ENVIRONMENT
+
+START_DEADLINE_S = 240.0
+ASK_DEADLINE_S = 60.0
+END_DEADLINE_S = 60.0
+LOG_TAIL_CHARACTERS = 4000
+
+
+class HttpServer:
+    """Use as a context manager: what still runs at its end is killed, the processes that it started included."""
+
+    def __init__(
+        self, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self._model, self._log = model, log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            *options,
+        ]
+        command += ["--host", "127.0.0.1", "--port", str(self._port)]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **QUIET_ENVIRONMENT, **environment},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> HttpServer:
+        ends_s = time.monotonic() + START_DEADLINE_S
+        try:
+            while not self._healthy():
+                assert self._process.poll() is None, self.log_tail()
+                assert time.monotonic() < ends_s, self.log_tail()
+                time.sleep(0.2)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def complete(self, ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy continuation of a prompt, as token ids."""
+        asked = {
+            "model": str(self._model),
+            "prompt": list(ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        choice = json.loads(self._fetch("/v1/completions", json.dumps(asked).encode()))["choices"][0]
+        tokens: list[int] = choice["token_ids"]
+        return tokens
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a counter over the series that have these labels."""
+        total = 0.0
+        for line in self._fetch("/metrics").decode().splitlines():
+            series, _, value = line.rpartition(" ")
+            wanted = (f'{label}="{text}"' in series for label, text in labels.items())
+            if series.partition("{")[0] == name and all(wanted):
+                total += float(value)
+        return total
+
+    def terminate(self) -> None:
+        """SIGTERM to the server alone, as an init system sends it, and the end of all its processes."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(END_DEADLINE_S)
+        self._wait_for_group()
+
+    def kill(self) -> None:
+        """SIGKILL to the server and every process that it started. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(END_DEADLINE_S)
+        self._wait_for_group()
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+
+    def _wait_for_group(self) -> None:
+        ends_s = time.monotonic() + END_DEADLINE_S
+        while time.monotonic() < ends_s:
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"processes of the server outlive it: {self.log_tail()}")
+
+    def _healthy(self) -> bool:
+        try:
+            self._fetch("/health")
+        except OSError:
+            return False
+        return True
+
+    def _fetch(self, path: str, body: bytes | None = None) -> bytes:
+        request: Any = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=ASK_DEADLINE_S) as reply:
+            content: bytes = reply.read()
+        return content
