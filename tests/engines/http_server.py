@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -124,7 +125,7 @@ class HttpServer:
     def _healthy(self) -> bool:
         try:
             self._fetch("/health")
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         return True
 

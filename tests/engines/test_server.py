@@ -54,7 +54,6 @@ def test_a_server_told_to_stop_leaves_what_host_memory_had_on_disk(serve: Callab
             server.metric(PAGES, direction="write") == 0
         )  # only an orderly end can have written what is served next
         server.terminate()
-        assert "Traceback" not in server.log_tail()
     with serve() as server:
         assert server.complete(ids, MAX_TOKENS) == expected
         assert server.metric(PAGES, direction="read") == PROMPT // BLOCK_TOKENS
