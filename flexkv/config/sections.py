@@ -10,83 +10,29 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from flexkv.config.sizes import parse_size
+from flexkv.config.values import (
+    Count,
+    Folders,
+    OptionalNode,
+    OptionalSeconds,
+    OptionalSizeBytes,
+    Seconds,
+    Share,
+    SizeBytes,
+    auto_or_count,
+    off_is_a_word,
+    on_and_off_are_words,
+)
 
 IoBackend = Literal["auto", "uring", "threads"]
 """How files are read and written where plain memory is the other side; `auto` is io_uring where the kernel lets it."""
 
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_COPY_THREADS = 64
-"""More only contend for memory bandwidth; the native core takes no more."""
 SMALL_MACHINE_CPUS = 4
 """Up to this many CPUs a second copy thread takes time from the engine's own threads."""
-
-
-def _no_bool(value: object) -> object:
-    """A bool is an int to Python; `units_per_node: true` is a mistake."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number, not a true/false value")
-    return value
-
-
-def _off_is_a_word(value: object) -> object:
-    """YAML 1.1 reads a bare `off` as false."""
-    return "off" if value is False else value
-
-
-def _on_and_off_are_words(value: object) -> object:
-    """YAML 1.1 reads a bare `on` as true and a bare `off` as false."""
-    return "on" if value is True else _off_is_a_word(value)
-
-
-def _none_is_a_word(value: object) -> object:
-    """An environment variable has no null."""
-    return None if isinstance(value, str) and value.strip().lower() == "none" else value
-
-
-def _auto_or_count(value: object) -> object:
-    """One message instead of one for each branch of the union."""
-    text = str(value).strip()
-    if isinstance(value, (int, str)) and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
-        return int(text)
-    if value != "auto":
-        raise ValueError(f"expected 'auto' or a whole number from 1 to {MAX_COPY_THREADS}")
-    return value
-
-
-def _folders(value: object) -> object:
-    """Paths joined by colons, as in PATH: one value in YAML, environment and extra config alike. A list is fine too."""
-    if _none_is_a_word(value) is None:
-        return ()
-    parts = value.split(os.pathsep) if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("expected paths of folders, joined by ':'")
-    folders = tuple(part.strip() for part in parts if part.strip())
-    if relative := [folder for folder in folders if not os.path.isabs(folder)]:
-        raise ValueError(f"expected absolute paths, got {relative[0]!r}")
-    if len(set(folders)) != len(folders):
-        raise ValueError("a folder is named twice")
-    return folders
-
-
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
 """With two, one layer is filled while another is emptied; more than sixteen hide no wait that sixteen do not."""
-
-MAX_COUNT = 2**31 - 1
-"""Pages, blocks and slots are numbered in 32 bits."""
-MAX_BYTES = 1 << 60
-MAX_SECONDS = 10_000_000
-"""The native core waits no longer: 115 days."""
-
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=MAX_COUNT)]
-SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(_no_bool), Field(ge=1, le=MAX_BYTES)]
-OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(_none_is_a_word)]
-OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(_none_is_a_word)]
-Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
-OptionalSeconds = Annotated[Count | None, BeforeValidator(_none_is_a_word)]
-Folders = Annotated[tuple[str, ...], BeforeValidator(_folders)]
-Share = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -127,7 +73,7 @@ class HostConfig(Section):
         description="The pool comes up, is pinned and is bound to a NUMA node in extents of this size. Smaller ones "
         "are usable sooner; above 1 GiB the kernel refuses to register one for I/O.",
     )
-    huge_pages: Annotated[Literal["auto", "off"], BeforeValidator(_off_is_a_word)] = Field(
+    huge_pages: Annotated[Literal["auto", "off"], BeforeValidator(off_is_a_word)] = Field(
         "auto",
         description="`auto` takes 2 MiB pages where the machine gives them and says what it got; `off` is for machines "
         "where compaction stalls are worse than slower copies.",
@@ -226,7 +172,7 @@ class TransferConfig(Section):
         le=1 << 20,
         description="Operations that may wait in each lane; beyond it new stores are dropped and counted.",
     )
-    copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(_auto_or_count)] = Field(
+    copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(auto_or_count)] = Field(
         "auto",
         description="Threads that copy where the engine's pool is plain memory. `auto`: 1, or 2 with more than 4 CPUs.",
     )
@@ -302,7 +248,7 @@ class DiskConfig(Section):
         "sync or layerwise the step stands still until what it needs next is up. Only with vLLM and "
         "`kv_load_failure_policy` recompute.",
     )
-    gds: Annotated[Literal["off", "auto", "on"], BeforeValidator(_on_and_off_are_words)] = Field(
+    gds: Annotated[Literal["off", "auto", "on"], BeforeValidator(on_and_off_are_words)] = Field(
         "auto",
         description="Load blocks that are on disk straight to the engine's pool, without a page of host memory. "
         "`auto`: where the ranks have GPUDirect Storage, and while that is measured to be faster than reading to host "

@@ -1,0 +1,79 @@
+"""Types of settings' values: what each takes, in the spellings of YAML, environment and engines, and its bounds.
+
+A value that is not allowed is a ValueError that says what is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from flexkv.config.sizes import parse_size
+
+MAX_COPY_THREADS = 64
+"""More only contend for memory bandwidth; the native core takes no more."""
+
+
+def no_bool(value: object) -> object:
+    """A bool is an int to Python; `units_per_node: true` is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a true/false value")
+    return value
+
+
+def off_is_a_word(value: object) -> object:
+    """YAML 1.1 reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+def on_and_off_are_words(value: object) -> object:
+    """YAML 1.1 reads a bare `on` as true and a bare `off` as false."""
+    return "on" if value is True else off_is_a_word(value)
+
+
+def none_is_a_word(value: object) -> object:
+    """An environment variable has no null."""
+    return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+
+def auto_or_count(value: object) -> object:
+    """One message instead of one for each branch of the union."""
+    text = str(value).strip()
+    if isinstance(value, (int, str)) and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
+        return int(text)
+    if value != "auto":
+        raise ValueError(f"expected 'auto' or a whole number from 1 to {MAX_COPY_THREADS}")
+    return value
+
+
+def folders_of(value: object) -> object:
+    """Paths joined by colons, as in PATH: one value in YAML, environment and extra config alike. A list is fine too."""
+    if none_is_a_word(value) is None:
+        return ()
+    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("expected paths of folders, joined by ':'")
+    folders = tuple(part.strip() for part in parts if part.strip())
+    if relative := [folder for folder in folders if not os.path.isabs(folder)]:
+        raise ValueError(f"expected absolute paths, got {relative[0]!r}")
+    if len(set(folders)) != len(folders):
+        raise ValueError("a folder is named twice")
+    return folders
+
+
+MAX_COUNT = 2**31 - 1
+"""Pages, blocks and slots are numbered in 32 bits."""
+MAX_BYTES = 1 << 60
+MAX_SECONDS = 10_000_000
+"""The native core waits no longer: 115 days."""
+
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_COUNT)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(no_bool), Field(ge=1, le=MAX_BYTES)]
+OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(none_is_a_word)]
+OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(none_is_a_word)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+OptionalSeconds = Annotated[Count | None, BeforeValidator(none_is_a_word)]
+Folders = Annotated[tuple[str, ...], BeforeValidator(folders_of)]
+Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1, allow_inf_nan=False)]
