@@ -11,6 +11,7 @@ import torch
 
 from build_support.preflight import compiler
 from flexkv import c_ext
+from tests.unit.gds.raw_world import SGLANG, TRTLLM, VLLM
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILE_S = 1200
@@ -46,4 +47,5 @@ def test_the_template_compiles_links_and_moves_bytes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
     assert done.returncode == 0, done.stderr[-4000:]
     caller = ctypes.CDLL(str(library))
-    assert caller.round_trip(str(tmp_path / "blocks").encode()) == 0
+    for backend in (VLLM, TRTLLM, SGLANG):
+        assert caller.round_trip(str(tmp_path / f"blocks-{backend}").encode(), backend) == 0
