@@ -23,8 +23,9 @@ Direction direction_of(OpKind kind) {
   return kind == OpKind::kH2D ? Direction::kToDevice : Direction::kToHost;
 }
 
-// A piece that was taken. The issuing thread makes it, the ending one ends it.
-struct Begun {
+// A piece that was taken and is enqueued portion by portion. The issuing thread makes it, the ending one ends
+// it.
+struct Issuing {
   std::shared_ptr<Piece> piece;
   std::vector<MoveResult> results;
   std::vector<PageEnds> pages;  // that may be copied
@@ -35,7 +36,7 @@ struct Begun {
 
 // A portion whose copies were enqueued.
 struct Issued {
-  std::shared_ptr<Begun> begun;
+  std::shared_ptr<Issuing> of;
   std::shared_ptr<Event>
       event;  // null: it could not be recorded, and nothing was enqueued or the stream is broken
   std::string error;
@@ -57,8 +58,8 @@ struct CudaLane::Shared {
   void issue_all(WorkSource& source, int32_t lane);
   void end_all(WorkSource& source, size_t direction);
   bool issue_one(WorkSource& source, int32_t lane);
-  std::string begin(Begun& begun);
-  void issue(WorkSource& source, std::shared_ptr<Begun> begun);
+  std::string prepare(Issuing& issuing);
+  void issue(WorkSource& source, std::shared_ptr<Issuing> issuing);
 
   const std::shared_ptr<Device> device;
   std::optional<Current> current;  // while the copier makes its self-test
@@ -71,7 +72,7 @@ struct CudaLane::Shared {
   std::array<std::deque<Issued>, kDirections> issued;
   std::array<int, kDirections> in_flight{};
   // The issuing thread's. A piece here has portions left, which go on as those before them arrive.
-  std::array<std::shared_ptr<Begun>, kDirections> begun;
+  std::array<std::shared_ptr<Issuing>, kDirections> unfinished;
   std::array<int, kDirections> next_staging{};
   bool woken = false;
   bool ending = false;
@@ -100,43 +101,43 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
       const std::lock_guard lock(mutex);
       if (in_flight[direction] >= kPiecesInFlight) continue;
     }
-    if (begun[direction]) {
-      issue(source, begun[direction]);
+    if (unfinished[direction]) {
+      issue(source, unfinished[direction]);
       return true;
     }
     allowed |= kind_bit(kKinds[direction]);
   }
   const std::shared_ptr<Piece> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
   if (!piece) return false;
-  const auto now = std::make_shared<Begun>();
+  const auto now = std::make_shared<Issuing>();
   now->piece = piece;
   now->results.resize(piece->positions().size());
-  begun[static_cast<size_t>(direction_of(piece->kind()))] = now;
+  unfinished[static_cast<size_t>(direction_of(piece->kind()))] = now;
   issue(source, now);
   return true;
 }
 
 // Lists what of the piece may be copied, fills in what may not, and makes the stream wait for the engine's.
 // Empty, or why nothing may be enqueued.
-std::string CudaLane::Shared::begin(Begun& begun) {
-  const Piece& piece = *begun.piece;
+std::string CudaLane::Shared::prepare(Issuing& issuing) {
+  const Piece& piece = *issuing.piece;
   const Direction direction = direction_of(piece.kind());
   const AttachedView& view = *piece.page(0).view;
-  for (size_t i = 0; i < begun.results.size(); ++i) {
+  for (size_t i = 0; i < issuing.results.size(); ++i) {
     const PageMove page = piece.page(i);
     if (direction == Direction::kToDevice && view.has_digests()) {
-      begun.results[i] = check_digests(view, page.slot, piece.layer_lo(), piece.layer_hi());
-      if (begun.results[i].status != Status::kOk) continue;
+      issuing.results[i] = check_digests(view, page.slot, piece.layer_lo(), piece.layer_hi());
+      if (issuing.results[i].status != Status::kOk) continue;
     }
-    begun.pages.push_back({page.block, view.stripe(page.slot)});
-    begun.registered = begun.registered && view.pool().registered(page.slot);
+    issuing.pages.push_back({page.block, view.stripe(page.slot)});
+    issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
   const std::span<const Segment> segments = view.segments(piece.layer_lo(), piece.layer_hi());
   // Only a single layer of a single page can be longer: the scheduler counts the rest.
   if (view.layer_bytes(piece.layer_lo(), piece.layer_hi()) > kSubBatchBytes) {
-    begun.portions = cut_to_portions(segments, kSubBatchBytes);
+    issuing.portions = cut_to_portions(segments, kSubBatchBytes);
   } else {
-    begun.portions.emplace_back(segments.begin(), segments.end());
+    issuing.portions.emplace_back(segments.begin(), segments.end());
   }
   // The engine's stream first: what a store reads must have been written, and what a load overwrites must
   // have been read by the forwards enqueued before.
@@ -145,19 +146,19 @@ std::string CudaLane::Shared::begin(Begun& begun) {
       reinterpret_cast<StreamId>(streams[static_cast<size_t>(direction)]->handle()));
 }
 
-void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Begun> piece) {
-  const Direction direction = direction_of(piece->piece->kind());
+void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuing) {
+  const Direction direction = direction_of(issuing->piece->kind());
   const auto number = static_cast<size_t>(direction);
   const StreamHandle stream = streams[number]->handle();
   // In order, so with kPiecesInFlight under way at most the one whose turn it is has ended.
   const int staging = next_staging[number];
   next_staging[number] = (staging + 1) % Copier::kStagings;
-  Issued issued_now{piece, nullptr, {}, false};
+  Issued issued_now{issuing, nullptr, {}, false};
   try {
-    if (piece->next_portion == 0) issued_now.error = begin(*piece);
+    if (issuing->next_portion == 0) issued_now.error = prepare(*issuing);
     if (issued_now.error.empty()) {
-      issued_now.error = copier.enqueue(direction, piece->portions[piece->next_portion++], piece->pages,
-                                        piece->registered, staging, stream);
+      issued_now.error = copier.enqueue(direction, issuing->portions[issuing->next_portion++], issuing->pages,
+                                        issuing->registered, staging, stream);
     }
   } catch (const std::exception& failure) {
     issued_now.error = failure.what();
@@ -170,9 +171,9 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Begun> piece) {
     // Without an event the stream itself is waited for; of a context that is broken nothing moves any more.
     device->driver().stream_synchronize(stream);
   }
-  issued_now.last = !issued_now.error.empty() || piece->next_portion == piece->portions.size();
-  if (issued_now.last) begun[number] = nullptr;
-  if (issued_now.last && issued_now.error.empty()) source.issued(piece->piece, issued_now.event);
+  issued_now.last = !issued_now.error.empty() || issuing->next_portion == issuing->portions.size();
+  if (issued_now.last) unfinished[number] = nullptr;
+  if (issued_now.last && issued_now.error.empty()) source.issued(issuing->piece, issued_now.event);
   const std::lock_guard lock(mutex);
   ++in_flight[number];
   issued[number].push_back(std::move(issued_now));
@@ -194,10 +195,10 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
     if (const std::string error = next.event ? next.event->wait() : std::string(); next.error.empty()) {
       next.error = error;
     }
-    Begun& begun = *next.begun;
-    const Piece& piece = *begun.piece;
-    for (size_t i = 0; i < begun.results.size(); ++i) {
-      MoveResult& result = begun.results[i];
+    Issuing& issuing = *next.of;
+    const Piece& piece = *issuing.piece;
+    for (size_t i = 0; i < issuing.results.size(); ++i) {
+      MoveResult& result = issuing.results[i];
       if (result.status != Status::kOk) continue;
       if (!next.error.empty()) {
         result = {Status::kFailed, next.error, {}, Blame::kWay};
@@ -208,14 +209,14 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
         }
       }
     }
-    begun.piece->touch();
+    issuing.piece->touch();
     {
       const std::lock_guard lock(mutex);
       --in_flight[direction];
       woken = true;
       to_issue.notify_one();
     }
-    if (next.last) source.finish(begun.piece, begun.results);
+    if (next.last) source.finish(issuing.piece, issuing.results);
   }
 }
 

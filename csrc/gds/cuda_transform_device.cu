@@ -112,7 +112,7 @@ class CudaTransformer : public Transformer {
   };
 
   template <typename T>
-  std::string upload(const GrowingBuffer& target, const T* source, size_t count) {
+  std::string upload(const GrowingBuffer<DeviceMemory>& target, const T* source, size_t count) {
     return cuda_error(
         cudaMemcpyAsync(target.as<T>(), source, count * sizeof(T), cudaMemcpyHostToDevice, space_->stream),
         "cudaMemcpyAsync");

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "gds/cuda_workspace.cuh"
 
 namespace flexkv {
@@ -22,24 +20,20 @@ CurrentGpu::~CurrentGpu() {
   if (restore_ && cudaSetDevice(before_) != cudaSuccess) cudaGetLastError();
 }
 
-std::string GrowingBuffer::reserve(size_t bytes) {
-  if (bytes <= bytes_) return {};
-  // Twice as much each time: all that was outgrown is less than what is in use.
-  const size_t grown = std::max(bytes, 2 * bytes_);
-  void* memory = nullptr;
-  const std::string error = pinned_ ? cuda_error(cudaMallocHost(&memory, grown), "cudaMallocHost")
-                                    : cuda_error(cudaMalloc(&memory, grown), "cudaMalloc");
-  if (!error.empty()) return error;
-  allocated_.push_back(memory);
-  memory_ = memory;
-  bytes_ = grown;
-  return {};
+std::string DeviceMemory::allocate(void** memory, size_t bytes) {
+  return cuda_error(cudaMalloc(memory, bytes), "cudaMalloc");
 }
 
-GrowingBuffer::~GrowingBuffer() {
-  for (void* memory : allocated_) {
-    if ((pinned_ ? cudaFreeHost(memory) : cudaFree(memory)) != cudaSuccess) cudaGetLastError();
-  }
+void DeviceMemory::release(void* memory) {
+  if (cudaFree(memory) != cudaSuccess) cudaGetLastError();
+}
+
+std::string PinnedMemory::allocate(void** memory, size_t bytes) {
+  return cuda_error(cudaMallocHost(memory, bytes), "cudaMallocHost");
+}
+
+void PinnedMemory::release(void* memory) {
+  if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();
 }
 
 CudaWorkspace::CudaWorkspace() {

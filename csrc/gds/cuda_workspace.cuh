@@ -4,8 +4,8 @@
 
 #include <array>
 #include <string>
-#include <vector>
 
+#include "gds/growing_buffer.h"
 #include "gds/transform_device.h"
 
 namespace flexkv {
@@ -29,31 +29,20 @@ class CurrentGpu {
   std::string error_;
 };
 
-// Memory of the GPU, or pinned host memory, that only ever grows. What it outgrows is freed with it: a free
-// waits for the whole device, other transfers and the engine's work included.
-class GrowingBuffer {
- public:
-  explicit GrowingBuffer(bool pinned) : pinned_(pinned) {}
-  ~GrowingBuffer();
-  GrowingBuffer(const GrowingBuffer&) = delete;
-  GrowingBuffer& operator=(const GrowingBuffer&) = delete;
-  // Empty, or why there is no memory. What it held is lost.
-  std::string reserve(size_t bytes);
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(memory_);
-  }
-
- private:
-  bool pinned_;
-  std::vector<void*> allocated_;
-  void* memory_ = nullptr;
-  size_t bytes_ = 0;
+// Of the current GPU.
+struct DeviceMemory {
+  static std::string allocate(void** memory, size_t bytes);
+  static void release(void* memory);
+};
+// Of the host, within the GPU's reach.
+struct PinnedMemory {
+  static std::string allocate(void** memory, size_t bytes);
+  static void release(void* memory);
 };
 
 struct CudaBatchBuffers {
-  GrowingBuffer host_pages{true}, host_bad_run{true};
-  GrowingBuffer pages{false}, progress{false}, bad_run{false};
+  GrowingBuffer<PinnedMemory> host_pages, host_bad_run;
+  GrowingBuffer<DeviceMemory> pages, progress, bad_run;
   cudaEvent_t ended = nullptr;
 };
 
@@ -66,7 +55,7 @@ struct CudaWorkspace {
 
   cudaStream_t stream = nullptr;
   cudaEvent_t engine_fence = nullptr;
-  GrowingBuffer runs{false}, leaves{false};
+  GrowingBuffer<DeviceMemory> runs, leaves;
   std::array<CudaBatchBuffers, kBatchesInFlight> batches;
   std::string error;  // why it cannot be used; empty if it can
 };

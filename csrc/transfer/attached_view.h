@@ -9,12 +9,9 @@
 
 #include "layout/kv_view.h"
 #include "transfer/host_pool.h"
+#include "transfer/sub_batch.h"
 
 namespace flexkv {
-
-// Unit: bytes. What a lane takes at once: a waiting load gets in after at most this much of a store (~0.5 ms
-// of host copy, 0.2 ms of PCIe 5), while a take (~1 us) stays below 1 % of a piece.
-inline constexpr int64_t kSubBatchBytes = int64_t{8} << 20;
 
 // Where a slot has no room for this rank's run digests: its pages are not verified.
 inline constexpr int64_t kNoDigests = -1;

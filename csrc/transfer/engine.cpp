@@ -78,6 +78,14 @@ bool in_range(Enum value, int count) {
   return static_cast<int>(value) >= 0 && static_cast<int>(value) < count;
 }
 
+// Throws ContractError unless a stream is given to a lane that has streams, and to no other.
+void check_stream(const std::string& who, const Lane& lane, const std::optional<StreamId>& stream) {
+  if (lane.needs_stream() == stream.has_value()) return;
+  throw ContractError(who + ": lane " + lane.name() +
+                      (stream ? " has no streams, but one was given"
+                              : " copies after the engine's stream, and none was given"));
+}
+
 }  // namespace
 
 TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
@@ -192,11 +200,7 @@ void TransferEngine::open_layers(const std::vector<int64_t>& tickets, int32_t la
   require_home("open_layers");
   Lane* lane = lane_of(OpKind::kD2H);
   if (lane == nullptr) throw ContractError("open_layers: this engine has no lane for D2H");
-  if (lane->needs_stream() != stream.has_value()) {
-    throw ContractError(std::string("open_layers: lane ") + lane->name() +
-                        (stream ? " has no streams, but one was given"
-                                : " copies after the engine's stream, and none was given"));
-  }
+  check_stream("open_layers", *lane, stream);
   scheduler_->open_layers(tickets, layers, stream ? lane->record(*stream) : nullptr);
 }
 
@@ -348,11 +352,7 @@ void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream
   for (size_t i = 0; i < graph.ops.size(); ++i) {
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
-    if (lane->needs_stream() != stream.has_value()) {
-      throw ContractError(place(graph.ops[i], i) + ": lane " + lane->name() +
-                          (stream ? " has no streams, but one was given"
-                                  : " copies after the engine's stream, and none was given"));
-    }
+    check_stream(place(graph.ops[i], i), *lane, stream);
     // What a gated graph reads is not even enqueued: its fences come with its layers.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }

@@ -14,12 +14,12 @@ constexpr int64_t kLayers = 4, kKv = 2, kBlocks = 8, kChunk = 1024;
 
 template <BackendType Type>
 struct Pool {
-  torch::Tensor memory = at::randint(
-      0, 256,
-      Type == BackendType::TRTLLM ? std::vector<int64_t>{kBlocks, kLayers, kKv, kChunk}
-      : Type == BackendType::VLLM ? std::vector<int64_t>{kLayers, kKv, kBlocks, kChunk}
-                                  : std::vector<int64_t>{kKv, kLayers, kBlocks, kChunk},
-      torch::kUInt8);
+  torch::Tensor memory =
+      at::randint(0, 256,
+                  Type == BackendType::TRTLLM ? std::vector<int64_t>{kBlocks, kLayers, kKv, kChunk}
+                  : Type == BackendType::VLLM ? std::vector<int64_t>{kLayers, kKv, kBlocks, kChunk}
+                                              : std::vector<int64_t>{kKv, kLayers, kBlocks, kChunk},
+                  torch::kUInt8);
   // [block][layer][kv][chunk], whatever the backend's own order.
   torch::Tensor by_block() const {
     if constexpr (Type == BackendType::TRTLLM) return memory;
@@ -49,9 +49,9 @@ int round_trip(const std::string& path) {
   const torch::Tensor content = pool.by_block().clone();
   std::vector<int64_t*> pointers = pool.pointers();
   constexpr bool kBlockFirst = Type == BackendType::TRTLLM;
-  const flexkv::GTensorHandler handler(Type, pointers.data(), kLayers, kBlockFirst ? kChunk : kBlocks * kChunk,
-                                       kBlockFirst ? kLayers * kKv * kChunk : kChunk,
-                                       kBlockFirst ? kKv * kChunk : 0);
+  const flexkv::GTensorHandler handler(
+      Type, pointers.data(), kLayers, kBlockFirst ? kChunk : kBlocks * kChunk,
+      kBlockFirst ? kLayers * kKv * kChunk : kChunk, kBlockFirst ? kKv * kChunk : 0);
   const torch::Tensor layers = at::arange(kLayers, torch::kInt32);
   const torch::Tensor gpu = at::arange(2, 6, torch::kInt64), ssd = at::arange(3, -1, -1, torch::kInt64);
   // In the file K of every layer, then V: no backend's own order, so that every byte is transformed.

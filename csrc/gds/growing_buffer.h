@@ -1,0 +1,46 @@
+// Memory that only ever grows, and frees nothing while it is used.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace flexkv {
+
+// What it outgrows is freed with it: a free of device memory waits for the whole device, other transfers and
+// the engine's work included. `Memory` has static functions: allocate(void**, size_t), which returns why
+// there is none or nothing, and release(void*).
+template <typename Memory>
+class GrowingBuffer {
+ public:
+  GrowingBuffer() = default;
+  ~GrowingBuffer() {
+    for (void* memory : allocated_) Memory::release(memory);
+  }
+  GrowingBuffer(const GrowingBuffer&) = delete;
+  GrowingBuffer& operator=(const GrowingBuffer&) = delete;
+  // Empty, or why there is no memory; then it has what it had. What it held is lost when it grows.
+  std::string reserve(size_t bytes) {
+    if (bytes <= bytes_) return {};
+    // Twice as much each time: all that was outgrown is less than what is in use.
+    const size_t grown = std::max(bytes, 2 * bytes_);
+    void* memory = nullptr;
+    std::string error = Memory::allocate(&memory, grown);
+    if (!error.empty()) return error;
+    allocated_.push_back(memory);
+    memory_ = memory;
+    bytes_ = grown;
+    return {};
+  }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  std::vector<void*> allocated_;
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace flexkv
