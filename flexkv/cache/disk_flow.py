@@ -19,6 +19,7 @@ from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightTable
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.planner import Planner
+from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
 
 
@@ -48,7 +49,7 @@ class DiskFlow:
         disk: DiskIndex,
         limits: DiskLimits,
         clock: Callable[[], float],
-        siblings: DiskIndex | None = None,
+        siblings: StoredIndex | None = None,
     ) -> None:
         limits.check()
         self._groups = len(specs)

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
 from flexkv.cache.disk_base import DiskLimits
-from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.gds_loads import GdsLoads
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.leases import NO_ENTRY, DiskLease, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
+from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpId, ReadIds
 
 
@@ -96,7 +96,7 @@ class DiskLookup:
         self,
         specs: Sequence[GroupSpec],
         host: HostTier,
-        indexes: Sequence[DiskIndex],
+        indexes: Sequence[StoredIndex],
         limits: DiskLimits,
         rates: DiskRates,
         reads: DiskReads,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.checks import good_pages
-from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.leases import EntryIds
+from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpId, OpResult, SlotIds
 
 
@@ -39,7 +39,7 @@ class DiskOp:
     slots: SlotIds
     places: SlotIds
     epoch: int
-    source: DiskIndex
+    source: StoredIndex
     begun_s: float = 0.0
     ahead: int = 0
     leaving: bool = False

@@ -9,12 +9,12 @@ import numpy as np
 
 from flexkv.cache.base import Keys
 from flexkv.cache.disk_base import DiskLimits
-from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.disk_ops import DiskOp, DiskOps
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.cache.planner import Planner
+from flexkv.cache.stored_index import StoredIndex
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 
@@ -52,7 +52,7 @@ class DiskReads:
         self,
         host: HostTier,
         planner: Planner,
-        indexes: Sequence[DiskIndex],
+        indexes: Sequence[StoredIndex],
         limits: DiskLimits,
         orders: list[TransferGraph],
         rates: DiskRates,
@@ -116,7 +116,7 @@ class DiskReads:
 
     def _plan(
         self,
-        source: DiskIndex,
+        source: StoredIndex,
         group: int,
         keys: Keys,
         entries: EntryIds,

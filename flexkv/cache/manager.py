@@ -37,6 +37,7 @@ from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import Counters, ManagerStats
+from flexkv.cache.stored_index import StoredIndex
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.base import DiskTier, StoredPages
@@ -93,7 +94,7 @@ class LocalCacheManager(CacheManager):
         self._disk: DiskFlow | None = None
         if disk is not None:
             own = DiskIndex(self._specs, disk, policy, unix_s, disk_limits.ttl_s)
-            others = None if siblings is None else DiskIndex(self._specs, siblings, policy, unix_s)
+            others = None if siblings is None else StoredIndex(self._specs, siblings, policy, unix_s)
             self._disk = DiskFlow(
                 self._specs, self.host, planner, self._inflight, own, disk_limits, clock, others
             )

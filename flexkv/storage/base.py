@@ -179,7 +179,7 @@ class DiskStats:
 
 
 class StoredPages(ABC):
-    """What of a unit's pages lies on disks, for an index in memory. Nothing here but `reset` waits for a disk."""
+    """What of a unit's pages lies on disks, to be looked up and read. Nothing here but `reset` waits for a disk."""
 
     @property
     @abstractmethod
@@ -208,27 +208,11 @@ class StoredPages(ABC):
         """Of the model's weights: what the last `reset` set, 0 at first."""
 
     @abstractmethod
-    def next_generations(self, count: int) -> Generations:
-        """`count` numbers for writes, ascending, higher than any before."""
-
-    @abstractmethod
-    def record_publish(
-        self,
-        group: int,
-        keys: Keys,
-        places: Places,
-        generations: Generations,
-        tokens: NDArray[np.int32],
-        expiries: NDArray[np.uint64] | None = None,
-    ) -> bool:
-        """These pages were written and their ops ended OK: make them durable. Never blocks.
-
-        False when the journal is full and the rows were dropped: the pages can be read until the process ends.
-        """
-
-    @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """These pages are to be forgotten. To be called before their places are written again. Never blocks."""
+        """These pages are to be forgotten. Never blocks.
+
+        To be called before their places are written again.
+        """
 
     @abstractmethod
     def record_use(self, group: int, places: Places) -> None:
@@ -246,7 +230,26 @@ class StoredPages(ABC):
 
 
 class DiskTier(StoredPages):
-    """The disk tier of one ownership unit. Driven by one thread, the manager's."""
+    """The disk tier of one ownership unit: pages that it writes, too. Driven by one thread, the manager's."""
+
+    @abstractmethod
+    def next_generations(self, count: int) -> Generations:
+        """`count` numbers for writes, ascending, higher than any before."""
+
+    @abstractmethod
+    def record_publish(
+        self,
+        group: int,
+        keys: Keys,
+        places: Places,
+        generations: Generations,
+        tokens: NDArray[np.int32],
+        expiries: NDArray[np.uint64] | None = None,
+    ) -> bool:
+        """These pages were written and their ops ended OK: make them durable. Never blocks.
+
+        False when the journal is full and the rows were dropped: the pages can be read until the process ends.
+        """
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:

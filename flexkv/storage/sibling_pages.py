@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexkv.errors import BlockRangeError, ContractError
-from flexkv.storage.base import Generations, IndexRows, Keys, Places, StoredPages
+from flexkv.storage.base import Generations, IndexRows, Places, StoredPages
 from flexkv.storage.rows import index_rows
 from flexkv.storage.siblings import GROUP, Sibling
 
@@ -51,22 +48,6 @@ class SiblingPages(StoredPages):
     @property
     def epoch(self) -> int:
         return self._epoch
-
-    def next_generations(self, count: int) -> Generations:
-        if count:
-            raise ContractError("a sibling's folder is not written")
-        return np.empty(0, np.uint64)
-
-    def record_publish(
-        self,
-        group: int,
-        keys: Keys,
-        places: Places,
-        generations: Generations,
-        tokens: NDArray[np.int32],
-        expiries: NDArray[np.uint64] | None = None,
-    ) -> bool:
-        raise ContractError("a sibling's folder is not written")
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         """They are forgotten in this process; the folder is its own unit's."""
