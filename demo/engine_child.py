@@ -171,9 +171,9 @@ def _operations(modules: list[str]) -> dict[str, Operation]:
     return operations
 
 
-def _die_with_parent() -> None:
-    """Ends this process with the fork server, which ends with the process that steers us."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Asks for a signal when the parent ends. An engine's is the fork server, which ends with who steers us."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
@@ -194,7 +194,7 @@ def serve(
 ) -> None:
     """Runs in the new process: starts the engine, answers, then obeys until told to close."""
     os.setsid()  # a group of its own, so that a stuck engine goes down with all its workers
-    _die_with_parent()
+    die_with_parent()
     _redirect_output(log)
     os.environ.update(environment)
     sys.path[:0] = paths

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,16 +14,20 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from demo.engine_child import die_with_parent
 from demo.engine_preload import QUIET_ENVIRONMENT
 
 START_DEADLINE_S = 240.0
 ASK_DEADLINE_S = 60.0
 END_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
+PORTS = range(20_000, 30_000)
+"""Below those that the kernel gives to others' connections: a server binds long after its port was seen to be free."""
 
 
 class HttpServer:
@@ -32,9 +37,7 @@ class HttpServer:
         self, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self._model, self._log = model, log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = _free_port()
         command = [
             sys.executable,
             "-m",
@@ -52,6 +55,8 @@ class HttpServer:
                 stderr=out,
                 env={**os.environ, **QUIET_ENVIRONMENT, **environment},
                 start_new_session=True,
+                # A test that is killed leaves no server; and a server that is told to stop leaves no engine.
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
     def __enter__(self) -> HttpServer:
@@ -136,3 +141,11 @@ class HttpServer:
         with urllib.request.urlopen(request, timeout=ASK_DEADLINE_S) as reply:
             content: bytes = reply.read()
         return content
+
+
+def _free_port() -> int:
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"of 100 ports in {PORTS} none is free")
