@@ -1,1 +1,1 @@
-"""Build helpers used by setup.py: toolchain probes and the ninja file writer."""
+"""What setup.py, the Makefile and the tests build with: preflight, environments, toolchains, ninja files."""

@@ -33,7 +33,7 @@ class DiskFlow:
 
     Attributes:
         gds_loads: loads without a page of host memory; None where there are none.
-        gds_stores: stores without a page of host memory; None where stores go there.
+        gds_stores: stores without a page of host memory; None where stores go to host memory.
         down: why the disks cannot be used any more; empty while they can.
 
     Raises:

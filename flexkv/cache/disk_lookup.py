@@ -84,7 +84,7 @@ class LeftToEngine:
 
 
 class DiskLookup:
-    """Looks on disk for what host memory lacks of a request. Plans reads, and changes nothing else but leases.
+    """Looks on disk for what host memory lacks of a request: plans reads that it waits for, or leases what is promised.
 
     Args:
         indexes: of the unit's own disks, then of its siblings'.

@@ -2,7 +2,7 @@
 
 Contract with the disk index: from the promise to the end of the load on every rank its entries are leased, so that
 nobody writes their places. Each rank verifies what it brings against the tags; a page that fails is named to the
-engine, which computes it, and is forgotten on disk.
+engine, which computes it, and is forgotten on disk where its place held something else (`Blame`).
 """
 
 from __future__ import annotations

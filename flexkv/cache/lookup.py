@@ -1,4 +1,4 @@
-"""Finds, leases and loads what a request can restore, over all KV groups."""
+"""Finds and leases what a request can restore, over all KV groups, and checks what it then asks to load."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ from flexkv.transfer.graph import BlockIds, OpKind, OpResult, TransferGraph
 
 
 class LocalCacheManager(CacheManager):
-    """Keys to host slots, in one process. Deterministic: the only outside input is `clock`.
+    """Keys to host slots and places on disk, in one process. Deterministic: the only outside inputs are the clocks.
 
     Args:
         groups: the unit's KV groups; all must have the same `block_tokens`.
         policy: eviction policy of every group's slots; allowed is "lru".
-        clock: seconds, never running backwards; only lease ages are read from it.
+        clock: seconds, never running backwards; ages of leases and waits, and what disks are measured by.
         listener: is told what becomes visible and what leaves.
         disk: the unit's disks; None for a host tier alone. Its ops are handed out by `disk.take_orders`, apart from the
             graphs for the workers, and their results come back by `disk.complete`.

@@ -185,7 +185,7 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
 def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """With POSIX calls, and fewer staging slots than a prompt has blocks."""
+    """With fewer staging slots than a prompt has blocks."""
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4}
     session = start(engines, folder, **straight)

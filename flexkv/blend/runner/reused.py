@@ -51,9 +51,10 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """The layers, one after the other, behind the tokens of `past`: of each layer, keys and values
-        [heads, tokens, dim] that the engine has.
+        """The layers, one after the other, behind the tokens that the engine has.
 
+        Args:
+            past: of each layer, keys and values [heads, tokens, dim] of those tokens; empty for none.
         """
         first = past[0][0].shape[1] if past else 0
         chunks = [

@@ -1,4 +1,4 @@
-"""Gds loads from real slabs, under the connector's two sides, with POSIX calls."""
+"""Gds loads from real slabs, under the connector's two sides, in plain memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gds stores to real slabs, under the connector's two sides, with POSIX calls."""
+"""Gds stores to real slabs, under the connector's two sides, in plain memory."""
 
 from __future__ import annotations
 
