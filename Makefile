@@ -67,11 +67,11 @@ test-engines: build-test  ## tests with the real vLLM engine
 test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 	@$(PYTEST) tests/engines_sglang
 
-soak: build-test  ## simulation, transfer stress and engine pressure, 20 times as long (or FLEXKV_SOAK)
+soak: build-test  ## simulation, transfer stress, engine pressure, kills and power cuts, 20 times as long (or FLEXKV_SOAK)
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
 
-# Every program in benchmarks/ takes --json.
-BENCHMARKS = $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+# Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU.
+BENCHMARKS = $(filter-out gpu_results,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done

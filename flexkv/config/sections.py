@@ -252,8 +252,8 @@ class DiskConfig(Section):
         "auto",
         description="Load blocks that are on disk straight to the engine's pool, without a page of host memory. "
         "`auto`: where the ranks have GPUDirect Storage, and while that is measured to be faster than reading to host "
-        "memory and copying; `on`: always, also with POSIX calls. Only with vLLM, `kv_load_failure_policy` recompute "
-        "and `load.mode` async.",
+        "memory and copying; `on`: always, also by io_uring or POSIX calls and a copy. Only with vLLM, "
+        "`kv_load_failure_policy` recompute and `load.mode` async.",
     )
     gds_stores: bool = Field(
         False,
@@ -277,7 +277,7 @@ class DiskConfig(Section):
     register_buffers: bool = Field(
         False,
         description="io_uring keeps the host pool pinned, rather than the pages of each read and write; counts against "
-        "the `memlock` limit, once a disk. Off: what it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
+        "the `memlock` limit, once a disk. What it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
         "on without and the log says why.",
     )
     stuck_s: Seconds = Field(
@@ -307,7 +307,7 @@ class GdsConfig(Section):
     threads_per_disk: Count = Field(
         4,
         le=64,
-        description="Threads that serve each disk; every one has one call under way.",
+        description="Threads that serve each disk; with POSIX and cuFile each has one call under way.",
     )
 
 

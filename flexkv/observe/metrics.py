@@ -66,7 +66,12 @@ _TABLE = (
         "tokens",
         "Tokens that the engine did not have and asked for.",
     ),
-    Metric("flexkv_hit_tokens_total", MetricKind.COUNTER, "tokens", "Tokens promised from host memory."),
+    Metric(
+        "flexkv_hit_tokens_total",
+        MetricKind.COUNTER,
+        "tokens",
+        "Tokens promised to the engine, which need not compute them.",
+    ),
     Metric(
         "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes moved and verified.", (_DIRECTION,)
     ),
@@ -92,7 +97,8 @@ _TABLE = (
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages not stored so that the engine need not wait: queues full, no free slot, or too many engine blocks held.",
+        "Pages not stored so that the engine need not wait: queues full, no free slot, or too many blocks with a store "
+        "in flight.",
         (("reason", ("busy", "no_slot", "reference_limit")),),
     ),
     Metric(
@@ -174,7 +180,7 @@ _TABLE = (
         "Pages loaded that had been promised while the disk brought them up (`disk.stream`).",
     ),
     Metric(
-        "flexkv_disk_straight_pages_total",
+        "flexkv_disk_gds_pages_total",
         MetricKind.COUNTER,
         "pages",
         "Pages loaded from disk and verified, or stored there, without a page of host memory (`disk.gds`).",
@@ -186,7 +192,7 @@ _TABLE = (
         "seconds",
         "What a page more adds to a read from disk, to a load from host memory, and to a load straight from disk, as "
         "measured lately.",
-        (("what", ("read", "load", "straight")),),
+        (("what", ("read", "load", "gds")),),
     ),
     Metric(
         "flexkv_compute_token_seconds",

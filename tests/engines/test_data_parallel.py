@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from .conftest import PACKAGE_ROOT, UNPINNED, connector, engine_arguments
+from .conftest import UNPINNED, connector, engine_arguments
 from .session import Prompt, Reference
 
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 840.0
 """Six processes import vLLM: three quarters of a minute on two idle cores, minutes where others use them."""
 
@@ -46,7 +47,7 @@ def run(arguments: dict[str, Any], orders: list[Any], log: Path) -> list[dict[st
     with log.open("w") as output:
         done = subprocess.run(
             command,
-            cwd=PACKAGE_ROOT,
+            cwd=ROOT,
             env=environ,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -23,8 +23,8 @@ DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
 DURABLE = "vllm:flexkv_disk_durable_pages_total"
 FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
-STRAIGHT = "vllm:flexkv_disk_straight_pages_total{direction=read}"
-STRAIGHT_WRITES = "vllm:flexkv_disk_straight_pages_total{direction=write}"
+STRAIGHT = "vllm:flexkv_disk_gds_pages_total{direction=read}"
+STRAIGHT_WRITES = "vllm:flexkv_disk_gds_pages_total{direction=write}"
 STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20

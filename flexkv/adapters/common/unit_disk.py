@@ -226,8 +226,8 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
-        counters.add("flexkv_disk_straight_pages_total", new["gds_read"], direction="read")
-        counters.add("flexkv_disk_straight_pages_total", new["gds_written"], direction="write")
+        counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
+        counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")
         counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
         self._durable_said = self._driver.durable_pages
         entries = self._flow.index.entries
@@ -235,7 +235,7 @@ class UnitDisk:
         counters.set("flexkv_disk_slots_used", len(entries))
         counters.set("flexkv_disks", sum(self._tier.alive))
         rates = self._flow.rates
-        for what, line in (("read", rates.read), ("load", rates.load), ("straight", rates.gds)):
+        for what, line in (("read", rates.read), ("load", rates.load), ("gds", rates.gds)):
             counters.set("flexkv_disk_page_seconds", line.line()[1], what=what)
         counters.set("flexkv_compute_token_seconds", rates.compute.line()[1])
 

@@ -25,7 +25,7 @@ def make_gds(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def gds_pages(engine: MiniEngine) -> float:
-    return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get("read", 0)
+    return engine.counters.data.get("flexkv_disk_gds_pages_total", {}).get("read", 0)
 
 
 def read(engine: MiniEngine) -> float:

@@ -21,7 +21,7 @@ def make_gds(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def gds_pages(engine: MiniEngine, direction: str) -> float:
-    return engine.counters.data.get("flexkv_disk_straight_pages_total", {}).get(direction, 0)
+    return engine.counters.data.get("flexkv_disk_gds_pages_total", {}).get(direction, 0)
 
 
 def on_disk(engine: MiniEngine) -> int:
