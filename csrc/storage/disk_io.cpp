@@ -195,7 +195,7 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
     try {
       begin(task);
     } catch (const std::exception& error) {
-      add(ended, task, {Status::kFailed, error.what()});
+      add(ended, task, {Status::kFailed, error.what(), {}, Blame::kWay});
       continue;
     }
     submit_ios(queue);

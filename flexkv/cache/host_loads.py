@@ -81,6 +81,10 @@ class HostLoads(LoadRoute):
 
     def end(self, op: InflightOp, current: bool) -> None:
         index = self._host.index
+        if not current:
+            # A reset forgot what it loaded; under the same keys there may be other pages by now.
+            index.unpin(op.entries)
+            return
         if self._disk is not None:
             coming = op.coming
             if coming is not None:
@@ -88,7 +92,7 @@ class HostLoads(LoadRoute):
                 op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
             keys = index.keys_of(op.entries)
             # Also on disk: what is wrong with the page may have been written there too.
-            self._disk.forget(op.group, keys[op.suspect])
+            self._disk.forget(op.group, keys[op.suspect & op.damaged])
             self._disk.index.used(op.group, keys[~op.suspect])
             if not op.failed.any() and coming is None:
                 now_s = self._clock()

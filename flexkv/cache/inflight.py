@@ -40,6 +40,7 @@ class InflightOp:
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
+        damaged: failed pages whose content may be at fault, as far as ranks say.
         astray: of a load from disk, the disk or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
     """
@@ -59,11 +60,12 @@ class InflightOp:
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)
     barred: NDArray[np.bool_] = field(init=False)
+    damaged: NDArray[np.bool_] = field(init=False)
     astray: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.failed, self.suspect, self.barred = np.zeros((3, len(self.entries)), np.bool_)
+        self.failed, self.suspect, self.barred, self.damaged = np.zeros((4, len(self.entries)), np.bool_)
 
     @property
     def op_id(self) -> OpId:
@@ -114,6 +116,7 @@ class InflightOp:
             return
         bad = ~good
         self.failed |= bad
+        self.damaged |= bad & (blamed <= Blame.PAGE)
         if self.in_disk_index:
             self.suspect |= bad & (blamed <= Blame.PAGE)
             self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import stat
 from pathlib import Path
 
 from flexkv.config import DiskConfig
+from flexkv.errors import DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.folder import unit_folder
 
@@ -15,16 +18,26 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
     them. `disk.bytes_per_folder`, or else a share of what is free.
 
     What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
-    units hold there cannot be had. Makes folders that are not there.
+    units hold there cannot be had. Makes folders that are not there. A folder that cannot be used has no say: whoever
+    opens them names it and does without.
+
+    Raises:
+        DiskError: none can be used.
     """
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
-    rooms = []
+    rooms, reasons = [], []
     for root in map(Path, disk.folders):
-        root.mkdir(parents=True, exist_ok=True)
-        free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
-        others = _held_bytes(root) - own
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
+            others = _held_bytes(root) - own
+        except OSError as error:
+            reasons.append(f"{root}: {error.strerror}")
+            continue
         rooms.append(share_bytes(free, own, others, disk.space_share, units))
+    if not rooms:
+        raise DiskError(f"no disk can be used: {'; '.join(reasons)}")
     return min(rooms)
 
 
@@ -36,4 +49,9 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
 
 def _held_bytes(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    held = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # an index's side files come and go
+            said = file.lstat()
+            held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
+    return held

@@ -22,10 +22,12 @@ def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     units = int(parallel.data_parallel_size_local)
+    # Ranks of a model with experts know of each other, but for those that somebody else starts one by one.
+    told = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
     one_of_several = transfer is not None and str(transfer.engine_id).endswith(
         f"_dp{parallel.data_parallel_index}"
     )
-    if units > 1 or not one_of_several or settings.origin(UNITS) != "default":
+    if units > 1 or told or not one_of_several or settings.origin(UNITS) != "default":
         return units
     shared = [name for name, is_shared in _shares(settings) if is_shared]
     if shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.config import load_config
-from flexkv.errors import ConfigError, FlexKVError
+from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder import unit_folder
 from flexkv.storage.folder_share import bytes_per_folder, share_bytes
 from flexkv.transfer.graph import OpKind
@@ -273,6 +274,19 @@ def test_the_size_of_a_folder(tmp_path: Path) -> None:
     own.mkdir(parents=True)
     (own / "slab").write_bytes(b"x" * (64 << 20))
     assert abs(bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group) - before) < 16 << 20
+
+
+def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "file" / "folder"
+    (tmp_path / "file").touch()
+
+    def size(*folders: Path) -> int:
+        config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
+        return bytes_per_folder(config.disk, 1, IDENTITY, make_group())
+
+    assert abs(size(bad, good) - size(good)) < 16 << 20
+    with pytest.raises(DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory"):
+        size(bad)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

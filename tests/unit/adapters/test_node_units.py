@@ -19,10 +19,15 @@ def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
     assert share_of_node(load_config({"host.units_per_node": 2}, {}), 4).host.units_per_node == 2
 
 
-def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}") -> Any:
+def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}", size: int = 1, external: bool = False) -> Any:
     """What a data-parallel rank is told. One of a model without experts is told that it is alone."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=local, data_parallel_index=rank),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=size,
+            data_parallel_size_local=local,
+            data_parallel_index=rank,
+            data_parallel_external_lb=external,
+        ),
         kv_transfer_config=SimpleNamespace(engine_id=engine_id.format(rank)),
     )
 
@@ -54,4 +59,10 @@ def test_a_rank_with_sizes_of_its_own_or_alone_is_one_unit(settings: dict[str, A
 
 
 def test_ranks_of_a_model_with_experts_are_counted() -> None:
-    assert units_on_node(load_config({}, {}), ranks(1, local=4)) == 4
+    assert units_on_node(load_config({}, {}), ranks(1, local=4, size=8)) == 4
+    assert units_on_node(load_config({}, {}), ranks(1, local=1, size=2)) == 1
+
+
+def test_ranks_that_somebody_else_starts_one_by_one_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"set host\.units_per_node"):
+        units_on_node(load_config({}, {}), ranks(1, size=2, external=True))

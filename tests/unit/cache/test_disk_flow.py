@@ -81,6 +81,34 @@ def test_forgetting_reaches_the_disk() -> None:
     assert world.hits(keys) == 2
 
 
+@pytest.mark.parametrize(("status", "left"), [(OpStatus.LANE_DOWN, 4), (OpStatus.FAILED, 0)])
+def test_a_lane_to_the_engine_that_is_down_leaves_what_is_on_disk(status: OpStatus, left: int) -> None:
+    """Host memory lets go of it all the same: it has no other way to the engine."""
+    keys = chain(4)
+    world = DiskWorld()
+    world.store(keys)
+    world.run()
+    world.match(keys)
+    world.end_load(world.load(4), [0, 1, 2, 3], status)
+    world.drop_host()
+    assert world.hits(keys) == left
+
+
+def test_a_load_that_a_reset_overtook_forgets_nothing_newer() -> None:
+    keys = chain(4)
+    world = DiskWorld()
+    world.store(keys)
+    world.run()
+    world.match(keys)
+    load = world.load(4)
+    world.manager.reset()
+    world.store(keys)
+    world.run()
+    world.end_load(load, [0, 1, 2, 3])
+    world.drop_host()
+    assert world.hits(keys) == 4
+
+
 def test_a_page_whose_load_failed_is_forgotten_on_disk_too() -> None:
     keys = chain(4)
     world = DiskWorld()
