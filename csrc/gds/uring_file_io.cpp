@@ -70,11 +70,28 @@ IoOutcome UringFileIo::transfer(const IoCall& call) {
 void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   IoQueue* queue = ring();
   if (queue == nullptr) return posix_.transfer_all(calls, outcomes);
+  int32_t in_flight = 0;
   std::vector<IoDone> done;
+  done.reserve(kRingDepth + 1);
+  try {
+    carry_out(*queue, calls, outcomes, done, in_flight);
+  } catch (...) {
+    // The kernel may still write to the caller's memory, and the next calls must not hear of these.
+    while (in_flight > 0) {
+      done.clear();
+      hear(*queue, done);
+      in_flight -= static_cast<int32_t>(done.size());
+    }
+    throw;
+  }
+}
+
+void UringFileIo::carry_out(IoQueue& queue, std::span<const IoCall> calls, std::span<IoOutcome> outcomes,
+                            std::vector<IoDone>& done, int32_t& in_flight) {
   size_t next = 0;
   bool failed = false;
-  for (int32_t in_flight = 0; in_flight > 0 || (next < calls.size() && !failed);) {
-    for (; next < calls.size() && !failed && in_flight < queue->depth(); ++next) {
+  while (in_flight > 0 || (next < calls.size() && !failed)) {
+    for (; next < calls.size() && !failed && in_flight < queue.depth(); ++next) {
       const IoCall& call = calls[next];
       if (call.bytes == 0 || call.bytes > kLongestBytes) {
         outcomes[next] = posix_.transfer(call);
@@ -82,17 +99,17 @@ void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcom
         continue;
       }
       const RawFiles::File& file = files_->at(call.device, call.file);
-      queue->submit({.write = call.write,
-                     .fd = route(call) == IoRoute::kDirect ? file.direct_fd : file.buffered_fd,
-                     .buffer = static_cast<std::byte*>(call.memory),
-                     .bytes = call.bytes,
-                     .offset = call.offset,
-                     .cookie = next});
+      queue.submit({.write = call.write,
+                    .fd = route(call) == IoRoute::kDirect ? file.direct_fd : file.buffered_fd,
+                    .buffer = static_cast<std::byte*>(call.memory),
+                    .bytes = call.bytes,
+                    .offset = call.offset,
+                    .cookie = next});
       ++in_flight;
     }
     if (in_flight == 0) continue;
     done.clear();
-    hear(*queue, done);
+    hear(queue, done);
     in_flight -= static_cast<int32_t>(done.size());
     for (const IoDone& one : done) {
       const IoCall& call = calls[one.cookie];

@@ -28,6 +28,9 @@ class UringFileIo : public FileIo {
 
  private:
   IoQueue* ring() const;
+  // `in_flight`: requests that the queue has and was not heard of, also where this throws.
+  void carry_out(IoQueue& queue, std::span<const IoCall> calls, std::span<IoOutcome> outcomes,
+                 std::vector<IoDone>& done, int32_t& in_flight);
   IoOutcome finish(const IoCall& call, int64_t result);
 
   const std::shared_ptr<const RawFiles> files_;

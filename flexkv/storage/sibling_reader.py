@@ -26,6 +26,9 @@ from flexkv.transfer.host_pool import HostPool
 
 DIGEST = np.dtype("<u8")
 
+WRITE_S = 1.0
+"""Writing a page that was read to its host slot is a copy: milliseconds."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -118,9 +121,10 @@ class SiblingReader:
                 self._give_up(moving, f"a page was not read within {self._stuck_s:.0f} s")
             return self._down
 
-    def _give_up(self, moving: UnderWay, reason: str) -> None:
-        """Nothing more is read. With the lock; not while the page under way, which has been read, is being written."""
-        if not self._writing.acquire(blocking=False):
+    def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
+        """Nothing more is read. With the lock; not while the page under way, which has been read, is being written,
+        which takes as long as a copy: for `wait_s` at most it is waited for."""
+        if not self._writing.acquire(timeout=wait_s):
             return
         self._down = reason
         self._writing.release()
@@ -152,7 +156,9 @@ class SiblingReader:
             if not self._thread.is_alive():
                 return True
             if not self._down and self._under_way is not None:
-                self._give_up(self._under_way, f"closed, and a page was not read within {deadline_s:.1f} s")
+                self._give_up(
+                    self._under_way, f"closed, and a page was not read within {deadline_s:.1f} s", WRITE_S
+                )
             return False
 
     def _run(self) -> None:

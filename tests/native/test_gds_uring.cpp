@@ -73,6 +73,46 @@ TEST_CASE("a ring moves more calls than it has places, and finishes what came sh
   CHECK(world.io->transfer(call).bytes == 0);
 }
 
+TEST_CASE("calls that break off leave nothing under way, and the next ones hear of none of them") {
+  if (!uring_refusal().empty()) return;
+  // Takes `left` requests, then is out of memory once.
+  class BreakingQueue : public IoQueue {
+   public:
+    BreakingQueue(std::unique_ptr<IoQueue> inner, int& left, int& under_way)
+        : inner_(std::move(inner)), left_(left), under_way_(under_way) {}
+    const char* name() const override { return inner_->name(); }
+    int32_t depth() const override { return inner_->depth(); }
+    void submit(const IoRequest& request) override {
+      if (left_-- == 0) throw std::bad_alloc();
+      inner_->submit(request);
+      ++under_way_;
+    }
+    void take(std::vector<IoDone>& done) override { inner_->take(done); }
+    void wait(std::vector<IoDone>& done) override {
+      const size_t before = done.size();
+      inner_->wait(done);
+      under_way_ -= static_cast<int>(done.size() - before);
+    }
+    void wake() override { inner_->wake(); }
+
+   private:
+    std::unique_ptr<IoQueue> inner_;
+    int& left_;
+    int& under_way_;
+  };
+  int left = 20;
+  int under_way = 0;
+  std::vector<unsigned char> memory;
+  RingWorld world;
+  world.io = std::make_unique<UringFileIo>(world.files, [&](std::unique_ptr<IoQueue> queue, int32_t) {
+    return std::make_unique<BreakingQueue>(std::move(queue), left, under_way);
+  });
+  CHECK_THROWS_AS(world.read(memory, 100), std::bad_alloc);
+  CHECK(under_way == 0);
+  for (const IoOutcome& outcome : world.read(memory, 100)) CHECK(outcome.bytes == 4096);
+  CHECK(memory == world.content);
+}
+
 TEST_CASE("a ring's error is the call's, and ends the calls that were not made") {
   if (!uring_refusal().empty()) return;
   std::vector<unsigned char> memory;
