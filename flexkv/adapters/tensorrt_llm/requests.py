@@ -15,6 +15,7 @@ GROUP = 0
 """The one KV group of a cache that this adapter accepts."""
 
 NO_BLOCKS = range(0)
+NO_TOKENS = range(0)
 
 
 class RequestKeys:
@@ -42,53 +43,73 @@ class Tracked:
     Attributes:
         keys: None where its KV depends on what no key says.
         offer: blocks of the last promise, until their load is ordered; empty for none.
-        wanted: those of them that the engine still takes.
+        wanted: tokens of them that the engine still takes.
         step_loaded: tokens from the start whose KV the next step's forward finds in its blocks, by a load inside it.
         computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
         load: op of a load between steps that has not ended well on all ranks.
-        loading: blocks that it loads.
-        excused: the engine took back all of a promise whose load was to run between steps. The ranks were told to
-            return the id should it be named all the same.
+        loading: tokens that it loads and that the engine still takes.
+        spent: of a load between steps ranks may have an order that the engine never names, or hear late that it was
+            taken back. The engine names a load by this id alone, so the order of a second one could be mistaken for
+            that of the first on a rank that lags: there is no second.
         prompt_tokens: that the request had when the engine last asked for it.
     """
 
     request_id: int
     keys: RequestKeys | None
     offer: range = NO_BLOCKS
-    wanted: range = NO_BLOCKS
+    wanted: range = NO_TOKENS
     step_loaded: int = 0
     computed: int = 0
     load: OpId | None = None
-    loading: range = NO_BLOCKS
-    excused: bool = False
+    loading: range = NO_TOKENS
+    spent: bool = False
     prompt_tokens: int = 0
 
+    @property
+    def ordered(self) -> bool:
+        """Whether ranks may have to do with a load of this id yet."""
+        return self.spent or self.load is not None
 
-def still_wanted(blocks: range, start: int, end: int, block_tokens: int) -> range:
-    """Blocks of an offer that are left when the engine hands back tokens [start, end) of it.
 
-    It hands back the whole, or a part at either end; the rest counts as loaded, so a block of which a part is left is
-    loaded too. A range in the middle, which it never hands back, would be loaded for nothing.
-    """
-    first, last = blocks.start * block_tokens, blocks.stop * block_tokens
-    if start >= end:
-        return blocks
-    if start <= first and end >= last:
+def tokens_of(blocks: range, block_tokens: int) -> range:
+    """The tokens of whole blocks."""
+    return range(blocks.start * block_tokens, blocks.stop * block_tokens)
+
+
+def blocks_of(tokens: range, block_tokens: int) -> range:
+    """The blocks that hold tokens: also those that hold others beside them."""
+    if not tokens:
         return NO_BLOCKS
+    return range(tokens.start // block_tokens, -(-tokens.stop // block_tokens))
+
+
+def still_wanted(tokens: range, start: int, end: int) -> range:
+    """Tokens of an offer that are left when the engine hands back [start, end) of it.
+
+    It hands back the whole, or a part at either end, and may do so piece by piece; the rest counts as loaded. A range
+    in the middle, which it never hands back, would be loaded for nothing.
+    """
+    if start >= end:
+        return tokens
+    first, last = tokens.start, tokens.stop
     if start <= first:
-        return range(max(blocks.start, end // block_tokens), blocks.stop)
+        first = max(first, end)
     if end >= last:
-        return range(blocks.start, min(blocks.stop, -(-start // block_tokens)))
-    return blocks
+        last = min(last, start)
+    return range(first, last) if first < last else NO_TOKENS
 
 
 class RequestTable:
-    """The live requests."""
+    """The live requests, and of those that were reset whether their ids are spent: until they end.
+
+    Holds no more than the engine does, which says of each request that it has ended.
+    """
 
     def __init__(self, block_tokens: int, namespace: bytes) -> None:
         self._block_tokens = block_tokens
         self._namespace = namespace
         self._tracked: dict[int, Tracked] = {}
+        self._spent: set[int] = set()
 
     def of(self, request: Any) -> Tracked:
         """The request's entry, made when it is met first."""
@@ -97,11 +118,19 @@ class RequestTable:
         if tracked is None:
             namespace = request_namespace(self._namespace, request)
             keys = None if namespace is None else RequestKeys(self._block_tokens, namespace)
-            tracked = self._tracked[request_id] = Tracked(request_id, keys)
+            tracked = self._tracked[request_id] = Tracked(request_id, keys, spent=request_id in self._spent)
         return tracked
 
     def get(self, request_id: int) -> Tracked | None:
         return self._tracked.get(request_id)
 
+    def reset(self, request_id: int) -> None:
+        """The request starts again: forgets all but that its id is spent, if it is."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.ordered:
+            self._spent.add(request_id)
+
     def pop(self, request_id: int) -> None:
+        """The request has ended, and its id is not heard of again."""
         self._tracked.pop(request_id, None)
+        self._spent.discard(request_id)

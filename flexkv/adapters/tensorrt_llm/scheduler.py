@@ -21,7 +21,16 @@ from flexkv.adapters.tensorrt_llm.messages import (
     SaveOrder,
     StepMetadata,
 )
-from flexkv.adapters.tensorrt_llm.requests import GROUP, NO_BLOCKS, RequestTable, Tracked, still_wanted
+from flexkv.adapters.tensorrt_llm.requests import (
+    GROUP,
+    NO_BLOCKS,
+    NO_TOKENS,
+    RequestTable,
+    Tracked,
+    blocks_of,
+    still_wanted,
+    tokens_of,
+)
 from flexkv.cache.base import NO_BLOCK, OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError, TransferError
@@ -69,18 +78,21 @@ class SchedulerSide:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
 
         Only what is verified in host memory. What lies on disk is brought up meanwhile, for whoever asks next: the
-        engine cannot be told to ask again.
+        engine cannot be told to ask again. Nothing where ranks may have to do with an earlier load of the request yet:
+        see `Tracked.spent`.
         """
         self.poll()
         if self._requests is None or self.unit is None:
             return 0, False
         tracked = self._requests.of(request)
         # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
-        tracked.offer = tracked.wanted = NO_BLOCKS
+        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
         tracked.step_loaded = tracked.computed = 0
         tokens = request.get_tokens(0)
         tracked.prompt_tokens = len(tokens)
         if not self.usable or tracked.keys is None or computed_tokens % self._block_tokens:
+            return 0, False
+        if tracked.ordered:
             return 0, False
         self.unit.grow()
         # The engine has to compute at least one token to sample from.
@@ -95,7 +107,8 @@ class SchedulerSide:
         if not match.blocks:
             self.unit.manager.release(str(tracked.request_id))
             return 0, False
-        tracked.offer = tracked.wanted = range(start, start + match.blocks)
+        tracked.offer = range(start, start + match.blocks)
+        tracked.wanted = tokens_of(tracked.offer, self._block_tokens)
         return match.blocks * self._block_tokens, not self._sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
@@ -106,9 +119,9 @@ class SchedulerSide:
         tracked = self._requests.of(request) if self._requests is not None else None
         if tracked is None or not tracked.offer or self.unit is None:
             return
-        offer, wanted = tracked.offer, tracked.wanted
-        tracked.offer = tracked.wanted = NO_BLOCKS
-        tracked.excused = not wanted and not self._sync
+        offer, taken = tracked.offer, tracked.wanted
+        wanted = blocks_of(taken, self._block_tokens)
+        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
         if not wanted:
             self._excuse(tracked)
             return
@@ -127,13 +140,17 @@ class SchedulerSide:
             tracked.step_loaded = (wanted.start + len(given)) * self._block_tokens
             return
         if graph is not None:
-            tracked.load, tracked.loading = graph.ops[0].op_id, wanted
+            tracked.load, tracked.loading = graph.ops[0].op_id, taken
+        else:
+            # No rank will say that it has ended this one.
+            tracked.spent = True
         job = LoadJob(str(tracked.request_id), graph, sync=False)
         self._listener.broadcast(LoadOrder(tracked.request_id, job))
 
     def _excuse(self, tracked: Tracked) -> None:
         """A promise was taken back whole. Of a load between steps the engine may wait for the end all the same."""
-        if tracked.excused:
+        if not self._sync:
+            tracked.spent = True
             job = LoadJob(str(tracked.request_id), None, sync=False)
             self._listener.broadcast(LoadOrder(tracked.request_id, job))
 
@@ -185,14 +202,14 @@ class SchedulerSide:
         self._drop_planned(tracked.request_id)
         graph = None
         loading = tracked.load is not None
-        if loading or tracked.excused:
+        if tracked.ordered:
             self._listener.broadcast(CancelOrder(tracked.request_id))
         if not loading and self.usable:
             self.unit.grow()
             graph = self._plan_stores(tracked, request, block_ids)
         # After the stores, because it marks the request's blocks as used together.
         self.unit.manager.release(str(tracked.request_id))
-        if graph is None and not loading and not tracked.excused:
+        if graph is None and not tracked.ordered:
             return False
         self._listener.broadcast(SaveOrder(tracked.request_id, graph))
         return True
@@ -205,14 +222,16 @@ class SchedulerSide:
         tracked = self._requests.get(request_id) if self._requests is not None else None
         if tracked is None or self.unit is None:
             return
-        tokens = self._block_tokens
         end = sys.maxsize if end is None else end
         if tracked.offer:
-            tracked.wanted = still_wanted(tracked.wanted, start, end, tokens)
+            tracked.wanted = still_wanted(tracked.wanted, start, end)
             if not tracked.wanted:
                 self.unit.manager.release(str(request_id))
-        elif tracked.load is not None and not still_wanted(tracked.loading, start, end, tokens):
-            self._listener.broadcast(CancelOrder(request_id))
+        elif tracked.load is not None:
+            tracked.loading = still_wanted(tracked.loading, start, end)
+            if not tracked.loading:
+                tracked.spent = True
+                self._listener.broadcast(CancelOrder(request_id))
 
     def forget(self, request_id: int) -> None:
         """The request lost its blocks and starts again: nothing that it computed may be stored from the new ones."""
@@ -221,7 +240,7 @@ class SchedulerSide:
             self.cancel_load(request_id)
             self._drop_planned(request_id)
             self.unit.manager.release(str(request_id))
-            self._requests.pop(request_id)
+            self._requests.reset(request_id)
 
     def _drop_planned(self, request_id: int) -> None:
         """Loads inside the next step that no rank was told of: no rank will report them, and their blocks are freed."""

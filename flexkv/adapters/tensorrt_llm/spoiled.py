@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
 MAX_SPOILED = 4096
 """Ids that are known one by one. A request that ends with nothing to store is never heard of again, so they add up."""
+
+FIRST_DUMMY = 1 << 63
+"""The engine's dummies, which pad its batches, have ids next to 2**64; its requests count up from the bottom."""
 
 
 class SpoiledRequests:
@@ -13,12 +20,14 @@ class SpoiledRequests:
 
     The ids of the latest `MAX_SPOILED` are exact. Of older ones only the highest is kept, and every id up to it counts
     as spoiled: engines number requests upwards, so that is old requests, whose stores are then dropped. A dropped store
-    is a later miss.
+    is a later miss. Ids from `FIRST_DUMMY` on have a bound of their own, which concerns no request below.
     """
 
     def __init__(self) -> None:
         self._latest: dict[int, None] = {}
-        self._all_up_to = -1
+        self._requests_up_to = -1
+        self._dummies_up_to = -1
+        self._said = False
 
     def __len__(self) -> int:
         return len(self._latest)
@@ -30,10 +39,28 @@ class SpoiledRequests:
         while len(self._latest) > MAX_SPOILED:
             oldest = next(iter(self._latest))
             del self._latest[oldest]
-            self._all_up_to = max(self._all_up_to, oldest)
+            if oldest < FIRST_DUMMY:
+                self._requests_up_to = max(self._requests_up_to, oldest)
+            else:
+                self._dummies_up_to = max(self._dummies_up_to, oldest)
 
     def take(self, request_id: int) -> bool:
         """Whether the request is one of them. It has ended, and its id is not asked for again."""
         exact = request_id in self._latest
         self._latest.pop(request_id, None)
-        return exact or request_id <= self._all_up_to
+        return exact or self._counts_as_old(request_id)
+
+    def _counts_as_old(self, request_id: int) -> bool:
+        up_to = self._requests_up_to if request_id < FIRST_DUMMY else self._dummies_up_to
+        if request_id > up_to:
+            return False
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "request %d and all up to %d are not stored, whether or not a step of theirs broke off: of requests of "
+                "broken steps only the latest %d are known one by one (said once)",
+                request_id,
+                up_to,
+                MAX_SPOILED,
+            )
+        return True

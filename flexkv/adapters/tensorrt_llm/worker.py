@@ -205,7 +205,6 @@ class WorkerSide(RankWorker):
             if isinstance(order, PoolGrant):
                 self.take_grant(order)
             elif isinstance(order, LoadOrder):
-                self._cancelled.discard(order.request_id)
                 self._inbox.loads[order.request_id] = order
             elif isinstance(order, SaveOrder):
                 self._inbox.saves[order.request_id] = order

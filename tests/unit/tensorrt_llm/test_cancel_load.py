@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.adapters.tensorrt_llm.requests import still_wanted
+from flexkv.adapters.tensorrt_llm.requests import blocks_of, still_wanted, tokens_of
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import GARBAGE, LONG_S, Request
@@ -40,6 +40,12 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(20, WHOLE), (0, 8)], [2, 3, 4]),
     ([(0, 8), (20, WHOLE)], [2, 3, 4]),
     ([(0, 16), (16, WHOLE)], []),
+    # Pieces that meet inside a block leave nothing of it.
+    ([(0, 10), (10, WHOLE)], []),
+    ([(10, WHOLE), (0, 10)], []),
+    ([(0, 10), (8, WHOLE)], []),
+    ([(0, 9), (11, WHOLE)], [2]),
+    ([(0, 5), (0, 9), (23, WHOLE)], [2, 3, 4, 5]),
     ([(WHOLE, 40)], ALL),
     ([(8, 8)], ALL),
 ]
@@ -162,6 +168,20 @@ def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make)
     assert names(world, [], []) == ([], [900])
 
 
+def test_a_load_under_way_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
+    """It failed, so nothing but the engine's word for all of it lets it be returned. The pieces meet inside a block."""
+    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
+    world.scheduler.cancel_load(request, 0, 10)
+    assert world.worker.get_finished([], [900]) == ([], [])
+    for _ in range(20):
+        assert world.worker.get_finished([], []) == ([], []), "it failed"
+        time.sleep(0.001)
+    world.scheduler.cancel_load(request, 10, WHOLE)
+    assert names(world, [], []) == ([], [900])
+
+
 def test_a_promise_outlives_its_lease(make_world: Make) -> None:
     """The engine may keep an offer for many steps before it has memory for it."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
@@ -212,4 +232,4 @@ def test_an_engine_with_memory_for_less_than_it_was_promised(make_world: Make) -
     [(0, 12, []), (4, 8, []), (4, 6, [1]), (6, 8, [1]), (5, 7, [1]), (0, 5, [1]), (8, 20, [1]), (6, 6, [1])],
 )
 def test_blocks_that_are_left_of_one(start: int, end: int, left: list[int]) -> None:
-    assert list(still_wanted(range(1, 2), start, end, 4)) == left
+    assert list(blocks_of(still_wanted(tokens_of(range(1, 2), 4), start, end), 4)) == left

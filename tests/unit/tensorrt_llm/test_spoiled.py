@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -34,3 +35,38 @@ def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool
     assert all(requests.take(request_id) for request_id in ids[:60])
     if ascending:
         assert not any(requests.take(request_id) for request_id in ids[60:])
+
+
+@pytest.mark.parametrize("dummy", [spoiled.FIRST_DUMMY, (1 << 64) - 1])
+def test_a_dummy_of_the_engine_spoils_no_request(monkeypatch: pytest.MonkeyPatch, dummy: int) -> None:
+    """Its id is above all others: within their bound, nothing would ever be stored again."""
+    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
+    requests = SpoiledRequests()
+    requests.add([dummy, *range(100)])
+    assert len(requests) == 8
+    assert requests.take(dummy), "forgotten by name, and not forgotten"
+    assert all(requests.take(request_id) for request_id in range(100))
+    assert not any(requests.take(request_id) for request_id in (100, 1000, spoiled.FIRST_DUMMY - 1))
+
+
+def test_the_bound_of_the_requests_spoils_no_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
+    requests = SpoiledRequests()
+    requests.add(range(100))
+    assert not requests.take(spoiled.FIRST_DUMMY)
+
+
+def test_stores_that_the_bound_alone_drops_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    requests = SpoiledRequests()
+    requests.add(range(1, 100, 2))
+    assert requests.take(99)
+    assert requests.take(85)
+    assert not caplog.messages, "these are known by name"
+    assert requests.take(82)
+    assert requests.take(2)
+    (said,) = caplog.messages
+    assert "request 82 and all up to 83 are not stored" in said

@@ -1,0 +1,34 @@
+"""Orders that reach a rank later than its engine's word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.tensorrt_llm.world import World
+
+
+class LateOrders:
+    """Stands between a rank and its wire, and keeps what comes until it is let through: as a socket may that is slower
+    than the engine's own messages. The order in which it came is kept."""
+
+    def __init__(self, world: World) -> None:
+        self._wire: Any = world.worker.side._wire
+        self._kept: list[Any] = []
+        self._holding = False
+        world.worker.side._wire = self  # type: ignore[assignment]
+
+    def hold(self) -> None:
+        self._holding = True
+
+    def let_through(self) -> None:
+        self._holding = False
+
+    def receive(self) -> list[Any]:
+        self._kept += self._wire.receive()
+        if self._holding:
+            return []
+        kept, self._kept = self._kept, []
+        return kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)

@@ -1,0 +1,204 @@
+"""A request whose load between steps was taken back, and that asks again: its engine names loads by the request's id
+alone, and may name one to a rank before the rank has its order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from flexkv.adapters.tensorrt_llm.requests import RequestTable
+from flexkv.transfer.graph import OpKind
+from tests.unit.tensorrt_llm.executor import LONG_S, Request
+from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.late import LateOrders
+from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stored
+from tests.unit.transfer.transfer_world import FAIL, STALL
+
+First = Callable[[World, LateOrders, Request], None]
+"""What becomes of the request's first promise."""
+
+
+def handed_back(world: World, late: LateOrders, request: Request) -> None:
+    """Whole, before its blocks were given; the engine waits for nothing then."""
+    world.scheduler.cancel_load(request, 0, WHOLE)
+    world.scheduler.update_state_after_alloc(request, request.blocks)
+    assert world.worker.get_finished([], []) == ([], [])
+    late.hold()
+
+
+def handed_back_and_reset(world: World, late: LateOrders, request: Request) -> None:
+    handed_back(world, late, request)
+    world.scheduler.request_reset(request)
+
+
+def handed_back_late_and_reset(world: World, late: LateOrders, request: Request) -> None:
+    """The rank has nothing of it yet when the engine names the second load."""
+    late.hold()
+    handed_back_and_reset(world, late, request)
+
+
+def ordered_and_reset(world: World, late: LateOrders, request: Request) -> None:
+    """Ordered, and lost with its blocks before the engine has named it."""
+    world.scheduler.update_state_after_alloc(request, request.blocks)
+    assert world.worker.get_finished([], []) == ([], [])
+    world.scheduler.request_reset(request)
+    assert world.worker.get_finished([], []) == ([], [])
+    late.hold()
+
+
+def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> None:
+    world.scheduler.update_state_after_alloc(request, request.blocks)
+    assert world.worker.get_finished([], []) == ([], [])
+    world.scheduler.cancel_load(request, 0, WHOLE)
+    assert world.worker.get_finished([], []) == ([], [])
+    late.hold()
+
+
+def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
+    """An engine with memory for nothing of it: an order with no copy in it, of whose end no rank says a word."""
+    world.scheduler.update_state_after_alloc(request, [])
+    assert world.worker.get_finished([], []) == ([], [])
+    world.scheduler.request_reset(request)
+    late.hold()
+
+
+FIRST: list[First] = [
+    handed_back,
+    handed_back_and_reset,
+    handed_back_late_and_reset,
+    ordered_and_reset,
+    ordered_and_cancelled,
+    given_no_blocks_and_reset,
+]
+
+
+def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, list[int]]:
+    """The request asks again, and is named to the rank ahead of the order if it was promised anything: the promise, and
+    those of its positions that hold something else when the rank calls it loaded."""
+    tokens, is_async = world.scheduler.get_num_new_matched_tokens(request, 0)
+    world.scheduler.update_state_after_alloc(request, request.blocks)
+    if not is_async:
+        return tokens, []
+    loaded: list[int] = world.worker.get_finished([], [900])[1]
+    late.let_through()
+    ends_s = time.monotonic() + LONG_S
+    while not loaded:
+        assert time.monotonic() < ends_s, "nothing comes back"
+        time.sleep(0.001)
+        loaded = world.worker.get_finished([], [])[1]
+    return tokens, world.executor.pool.wrong(request, tokens)
+
+
+def end(world: World, request: Request) -> None:
+    """The request ends; nothing of it is left behind on either side."""
+    assert world.scheduler.request_finished(request, request.blocks), "ranks may have to do with its load yet"
+    ends_s = time.monotonic() + LONG_S
+    saved: list[int] = world.worker.get_finished([900], [])[0]
+    while not saved:
+        assert time.monotonic() < ends_s, "its blocks do not come back"
+        time.sleep(0.001)
+        saved = world.worker.get_finished([], [])[0]
+    assert saved == [900]
+    world.executor.free += request.blocks
+    rank, side = world.worker.side, world.scheduler.side
+    assert (rank._inbox.loads, rank._inbox.saves, rank._cancelled) == ({}, {}, set())
+    assert (side._requests._spent, side._requests.get(900)) == (set(), None)
+    assert side.unit.manager.inflight_ops() == 0
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: First) -> None:
+    world = stored(make_world)
+    late = LateOrders(world)
+    request, _ = promised(world)
+    first(world, late, request)
+    assert ask_again(world, late, request) == (0, [])
+    world.scheduler.request_reset(request)
+    assert ask_again(world, late, request) == (0, []), "for as long as it lives"
+    late.let_through()
+    end(world, request)
+    assert world.hit(world.serve(PROMPT)) == WHOLE, "others are promised as before"
+    world.check()
+
+
+@pytest.mark.parametrize("first", [f for f in FIRST if f is not handed_back_late_and_reset])
+def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
+    make_world: Make, first: First
+) -> None:
+    """The control: the same second load, of a request that counts as new. (Only where both orders are late does the
+    second take the place of the first.)"""
+    world = stored(make_world)
+    late = LateOrders(world)
+    request, _ = promised(world)
+    first(world, late, request)
+    side = world.scheduler.side
+    side._requests = RequestTable(side._block_tokens, side._requests._namespace)
+    tokens, wrong = ask_again(world, late, request)
+    assert tokens == WHOLE
+    assert wrong == list(range(WHOLE))
+
+
+def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
+    """It ends while the request asks again: what the rank hears late of the first would let a second one that fails be
+    returned."""
+    faults = Faults(STALL, OpKind.H2D, times=1)
+    world = stored(make_world, movers=faults)
+    late = LateOrders(world)
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
+    assert world.worker.get_finished([], [900]) == ([], [])
+    assert faults.mover.wait_stalled(1, LONG_S)
+    late.hold()
+    world.scheduler.request_reset(request)
+    faults.mover.release()
+    ends_s = time.monotonic() + LONG_S
+    while world.worker.get_finished([], [])[1] != [900]:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    assert ask_again(world, late, request) == (0, [])
+    late.let_through()
+    end(world, request)
+    world.check()
+
+
+def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> None:
+    """Its first load waits until it is cancelled; another request has stored the page anew."""
+    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
+    late = LateOrders(world)
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
+    for _ in range(20):
+        assert world.worker.get_finished([], [900] if _ == 0 else []) == ([], [])
+        time.sleep(0.001)
+    world.serve_beside(PROMPT)
+    assert ask_again(world, late, request) == (0, [])
+    end(world, request)
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+
+
+def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None:
+    """The engine paused it: every rank has done with the first order, so the second cannot be mistaken."""
+    world = stored(make_world)
+    late = LateOrders(world)
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
+    assert ask_named(world) == [900]
+    for block in blocks:
+        world.executor.pool.words[block] = 0
+    world.scheduler.request_reset(request)
+    late.hold()
+    assert ask_again(world, late, request) == (WHOLE, [])
+    assert not world.scheduler.request_finished(request, blocks)
+
+
+def ask_named(world: World) -> list[int]:
+    """Names the load, and waits until the rank has returned it and the scheduler has heard of it."""
+    loaded: list[int] = world.worker.get_finished([], [900])[1]
+    ends_s = time.monotonic() + LONG_S
+    while not loaded or world.scheduler.side._requests.get(900).load is not None:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+        loaded += world.worker.get_finished([], [])[1]
+    return loaded
