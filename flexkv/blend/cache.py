@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.kv_shape import PLANES, KvShape
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
-from flexkv.blend.segment_disk import SegmentDisk
+from flexkv.blend.segment_disk import FLUSH_LOOK_S, SegmentDisk
 from flexkv.blend.segment_load import Hit, SegmentLoad
 from flexkv.blend.segments import Tokens
 from flexkv.blend.staging import StagingPool
@@ -71,7 +71,7 @@ class SegmentCache:
 
     Args:
         shape: of the model's cache.
-        namespace: whatever keeps two callers apart: model, weights, LoRA, salt.
+        namespace: whatever keeps two callers apart: model, weights, LoRA, salt. `shape` is added.
         slots: pages of `block_tokens` tokens that the host pool holds; the least recently used go first.
         staging_tokens: tokens (in whole blocks) that may be on their way at once: the longest prompt.
         deadline_s: of each wait.
@@ -100,7 +100,7 @@ class SegmentCache:
     ) -> None:
         self.shape, self.block_tokens, self.deadline_s = shape, block_tokens, deadline_s
         self.prefetch_layers = prefetch_layers
-        self.scheme = SegmentKeyScheme(namespace, block_tokens)
+        self.scheme = SegmentKeyScheme(namespace, block_tokens, shape)
         blocks = -(-staging_tokens // block_tokens)
         self.staging = StagingPool(shape, blocks, block_tokens)
         self.disk: SegmentDisk | None = None
@@ -150,7 +150,8 @@ class SegmentCache:
         """Begins to load what is cached of each segment, from its first token on; None is looked up for nothing.
 
         What finds no room in the staging pool is a miss. Whole blocks on disk are loaded while they are read, layer by
-        layer; for what follows them this waits, for `disk.wait_s` at most.
+        layer; for what follows them this waits, for `disk.wait_s` at most. After an error nothing stays taken but what
+        moves already, until it has ended.
         """
         self._free_late()
         asked = [
@@ -158,10 +159,23 @@ class SegmentCache:
             for number, tokens in enumerate(segments)
             if tokens is not None
         ]
+        found: list[tuple[Asked, Hit]] = []
+        try:
+            self._find(asked, found)
+        except Exception:
+            self._late += [LateBlocks(hit.tickets, hit.blocks, hit.requests) for _, hit in found]
+            raise
+        finally:
+            for one in asked:
+                self.manager.release(one.request)
+                self.manager.release(one.tail_request)
+        return SegmentLoad(self, [hit for _, hit in found if hit.tokens])
+
+    def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]]) -> None:
+        """Begins the loads, and keeps in `found` what was begun whenever it raises."""
         if self.disk is not None:
             for one in asked[:MOST_HITS]:
                 self._match_tail(one)  # first of all: these are waited for
-        found: list[tuple[Asked, Hit]] = []
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))
@@ -169,10 +183,8 @@ class SegmentCache:
         if self.disk is not None:
             waiting = [one.tail_request for one, _ in found]
             self.disk.wait_while(lambda: any(map(self.manager.waits, waiting)), self.deadline_s)
-        hits = [self._with_tail(one, hit) for one, hit in found]
-        for one in asked:
-            self.manager.release(one.tail_request)
-        return SegmentLoad(self, [hit for hit in hits if hit.tokens])
+        for at, (one, hit) in enumerate(found):
+            found[at] = (one, self._with_tail(one, hit))
 
     def _load_whole(self, asked: Asked) -> Hit | None:
         """What is cached of a segment's whole blocks; None if no tail can follow it either."""
@@ -214,27 +226,34 @@ class SegmentCache:
         )
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
-        """Begins the load of what was matched. None: no queue place, and the blocks are free again."""
-        graph = self.manager.begin_load(request, [blocks], tail=tail)
-        if self.disk is not None:
-            self.disk.pump()  # the load waits for the reads
-        ticket = None if graph is None else self._submit(graph)
+        """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
+        move. None: no queue place, and the blocks are free again, as they are after an error."""
+        try:
+            graph = self.manager.begin_load(request, [blocks], tail=tail)
+            ticket = None if graph is None else self._submit(graph.layerwise())
+        except Exception:
+            self.staging.give(blocks)
+            raise
         if ticket is None:
             self.staging.give(blocks)
         return ticket
 
     def _submit(self, graph: TransferGraph) -> Ticket | None:
-        """Layer by layer, so that the first layers can be used while the last ones move. None: no queue place."""
-        layered = graph.layerwise()
-        ticket = self.engine.submit(layered)
+        """None: no queue place; then, and after an error, the manager knows that the graph never moves."""
+        try:
+            if self.disk is not None:
+                self.disk.pump()  # loads wait for the reads
+            ticket = self.engine.submit(graph)
+        except Exception as error:
+            self._cancel(graph, f"{type(error).__name__}: {error}")
+            raise
         if ticket is None:
-            self._cancel(layered)
+            self._cancel(graph, "no queue place")
         return ticket
 
-    def _cancel(self, graph: TransferGraph) -> None:
-        """Tells the manager that a graph found no queue place and never moves."""
+    def _cancel(self, graph: TransferGraph, reason: str) -> None:
         for op in graph.ops:
-            self.manager.complete(0, OpResult.cancelled(op.op_id, op.pages, "no queue place"))
+            self.manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
         """Frees a hit's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
@@ -348,10 +367,12 @@ class SegmentCache:
         request = f"store-{next(self._requests)}"
         plan = self.manager.begin_store(request, GROUP, keys, blocks, first, tokens)
         if plan.graph is not None:
-            ticket = self.engine.submit(plan.graph)
-            if ticket is None:
-                self._cancel(plan.graph)
-            elif not self.engine.wait(ticket, self.deadline_s):
+            try:
+                ticket = self._submit(plan.graph)
+            except Exception:
+                self.manager.release(request)
+                raise
+            if ticket is not None and not self.engine.wait(ticket, self.deadline_s):
                 self._late.append(LateBlocks((ticket,), blocks, (request,)))
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
             self._take_results()
@@ -375,12 +396,27 @@ class SegmentCache:
     def flush(self) -> bool:
         """Whether all that is cached is on disk now and would survive a crash; waits for that within the deadline.
 
-        False also where there is no disk, or it is lost or full.
+        False also where there is no disk, or it is lost or full, where a page could not be written, and while pages
+        still move.
         """
-        return self.disk is not None and self.disk.flush(self.deadline_s)
+        if self.disk is None:
+            return False
+        ends_s = time.monotonic() + self.deadline_s
+        while self.manager.inflight_ops():  # leases pages, which are not written
+            self._free_late()
+            self._take_results()
+            if not self.manager.inflight_ops():
+                break
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(FLUSH_LOOK_S)
+        return self.disk.flush(max(0.0, ends_s - time.monotonic()))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """With a disk, writes what only host memory has and makes it durable, within the deadline.
+
+        Returns:
+            What `flush` does: whether all that was cached survives. False where there is no disk.
 
         Raises:
             TransferError: something still moves after the deadline; call again.
@@ -388,6 +424,6 @@ class SegmentCache:
         if not self.engine.close(self.deadline_s):
             raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
         self._take_results()
-        if self.disk is not None:
-            self.disk.close(self.deadline_s)
+        survives = self.disk is not None and self.disk.close(self.deadline_s)
         self.pool.close()
+        return survives

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexkv.blend.kv_shape import KvShape
 from flexkv.blend.segments import Tokens
 from flexkv.cache.base import Keys, TailCandidates
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest, tail_key
@@ -18,6 +19,10 @@ GROUP = 0
 
 SCOPE = "flexkv.scope"
 """The namespace field that tells segments from prefixes, which have none."""
+
+SHAPE = "flexkv.kv"
+"""The namespace field that tells apart what rows are: float16 and bfloat16 have equal sizes, two heads of 16 and four
+of 8 as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class SegmentKeyScheme:
 
     Args:
         namespace: whatever keeps two callers apart: model fingerprint, salt, LoRA. The same fields as for prefixes.
+        shape: of what lies under the keys.
 
     Attributes:
         namespace: their digest, 32 bytes.
@@ -46,8 +52,8 @@ class SegmentKeyScheme:
         KeySchemeError: a field is neither bytes, str nor int. ConfigError: `block_tokens` is 0.
     """
 
-    def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int) -> None:
-        self.namespace = namespace_digest({**namespace, SCOPE: "segment"})
+    def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int, shape: KvShape) -> None:
+        self.namespace = namespace_digest({**namespace, SCOPE: "segment", SHAPE: str(shape)})
         self.block_tokens = block_tokens
 
     def keys(self, tokens: Tokens) -> SegmentKeys:

@@ -27,9 +27,13 @@ class KvShape:
 
     def __post_init__(self) -> None:
         if min(self.layers, self.heads, self.head_dim) < 1:
-            raise GeometryError(f"{self}: layers, heads and head_dim must be at least 1")
+            raise GeometryError(f"{self!r}: layers, heads and head_dim must be at least 1")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
+
+    def __str__(self) -> str:
+        """What tells rows apart, also those of equal size."""
+        return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
 
     @property
     def element_bytes(self) -> int:

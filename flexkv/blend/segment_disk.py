@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ LOOK_EVERY_S = 0.05
 """A wait for reads looks at least so often whether a disk was lost."""
 
 FLUSH_LOOK_S = 0.005
-"""How often a flush looks whether the writes have ended."""
+"""How often a flush looks whether what it waits for has ended."""
 
 
 class SegmentDisk:
@@ -77,6 +78,8 @@ class SegmentDisk:
         self._flow: DiskFlow | None = None
         self._plane: TransferEngine | None = None
         self._driver: DiskDriver | None = None
+        self._survives: bool | None = None
+        """What `close` found."""
 
     @property
     def slot_bytes(self) -> int:
@@ -127,24 +130,30 @@ class SegmentDisk:
         """Returns when nothing waits any more, or after `deadline_s` seconds."""
         assert self._plane is not None
         ends_s = time.monotonic() + deadline_s
+        news = select.poll()  # `select.select` refuses descriptors from 1024 on
+        news.register(self._plane.event_fd, select.POLLIN)
         self.pump()
         while waits() and (left_s := ends_s - time.monotonic()) > 0:
-            select.select([self._plane.event_fd], [], [], min(left_s, LOOK_EVERY_S))
+            news.poll(math.ceil(1000 * min(left_s, LOOK_EVERY_S)))
             self.pump()
 
     def flush(self, deadline_s: float) -> bool:
-        """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds."""
+        """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds.
+
+        False also where some of it is leased, could not be written, or found no place.
+        """
         assert self._flow is not None
         assert self._driver is not None
         ends_s = time.monotonic() + deadline_s
         self._flow.offer_all()
-        while self._driver.busy or self._driver.durable_pages < self._flow.counts.written:
+        while self._driver.busy or not self._driver.look_durable():
             if time.monotonic() >= ends_s or self._driver.undurable_pages or self._flow.down:
                 return False
             self._flow.writes.flush()
             self.pump()
             time.sleep(FLUSH_LOOK_S)
-        return True
+        # Not by counts: of what could not be written, some may be gone from host memory or have been written since.
+        return not self._flow.down and not self._flow.unwritten()
 
     @property
     def misses(self) -> Mapping[str, int]:
@@ -152,10 +161,14 @@ class SegmentDisk:
         return self.tier.stats().misses
 
     def close(self, deadline_s: float) -> bool:
-        """Writes what waits and what only host memory has, and makes it durable.
+        """Writes what waits and what only host memory has, and makes it durable. Further calls say the same again.
 
         False: not all of it within `deadline_s` seconds; the rest is lost, which costs a later miss.
         """
-        if self._driver is None:
+        if self._driver is None or self._flow is None:
             return self.tier.close(deadline_s)
-        return self._driver.close(deadline_s)
+        if self._survives is None:
+            ended = self._driver.close(deadline_s)
+            durable = self._driver.look_durable() and not self._flow.down
+            self._survives = ended and durable and not self._flow.unwritten()
+        return self._survives

@@ -102,7 +102,7 @@ class DiskCounts:
     Attributes:
         written: pages whose write ended well.
         failed_writes: pages whose write did not.
-        dropped_writes: pages never written, because a queue was full.
+        dropped_writes: pages never written, because a queue was full or there was no place for them.
         lost: pages that left host memory before they were written.
         read: pages brought up to host memory and verified.
         failed_reads: pages that were not: damaged, torn, of another write, or the disk failed.

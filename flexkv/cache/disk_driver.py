@@ -83,6 +83,17 @@ class DiskDriver:
             self._watch_at_s = now_s + WATCH_EVERY_S
             self._watch()
 
+    def look_durable(self) -> bool:
+        """Whether all that was written until now would survive a crash; asks the disks for news first.
+
+        For good not where the journal had no room for pages: they serve until the end of the process only.
+        """
+        if self._tier.stats().journal_lag_s > 0:
+            return False
+        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here.
+        self._watch()
+        return not self.undurable_pages
+
     def _submit(self, graph: TransferGraph) -> None:
         reason = "the disk lane's queue is full"
         try:

@@ -129,9 +129,13 @@ class DiskFlow:
             self.writes.pump(self._groups, idle=not len(self.reads.ops))
 
     def offer_all(self) -> None:
-        """What is in host memory and not on disk is to be written: the process is about to end."""
+        """What is in host memory, not leased and not on disk is to be written, whatever the mode."""
         if not self.down:
             self.writes.offer_all(self._groups)
+
+    def unwritten(self) -> int:
+        """Pages in host memory that are not on disk, leased ones among them."""
+        return self.writes.unwritten(self._groups)
 
     def complete(self, result: OpResult) -> None:
         """Takes the terminal result of a read or write.

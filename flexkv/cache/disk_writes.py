@@ -77,16 +77,18 @@ class DiskWrites:
                 self._make_room(group)
 
     def offer_all(self, groups: int) -> None:
-        """Offers what is in host memory and not on disk, in whatever mode: this process is about to end.
+        """Offers what is in host memory, not leased and not on disk, in whatever mode.
 
-        What was used last goes first, each chain from its start, and no more than the disks hold.
+        What was used last goes first, each chain from its start, and no more than the disks hold; the rest counts as
+        dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
+        is called.
         """
-        index = self._host.index
+        self._keep_leased_waiting()
         for group in range(groups):
-            entries = index.take_coldest(group, index.up_slots(group))
-            keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
-            index.unpin(entries)
-            keys = keys[: self._disk.entries.up_slots(group)]
+            keys = self._unleased(group)
+            places = self._disk.entries.up_slots(group)
+            self._disk.counts.dropped_writes += int(np.count_nonzero(~self._disk.known(group, keys[places:])))
+            keys = keys[:places]
             known = self._disk.known(group, keys)
             # So that what is written now displaces others and not these.
             self._disk.used(group, keys[known])
@@ -94,6 +96,13 @@ class DiskWrites:
             if len(keys):
                 self._waiting.append((group, keys))
                 self._waiting_pages += len(keys)
+
+    def unwritten(self, groups: int) -> int:
+        """Pages in host memory that are not on disk; those that somebody leases, or that are on their way, count."""
+        on_disk = 0
+        for group in range(groups):
+            on_disk += int(np.count_nonzero(self._disk.present(group, self._unleased(group))))
+        return len(self._host.index) - on_disk
 
     def give_up_waiting(self) -> int:
         """Forgets what waits; returns how many pages that are."""
@@ -124,6 +133,26 @@ class DiskWrites:
         self._waiting_pages = 0
 
     # --- internals ---
+
+    def _unleased(self, group: int) -> Keys:
+        """The visible pages in host memory that nobody leases, used last first."""
+        index = self._host.index
+        entries = index.take_coldest(group, index.up_slots(group))
+        keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
+        index.unpin(entries)
+        return keys
+
+    def _keep_leased_waiting(self) -> None:
+        """What nobody leases, or has left host memory, does not wait any more."""
+        index = self._host.index
+        waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
+        for group, keys in waiting:
+            entries = index.find(group, keys)
+            there = entries != NO_ENTRY
+            leased = keys[there][index.pins_of(entries[there]) > 0]
+            if len(leased):
+                self._waiting.append((group, leased))
+                self._waiting_pages += len(leased)
 
     def _room(self) -> int:
         if len(self.ops) >= self._limits.ops:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,11 @@ Durable = Callable[[int, Slots, NDArray[np.uint64]], None]
 """Called with group, slots of this disk and generations."""
 
 
+def _oldest_publish(records: Iterable[Record]) -> float:
+    """When the first publish among the records was put; 0 if there is none."""
+    return next((record.since for record in records if isinstance(record, Publish)), 0.0)
+
+
 class Journal:
     """Owns `index` from here to `close`. Every method but `close` and `wait` returns at once.
 
@@ -152,11 +157,9 @@ class Journal:
 
     @property
     def lag_s(self) -> float:
-        """Age of the oldest publish that is not durable, seconds."""
-        oldest = self._oldest
-        if not oldest:
-            with self._lock:
-                oldest = next((r.since for r in self._queue if isinstance(r, Publish)), 0.0)
+        """Age of the oldest publish that is to become durable and is not yet, seconds; 0 when there is none."""
+        with self._lock:
+            oldest = self._oldest or _oldest_publish(self._queue)
         return time.monotonic() - oldest if oldest else 0.0
 
     @property
@@ -185,6 +188,7 @@ class Journal:
                 record.done.set()
         self._queue.clear()
         self._waiting_rows = 0
+        self._oldest = 0.0  # a commit that has failed will never be durable
 
     def _run(self) -> None:
         try:
@@ -208,14 +212,15 @@ class Journal:
             if self._queue and not self._in_a_hurry():
                 gather(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
+            # Under the lock: no publish is ever neither in the queue nor in the batch for whoever asks for the lag.
+            self._oldest = _oldest_publish(batch)
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)
         if failed:
             return False
-        self._oldest = next((record.since for record in batch if isinstance(record, Publish)), 0.0)
         self._write(batch)
-        self._oldest = 0.0
         with self._lock:
+            self._oldest = 0.0
             self._waiting_rows -= sum(record.rows for record in batch)
             return not (stopping and not self._queue)
 

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from flexkv.blend import BlendPlan, precompute, prefill  # noqa: E402
 from flexkv.blend.cache import SegmentCache  # noqa: E402
-from flexkv.blend.keys import GROUP  # noqa: E402
+from flexkv.blend.keys import GROUP, SHAPE  # noqa: E402
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest  # noqa: E402
 from flexkv.errors import DiskError  # noqa: E402
 from flexkv.storage.folder import FolderLockedError  # noqa: E402
@@ -305,12 +305,12 @@ def test_segments_and_prefixes_share_an_index_and_a_folder(
 ) -> None:
     """The same tokens under both kinds of key, over a restart: neither answers for the other."""
     text = random_segments([32])[0]
-    fields = {"weights": "random"}
+    cache = open_cache()
+    fields = {"weights": "random", SHAPE: str(cache.shape)}
     chain = TokenChain(8)
     chain.extend(text)
     prefix = EngineKeyChain(namespace_digest(fields), GROUP)
     prefix.extend(chain.digests)
-    cache = open_cache()
     blocks = cache.staging.take(4)
     assert blocks is not None
     cache.staging.rows[:, blocks] = 7

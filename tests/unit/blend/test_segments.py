@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv.blend.keys import SCOPE, SegmentKeyScheme
+from flexkv.blend.keys import SHAPE as SHAPE_FIELD
+from flexkv.blend.kv_shape import KvShape
 from flexkv.blend.plan import BlendPlan, budget_of, rows_to_keep
 from flexkv.blend.segments import split_at_separators
 from flexkv.cache.base import GroupSpec
@@ -16,6 +18,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.errors import ConfigError, TokenError
 from flexkv.transfer.graph import OpResult, OpStatus
 
+SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
 TOKENS = st.lists(st.integers(0, 4), max_size=60)
 
 
@@ -50,20 +53,25 @@ def test_bad_tokens(tokens: list) -> None:
 
 
 def test_keys_depend_on_the_segment_alone() -> None:
-    scheme = SegmentKeyScheme({"model": "m"}, 4)
+    scheme = SegmentKeyScheme({"model": "m"}, 4, SHAPE)
     text = np.arange(10)
     keys = scheme.keys(text)
     assert keys.whole.shape == (2, 16)
     assert keys.tail is not None
     assert (int(keys.tail.tokens[0]), keys.tail.base_block) == (2, 2)
-    again = SegmentKeyScheme({"model": "m"}, 4).keys(text.copy())
+    again = SegmentKeyScheme({"model": "m"}, 4, SHAPE).keys(text.copy())
     assert np.array_equal(again.whole, keys.whole)
     assert again.tail is not None
     assert np.array_equal(again.tail.keys, keys.tail.keys)
     # A block's key contains what stands before it in the segment.
     shifted = scheme.keys(np.concatenate([[99, 99, 99, 99], text]))
     assert not {bytes(k) for k in shifted.whole} & {bytes(k) for k in keys.whole}
-    others = [SegmentKeyScheme({"model": "n"}, 4), SegmentKeyScheme({"model": "m", "salt": "s"}, 4)]
+    others = [
+        SegmentKeyScheme({"model": "n"}, 4, SHAPE),
+        SegmentKeyScheme({"model": "m", "salt": "s"}, 4, SHAPE),
+    ]
+    kinds = [KvShape(2, 2, 16, "bfloat16"), KvShape(2, 4, 8, "float16"), KvShape(4, 2, 8, "float16")]
+    others += [SegmentKeyScheme({"model": "m"}, 4, kind) for kind in kinds]
     for other in others:
         assert not {bytes(k) for k in other.keys(text).whole} & {bytes(k) for k in keys.whole}
     short = scheme.keys(np.array([1, 2]))
@@ -73,13 +81,13 @@ def test_keys_depend_on_the_segment_alone() -> None:
 
 def test_segments_and_prefixes_live_in_one_index() -> None:
     """The same tokens under both kinds of key: neither answers for the other."""
-    fields = {"model": "m"}
+    fields = {"model": "m", SHAPE_FIELD: str(SHAPE)}
     text = np.arange(16)
     chain = TokenChain(4)
     chain.extend(text)
     prefix = EngineKeyChain(namespace_digest(fields), 0)
     prefix.extend(chain.digests)
-    segment = SegmentKeyScheme(fields, 4).keys(text).whole
+    segment = SegmentKeyScheme(fields, 4, SHAPE).keys(text).whole
     manager = LocalCacheManager([GroupSpec(4, 16)])
     manager.grow(0, 16)
 

@@ -116,3 +116,70 @@ def test_the_simulated_disk_notices_an_early_publish() -> None:
     op = world.manager.disk.writes.ops.get(write.op_id)
     with pytest.raises(RuleBroken, match="not written"):
         world.manager.disk.index.end_write(0, op.disk, np.ones(2, np.bool_))
+
+
+def test_what_is_offered_again_and_again_waits_once() -> None:
+    world = DiskWorld(mode=DiskMode.EVICT, slots=32, places=64, limits=DiskLimits(waiting_pages=8))
+    writes, flow = world.manager.disk.writes, world.manager.disk
+    keys = chain(20)
+    world.store(keys)
+    for _ in range(5):
+        flow.offer_all()
+        assert writes.waiting_pages == 20
+    # What has left host memory does not wait, what came does.
+    world.drop_host(12)
+    world.store(chain(6, seed=1), name="b")
+    flow.offer_all()
+    assert writes.waiting_pages == 14
+    writes.flush()
+    world.run()
+    assert flow.counts.written == 14
+    assert flow.unwritten() == 0
+
+
+def test_pages_that_are_loaded_go_on_waiting() -> None:
+    keys = chain(6)
+    world = DiskWorld(mode=DiskMode.BACK, slots=16, places=64)
+    world.store(keys)
+    world.match(keys[:4])
+    op = world.load(4)
+    for _ in range(3):
+        world.manager.disk.offer_all()
+        assert world.manager.disk.writes.waiting_pages == 6
+    world.end_load(op)
+    world.manager.disk.writes.flush()
+    world.run()
+    assert world.manager.disk.counts.written == 6
+
+
+def test_what_the_disks_have_no_places_for_is_counted() -> None:
+    world = DiskWorld(mode=DiskMode.EVICT, slots=8, places=4)
+    flow = world.manager.disk
+    world.store(chain(7))
+    flow.offer_all()
+    assert flow.writes.waiting_pages == 4
+    assert flow.counts.dropped_writes == 3
+    flow.writes.flush()
+    world.run()
+    assert flow.unwritten() == 3
+
+
+def test_pages_that_are_leased_or_failed_are_not_taken_for_written() -> None:
+    world = DiskWorld(mode=DiskMode.EVICT, slots=32, places=64)
+    flow = world.manager.disk
+    keys = chain(6)
+    world.store(keys)
+    world.match(keys[:4])
+    op = world.load(4)
+    flow.offer_all()
+    assert flow.writes.waiting_pages == 2
+    flow.writes.flush()
+    world.run(fails=lambda page: page == 0)
+    assert flow.counts.written == 1
+    assert flow.unwritten() == 5
+    world.end_load(op)
+    assert flow.unwritten() == 5
+    flow.offer_all()
+    flow.writes.flush()
+    world.run()
+    assert flow.unwritten() == 0

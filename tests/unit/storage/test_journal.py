@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from flexkv.errors import DiskError
 from flexkv.storage.base import DiskOptions
 from flexkv.storage.gathering import GATHER_S, QUIET_S, gather
 from flexkv.storage.journal import Journal, Record, Use
@@ -129,3 +133,73 @@ def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch
     finally:
         go_on.set()
         assert unit.close(GENEROUS_S)
+
+
+def publish_some(unit: DiskUnit, count: int) -> None:
+    keys = np.arange(16 * count, dtype=np.uint16).astype(np.uint8).reshape(count, 16)
+    tokens = np.full(count, 16, np.int32)
+    assert unit.record_publish(0, keys, ids(range(count)), unit.next_generations(count), tokens)
+
+
+class Watched(threading.Condition):
+    """Asks, in the journal's thread, right after each time it let go of the lock."""
+
+    ask: Callable[[], None] | None = None
+    asking = False
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.ask is not None and not self.asking and threading.current_thread().name == "flexkv-journal":
+            self.asking = True
+            self.ask()
+            self.asking = False
+
+
+def test_there_is_a_lag_from_a_publish_until_it_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the moment when the batch has left the queue and its commit has not begun."""
+    condition = Watched()
+    monkeypatch.setattr(
+        "flexkv.storage.journal.threading",
+        SimpleNamespace(Condition=lambda: condition, Event=threading.Event),
+    )
+    unit = DiskUnit.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
+    published, seen = False, []
+
+    def ask() -> None:
+        if published:
+            seen.append((unit.stats().journal_lag_s > 0, bool(unit._durable)))
+
+    try:
+        condition.ask = ask
+        with condition:  # nothing is taken out of the queue before this is left
+            publish_some(unit, 4)
+            published = True
+        deadline_s = time.monotonic() + GENEROUS_S
+        while not unit._durable or unit.stats().journal_lag_s > 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+    finally:
+        condition.ask = None
+        assert unit.close(GENEROUS_S)
+    assert seen[0] == (True, False)
+    assert (False, False) not in seen
+
+
+def test_a_journal_that_has_failed_lags_behind_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Journal) -> None:
+        raise DiskError("broken for the test")
+
+    monkeypatch.setattr(Journal, "_check_files", broken)
+    unit = DiskUnit.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
+    publish_some(unit, 4)
+    (journal,) = (journal for journal in unit._journals if journal is not None)
+    journal._thread.join(GENEROUS_S)
+    assert journal.ended
+    assert unit.stats().journal_lag_s == 0
+    assert [lost.disk for lost in unit.poll().lost] == [0]
+    assert unit.alive == (False,)
+    unit.close(GENEROUS_S)

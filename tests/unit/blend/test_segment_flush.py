@@ -1,0 +1,330 @@
+"""What a segment cache says of its disk: that all is there, that something is not, and whose it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.blend.cache import SegmentCache
+from flexkv.blend.keys import GROUP
+from flexkv.blend.kv_shape import KvShape
+from flexkv.cache.leases import NO_ENTRY
+from flexkv.config import DiskConfig
+from flexkv.errors import ClosedError, TransferError
+from flexkv.storage.unit import DiskUnit
+
+SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
+BLOCK_TOKENS = 8
+IMAGE_BYTES = 8192
+"""Of a page and what a disk writes beside it."""
+
+Text = NDArray[np.int64]
+
+
+def texts(count: int, blocks: int = 2) -> list[Text]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, 1000, blocks * BLOCK_TOKENS) for _ in range(count)]
+
+
+def make(folder: Path, shape: KvShape = SHAPE, places: int = 64, slots: int = 16, mode: str = "through"):
+    disk = DiskConfig(folders=str(folder), bytes_per_folder=places * IMAGE_BYTES, mode=mode)
+    return SegmentCache(
+        shape,
+        {"weights": "random"},
+        slots=slots,
+        staging_tokens=256,
+        block_tokens=BLOCK_TOKENS,
+        deadline_s=20.0,
+        disk=disk,
+    )
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
+    caches: list[SegmentCache] = []
+
+    def open_one(**options) -> SegmentCache:
+        caches.append(make(tmp_path, **options))
+        return caches[-1]
+
+    yield open_one
+    for cache in caches:
+        cache.close()
+
+
+def put(cache: SegmentCache, *segments: Text) -> None:
+    for text in segments:
+        keys = cache.scheme.keys(text).whole
+        blocks = cache.staging.take(len(keys))
+        assert blocks is not None
+        cache.staging.rows[:, blocks] = 7
+        cache._publish(keys, blocks, 0, BLOCK_TOKENS)
+        cache.staging.give(blocks)
+
+
+def settle(cache: SegmentCache) -> None:
+    """Until no read or write is under way."""
+    assert cache.disk is not None
+    cache.disk.wait_while(lambda: cache.manager.disk.moving, 60.0)
+
+
+def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
+    """Of disks that are opened from now on, the first `times` writes end with EIO."""
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(0, write=True, times=times)])
+    patch.setattr(DiskUnit, "open", partial(DiskUnit.open, faults=faults))
+
+
+# --- whose pages ---
+
+
+@pytest.mark.parametrize(
+    "other",
+    [KvShape(2, 2, 16, "bfloat16"), KvShape(2, 4, 8, "float16"), KvShape(2, 1, 32, "float16")],
+    ids=str,
+)
+def test_rows_of_equal_size_and_another_kind_are_not_served(
+    opened: Callable[..., SegmentCache], other: KvShape
+) -> None:
+    (text,) = texts(1)
+    assert other.row_bytes == SHAPE.row_bytes
+    cache = opened()
+    put(cache, text)
+    assert cache.close()
+    assert opened(shape=other).cached_tokens(text) == 0
+    assert opened().cached_tokens(text) == len(text), "its own are"
+
+
+# --- what is not on disk ---
+
+
+def test_a_flush_says_that_a_page_could_not_be_written(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_writes(monkeypatch, times=1)
+    cache = opened(mode="evict")
+    put(cache, *texts(2))
+    assert not cache.flush()
+    assert cache.manager.disk.counts.failed_writes > 0
+    assert cache.manager.disk.index.tier.alive == (True,)
+    assert cache.flush(), "written again, it is there"
+
+
+@pytest.mark.parametrize(("first", "dropped"), [(2, 0), (3, 2)], ids=["displaced", "never written"])
+def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
+    opened: Callable[..., SegmentCache], first: int, dropped: int
+) -> None:
+    cache = opened(places=4, mode="evict")
+    assert cache.manager.disk.index.entries.up_slots(GROUP) == 4
+    put(cache, *texts(first))
+    assert cache.flush() == (not dropped)
+    put(cache, *texts(3)[first:])
+    assert not cache.flush()
+    assert cache.manager.disk.counts.dropped_writes >= dropped
+    assert not cache.close()
+
+
+def test_a_flush_says_that_there_was_no_place(opened: Callable[..., SegmentCache]) -> None:
+    first, second = texts(2)
+    cache = opened(places=2, slots=2)
+    put(cache, first)
+    assert cache.flush()
+    index = cache.manager.disk.index.entries
+    entries = index.find(GROUP, cache.scheme.keys(first).whole)
+    assert not (entries == NO_ENTRY).any()
+    index.pin(entries)
+    put(cache, second)
+    assert cache.cached_tokens(second) == len(second)
+    assert not cache.flush()
+    index.unpin(entries)
+    assert cache.flush()
+
+
+@pytest.mark.parametrize("mode", ["back", "evict"])
+def test_pages_that_a_load_leases_are_written_too(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    cache = opened(mode=mode)
+    (text,) = texts(1)
+    monkeypatch.setattr(cache.manager.disk.writes, "pump", lambda groups, idle: None)
+    put(cache, text)
+    load = cache.begin_load([text])
+    # Fault: nobody hears of the load's end.
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.engine, "poll", lambda: [])
+        cache.deadline_s = 0.05
+        assert not cache.flush()
+    cache.deadline_s = 20.0
+    assert cache.manager.disk.counts.written == 0
+    assert cache.flush(), "the load is open, but has come"
+    assert cache.manager.disk.counts.written == 2
+    load.close()
+
+
+def test_a_page_that_was_forgotten_before_its_commit_holds_up_no_flush(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = threading.Event()
+
+    def held_up(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
+        while not commit.is_set():
+            wait_for_more(0.005)
+
+    monkeypatch.setattr("flexkv.storage.journal.gather", held_up)
+    cache = opened()
+    first, second = texts(2)
+    put(cache, first, second)
+    settle(cache)
+    assert cache.manager.disk.counts.written == 4
+    cache.deadline_s = 0.05
+    assert not cache.flush(), "nothing was committed"
+    cache.manager.forget(GROUP, cache.scheme.keys(first).whole)
+    commit.set()
+    cache.deadline_s = 20.0
+    assert cache.flush()
+    assert cache.disk is not None
+    assert cache.disk._driver is not None
+    assert cache.disk._driver.durable_pages == 2
+
+
+def test_a_cache_whose_disk_is_lost_does_not_say_that_all_is_there(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_writes(monkeypatch, times=-1)
+    cache = opened()
+    put(cache, *texts(8))
+    assert not any(cache.flush() for _ in range(3))
+    assert not cache.close()
+
+
+# --- the end ---
+
+
+def test_a_close_says_whether_all_survives(
+    opened: Callable[..., SegmentCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(mode="evict")
+    put(first, *texts(2))
+    assert first.close()
+    assert first.close()
+    with monkeypatch.context() as patched:
+        fail_writes(patched, times=1)
+        second = opened(mode="evict")
+    put(second, *texts(4)[2:])
+    assert not second.close()
+    assert not second.close(), "what was not written then is not there now"
+    third = opened()
+    assert [third.cached_tokens(text) > 0 for text in texts(2)] == [True, True]
+
+
+def test_without_a_disk_nothing_survives() -> None:
+    cache = SegmentCache(SHAPE, {"weights": "random"}, slots=4, staging_tokens=64, block_tokens=BLOCK_TOKENS)
+    assert not cache.flush()
+    assert not cache.close()
+
+
+# --- errors and descriptors ---
+
+
+def test_a_wait_takes_descriptors_of_any_number(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"this process may open {hard} files")
+    cache = opened()
+    assert cache.disk is not None
+    plane = cache.disk._plane
+    assert plane is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        high = fcntl.fcntl(plane.event_fd, fcntl.F_DUPFD_CLOEXEC, 1024)
+        assert high >= 1024
+        monkeypatch.setattr(type(plane), "event_fd", property(lambda self: high))
+        looks = iter([True, True, False])
+        cache.disk.wait_while(lambda: next(looks), 60.0)
+        os.close(high)
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 3])
+def test_a_lookup_that_fails_leaves_nothing_taken(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    random = np.random.default_rng(5)
+    # Blocks and a tail, blocks alone.
+    found = [random.integers(0, 1000, 20), random.integers(0, 1000, 12), *texts(1)]
+    cache = opened()
+    for text in found:
+        keys = cache.scheme.keys(text)
+        put(cache, text)
+        if keys.tail is not None:
+            blocks = cache.staging.take(1)
+            assert blocks is not None
+            cache._publish(keys.tail.keys, blocks, len(keys.whole), int(keys.tail.tokens[0]))
+            cache.staging.give(blocks)
+        assert cache.cached_tokens(text) == len(text)
+    free = sorted(cache.staging.free)
+    submit, calls = cache.engine.submit, iter(range(100))
+
+    def failing(graph):
+        # Fault: the engine is closed from one graph on.
+        if next(calls) >= fails_at:
+            raise ClosedError("the engine is closed")
+        return submit(graph)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.engine, "submit", failing)
+        with pytest.raises(ClosedError):
+            cache.begin_load(found)
+        with pytest.raises(ClosedError):
+            put_and_give(cache, random.integers(0, 1000, 8))
+    assert cache.flush(), "what moved has ended"
+    cache.begin_load([None]).close()
+    assert sorted(cache.staging.free) == free
+    assert cache.manager.inflight_ops() == 0
+    assert len(cache.manager._leases) == 0
+    assert cache.manager._trails._trails == {}
+    cache.manager.check_integrity()
+    load = cache.begin_load(found)
+    assert [hit.tokens for hit in load.hits] == [20, 12, 16]
+    load.close()
+    assert load.lost == {}
+    assert sorted(cache.staging.free) == free
+
+
+def put_and_give(cache: SegmentCache, text: Text) -> None:
+    free = list(cache.staging.free)
+    try:
+        put(cache, text)
+    finally:
+        cache.staging.free[:] = free
+
+
+def test_control_a_load_past_its_deadline_keeps_a_flush_from_success(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened()
+    (text,) = texts(1)
+    put(cache, text)
+    load = cache.begin_load([text])
+    cache.deadline_s = 0.05
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
+        patched.setattr(cache.engine, "poll", lambda: [])
+        with pytest.raises(TransferError, match="still move"):
+            load.close()
+        assert not cache.flush()
+    cache.deadline_s = 20.0
+    assert cache.flush()
