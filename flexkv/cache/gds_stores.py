@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import OpRole, StorePlan
+from flexkv.cache.base import StorePlan
 from flexkv.cache.checks import good_pages
 from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.host_tier import HostTier
@@ -87,18 +87,7 @@ class GdsStores(StoreRoute):
             return StorePlan(None, stored, known, dropped)
         self.pages += len(stored)
         plan = self._planner.gds_store(group, offer.blocks[stored], places, tags)
-        self._inflight.add(
-            InflightOp(
-                plan=plan,
-                request_id=offer.request_id,
-                role=OpRole.STORE,
-                entries=entries,
-                first_block=offer.first_block,
-                positions=stored,
-                epoch=epoch,
-                waits_for=self._inflight.loads_of(offer.request_id),
-            )
-        )
+        offer.begun(self._inflight, plan, entries, stored, epoch)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 
     def bar(self, op: InflightOp, pages: NDArray[np.bool_]) -> None:

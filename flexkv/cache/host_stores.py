@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import GroupSpec, OpRole, StorePlan
+from flexkv.cache.base import GroupSpec, StorePlan
 from flexkv.cache.disk_flow import DiskFlow
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
@@ -53,18 +53,7 @@ class HostStores(StoreRoute):
             self._disk.index.any_partial |= offer.tokens != self._specs[group].block_tokens
         all_new = len(stored) == len(blocks)
         plan = self._planner.store(group, blocks if all_new else blocks[positions], slots)
-        self._inflight.add(
-            InflightOp(
-                plan=plan,
-                request_id=offer.request_id,
-                role=OpRole.STORE,
-                entries=entries,
-                first_block=offer.first_block,
-                positions=positions,
-                epoch=epoch,
-                waits_for=self._inflight.loads_of(offer.request_id),
-            )
-        )
+        offer.begun(self._inflight, plan, entries, positions, epoch)
         self._trails.of(offer.request_id)[group].put_at(offer.first_block, positions, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, StorePlan
-from flexkv.cache.inflight import InflightOp
-from flexkv.cache.leases import GroupLease, Lease
+from flexkv.cache.base import Keys, OpRole, StorePlan
+from flexkv.cache.inflight import InflightOp, InflightTable
+from flexkv.cache.leases import EntryIds, GroupLease, Lease
 from flexkv.transfer.graph import BlockIds, TransferOp
 
 
@@ -67,6 +67,28 @@ class StoreOffer:
     blocks: BlockIds
     first_block: int
     tokens: int
+
+    def begun(
+        self,
+        inflight: InflightTable,
+        plan: TransferOp,
+        entries: EntryIds,
+        positions: NDArray[np.integer],
+        epoch: int,
+    ) -> None:
+        """Enters the op that stores the pages at `positions` as in flight, behind the request's own loads."""
+        inflight.add(
+            InflightOp(
+                plan=plan,
+                request_id=self.request_id,
+                role=OpRole.STORE,
+                entries=entries,
+                first_block=self.first_block,
+                positions=positions,
+                epoch=epoch,
+                waits_for=inflight.loads_of(self.request_id),
+            )
+        )
 
 
 class StoreRoute(ABC):
