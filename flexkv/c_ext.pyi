@@ -629,6 +629,14 @@ class BlockIndex:
 
     def find(self, group: int, keys: NDArray[np.uint8], ready_only: bool = True) -> NDArray[np.uint32]: ...
     def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
+    def pin_found(
+        self, group: int, keys: NDArray[np.uint8], entries: NDArray[np.uint32]
+    ) -> NDArray[np.int32]:
+        """`pin` for entries that a lookup found, which must still be those of `keys`.
+
+        Raises:
+            ContractError: one is not; names it. Nothing is leased.
+        """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
         """`pin` for entries that are ready, or pending and leased by who fills them."""
     def unpin(self, entries: NDArray[np.uint32]) -> None: ...

@@ -130,6 +130,19 @@ void bind_index(py::module_& m) {
           },
           py::arg("entries").noconvert())
       .def(
+          "pin_found",
+          [](BlockIndex& index, uint32_t group, const py::array& keys, const Entries& entries) {
+            const auto span = keys_of(keys);
+            const auto found = entries_of(entries);
+            if (found.size() != span.size())
+              throw ContractError("pin_found: " + std::to_string(found.size()) + " entries of " +
+                                  std::to_string(span.size()) + " keys");
+            py::array_t<int32_t> slots(entries.shape(0));
+            index.pin_found(group, span, found.data(), slots.mutable_data());
+            return slots;
+          },
+          py::arg("group"), py::arg("keys"), py::arg("entries").noconvert())
+      .def(
           "pin_coming",
           [](BlockIndex& index, const Entries& entries) {
             py::array_t<int32_t> slots(entries.shape(0));

@@ -51,7 +51,11 @@ class BlockIndex {
   // One more lease on each entry, which must be ready; writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // The same for entries that are ready, or pending and leased by who fills them: what is on its way is kept
+  // The same for entries that a lookup found, which must still be those of `keys`: what was evicted and given
+  // to another block since is not leased under its number.
+  void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
+
+  // `pin` for entries that are ready, or pending and leased by who fills them: what is on its way is kept
   // for whoever waits for it, though nobody else may hit it.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 

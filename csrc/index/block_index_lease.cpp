@@ -30,6 +30,23 @@ void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
   }
 }
 
+void BlockIndex::pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries,
+                           int32_t* slots) {
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const EntryId id = entries[i];
+    if (i + kPinAhead < keys.size()) table_.prefetch(entries[i + kPinAhead]);
+    if (id < table_.first() || id >= table_.end() || !is_ready(id, group, keys[i]) ||
+        table_[id].pins() == Entry::kMaxPins) {
+      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      throw ContractError("pin_found: entry " + std::to_string(id) +
+                          " is not the ready block of key number " + std::to_string(i) +
+                          ", or has too many leases");
+    }
+    ++table_[id].meta;
+    slots[i] = static_cast<int32_t>(table_[id].slot);
+  }
+}
+
 void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
   for (size_t i = 0; i < entries.size(); ++i) {
     const EntryId id = entries[i];

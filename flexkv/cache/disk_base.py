@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.cache.leases import EntryIds
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpResult, TransferGraph
 
@@ -22,6 +27,27 @@ class DiskMode(Enum):
     """When the disk has nothing else to do, and before it leaves host memory."""
     EVICT = "evict"
     """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """Blocks of one group, each in host memory or on disk.
+
+    Attributes:
+        entries: in the index of the unit's own disks, where all of them are known to be there; else None. Good until
+            something is given a place on disk.
+    """
+
+    group: int
+    keys: Keys
+    entries: EntryIds | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def at(self, positions: NDArray[np.integer] | slice) -> WantedBlocks:
+        entries = None if self.entries is None else self.entries[positions]
+        return WantedBlocks(self.group, self.keys[positions], entries)
 
 
 class GdsUse(Enum):

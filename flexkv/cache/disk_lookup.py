@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk_base import DiskLimits, WantedBlocks
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.gds_loads import GdsLoads
@@ -26,12 +26,12 @@ class Wanted:
     """What a lookup would have brought up.
 
     Attributes:
-        parts: per group, the keys of its blocks, each in host memory or on disk.
+        parts: at most one a group.
         tokens: that the engine need not compute with all of them.
         whole_blocks: the parts are the same blocks of every group, and any prefix of them is worth having.
     """
 
-    parts: list[tuple[int, Keys]]
+    parts: list[WantedBlocks]
     tokens: int
     whole_blocks: bool = False
 
@@ -107,6 +107,7 @@ class DiskLookup:
         self._all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
         self._host = host
         self._indexes = indexes
+        self._own = indexes[0]
         self._counts = indexes[0].counts
         self._limits = limits
         self._rates = rates
@@ -151,8 +152,8 @@ class DiskLookup:
         worth = self._worth(wanted, now_s)
         streamed = self._limits.stream and worth.whole_blocks and whole
         ops: set[OpId] = set()
-        for group, group_keys in worth.parts:
-            ops |= self._reads.bring_up(group, group_keys, streamed and self._limits.stream_layers)
+        for part in worth.parts:
+            ops |= self._reads.bring_up(part, streamed and self._limits.stream_layers)
         if streamed:
             coming = self._coming(worth)
             if coming.blocks:
@@ -170,7 +171,7 @@ class DiskLookup:
         loads = self._gds_loads
         if loads is None or not wanted.whole_blocks:
             return None
-        pages = sum(len(part) for _, part in wanted.parts)
+        pages = sum(map(len, wanted.parts))
         if not loads.wants(pages, self._reads.ops.pages, now_s):
             return None
         leases = loads.lease(wanted.parts)
@@ -189,10 +190,10 @@ class DiskLookup:
     def _coming(self, wanted: Wanted) -> Coming:
         """The leading blocks of `wanted` that are in host memory or on their way up."""
         entries, reads = [], []
-        for group, keys in wanted.parts:
-            found = self._host.index.find(group, keys, ready_only=False)
+        for part in wanted.parts:
+            found = self._host.index.find(part.group, part.keys, ready_only=False)
             found = found[: _leading(found != NO_ENTRY)]
-            filling = self._reads.filling(group, self._host.index.slots_of(found))
+            filling = self._reads.filling(part.group, self._host.index.slots_of(found))
             # A block that a store is filling is nobody's to promise: what it holds may never be published.
             reach = _leading(self._host.index.ready(found).view(np.bool_) | (filling != 0))
             entries.append(found[:reach])
@@ -205,11 +206,11 @@ class DiskLookup:
         rates, queued = self._rates, self._reads.ops.pages
         if not wanted.parts or not self._limits.compute_if_faster or not rates.believed(now_s):
             return wanted
-        pages = sum(len(keys) for _, keys in wanted.parts)
+        pages = sum(map(len, wanted.parts))
         if rates.all_worth(pages, wanted.tokens, queued):
             return wanted
         # Some may be in host memory or on their way already: then only the rest has to be read.
-        found = [self._host.index.find(group, keys, ready_only=False) for group, keys in wanted.parts]
+        found = [self._host.index.find(part.group, part.keys, ready_only=False) for part in wanted.parts]
         ready = [self._host.index.ready(entries).view(np.bool_) for entries in found]
         if wanted.whole_blocks:
             missing = np.cumsum(sum((entries == NO_ENTRY).astype(np.int64) for entries in found))
@@ -227,7 +228,7 @@ class DiskLookup:
         self._leave(left_pages, rates.read_s(left_pages, queued) + rates.load_s(left_pages), left_tokens)
         if not kept:
             return NOTHING
-        return Wanted([(group, keys[:kept]) for group, keys in wanted.parts], int(tokens[kept - 1]), True)
+        return Wanted([part.at(slice(kept)) for part in wanted.parts], int(tokens[kept - 1]), True)
 
     def _leave(self, pages: int, read_s: float, tokens: int) -> None:
         """The engine computes the `tokens` of `pages` rather than have them in `read_s` seconds."""
@@ -242,42 +243,45 @@ class DiskLookup:
         end = start + blocks
         if self._all_prefix:
             most = start + max(0, room_pages) // len(self._specs)
-            reach = most
+            parts = []
             for group, group_keys in enumerate(keys):
-                reach = end + self._reach(group, group_keys[end:reach])
-                if reach <= end:
+                parts.append(self._there(group, group_keys[end:most]))
+                most = end + len(parts[-1])
+                if most <= end:
                     return NOTHING
-            parts = [(group, group_keys[end:reach]) for group, group_keys in enumerate(keys)]
-            return Wanted(parts, (reach - end) * self._specs[0].block_tokens, True)
+            reach = most - end
+            return Wanted(
+                [part.at(slice(reach)) for part in parts], reach * self._specs[0].block_tokens, True
+            )
         present = [self._present(group, group_keys[start:]) for group, group_keys in enumerate(keys)]
         longest = longest_restorable(self._specs, present, room_pages)
         if longest <= blocks:
             return NOTHING
         firsts = (first_needed(spec, longest) for spec in self._specs)
         parts = [
-            (group, keys[group][start + first : start + longest])
+            WantedBlocks(group, keys[group][start + first : start + longest])
             for group, first in enumerate(firsts)
             if first < longest
         ]
         return Wanted(parts, (longest - blocks) * self._specs[0].block_tokens)
 
-    def _reach(self, group: int, keys: Keys) -> int:
-        """How many leading keys are on disk or in host memory; the first is not in host memory."""
-        reach = 0
+    def _there(self, group: int, keys: Keys) -> WantedBlocks:
+        """The leading blocks that are on disk or in host memory."""
+        entries = self._own.leading(group, keys)
+        reach = len(entries)
         while reach < len(keys):
-            on_disk = self._on_disk(group, keys[reach:])
-            reach += on_disk
-            in_host = len(self._host.index.match_prefix(group, keys[reach:])) if on_disk else 0
-            reach += in_host
-            if not in_host:
+            more = len(self._host.index.match_prefix(group, keys[reach:]))
+            more += self._on_disk(group, keys[reach + more :])
+            if not more:
                 break
-        return reach
+            reach += more
+        return WantedBlocks(group, keys[:reach], entries if reach == len(entries) else None)
 
     def _on_disk(self, group: int, keys: Keys) -> int:
         """How many leading keys are on the unit's own disks or in a sibling's folder."""
         reach = idle = 0
         for index in cycle(self._indexes):
-            more = index.reach(group, keys[reach:])
+            more = len(index.leading(group, keys[reach:]))
             reach += more
             # Where one index ends another may go on; done when none of them does.
             idle = 1 if more else idle + 1
@@ -303,7 +307,7 @@ class DiskLookup:
         if longest <= tail_tokens:
             return NOTHING
         parts = [
-            (group, candidates.keys[lengths[group][longest] :][:1])
+            WantedBlocks(group, candidates.keys[lengths[group][longest] :][:1])
             for group, candidates in enumerate(tail)
             if candidates is not None
         ]

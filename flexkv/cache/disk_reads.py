@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexkv.cache.base import Keys
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk_base import DiskLimits, WantedBlocks
 from flexkv.cache.disk_ops import DiskOp, DiskOps
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.host_tier import HostTier
@@ -77,8 +77,8 @@ class DiskReads:
 
     # --- requests ---
 
-    def bring_up(self, group: int, keys: Keys, layerwise: bool = False) -> set[OpId]:
-        """Reads those of `keys`, each in host memory or on disk, that are not in host memory and not on their way.
+    def bring_up(self, wanted: WantedBlocks, layerwise: bool = False) -> set[OpId]:
+        """Reads those of the blocks that are not in host memory and not on their way.
 
         Args:
             layerwise: by ranges of layers, as far as the pages lie on the unit's own disks.
@@ -86,7 +86,7 @@ class DiskReads:
         Returns:
             The reads to wait for; none when there is no room.
         """
-        index = self._host.index
+        index, group, keys = self._host.index, wanted.group, wanted.keys
         room = 0
         if len(self.ops) < self._limits.ops:
             room = self._limits.read_pages - self.ops.pages
@@ -96,36 +96,46 @@ class DiskReads:
         positions, entries, slots, evicted, _, dropped = index.insert(group, keys, room)
         if dropped and room > 0 and not len(positions):
             # What host memory has of the rest keeps the slots that the next blocks need: let it go.
-            keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]
-            positions, entries, slots, evicted, _, _ = index.insert(group, keys, room)
+            wanted = wanted.at(np.flatnonzero(index.find(group, keys, ready_only=False) == NO_ENTRY))
+            positions, entries, slots, evicted, _, _ = index.insert(group, wanted.keys, room)
         if len(evicted):
             self._host.evicted(group, evicted)
         if len(positions):
-            wanted = keys if len(positions) == len(keys) else keys[positions]
-            left = np.ones(len(wanted), np.bool_)
-            for source in self._indexes:
-                mine = left
-                if source is not self._indexes[-1]:
-                    mine = left & (source.entries.find(group, wanted) != NO_ENTRY)
-                    left = left & ~mine
-                if mine.all():
-                    waited.add(self._plan(source, group, wanted, entries, slots, layerwise))
-                elif mine.any():
-                    waited.add(self._plan(source, group, wanted[mine], entries[mine], slots[mine], layerwise))
+            missing = wanted if len(positions) == len(wanted) else wanted.at(positions)
+            waited |= self._plan_all(missing, entries, slots, layerwise)
         return waited
+
+    def _plan_all(
+        self, wanted: WantedBlocks, entries: EntryIds, slots: SlotIds, layerwise: bool
+    ) -> set[OpId]:
+        """A read from each source that has some of the blocks; all are on disk."""
+        if wanted.entries is not None:
+            return {self._plan(self._disk, wanted, wanted.entries, entries, slots, layerwise)}
+        ops = set()
+        left = np.ones(len(wanted), np.bool_)
+        for source in self._indexes:
+            found = source.entries.find(wanted.group, wanted.keys)
+            mine = left
+            if source is not self._indexes[-1]:
+                mine = left & (found != NO_ENTRY)
+                left = left & ~mine
+            if mine.any():
+                part = wanted.at(np.flatnonzero(mine))
+                ops.add(self._plan(source, part, found[mine], entries[mine], slots[mine], layerwise))
+        return ops
 
     def _plan(
         self,
         source: StoredIndex,
-        group: int,
-        keys: Keys,
+        wanted: WantedBlocks,
+        disk: EntryIds,
         entries: EntryIds,
         slots: SlotIds,
         layerwise: bool,
     ) -> OpId:
-        """A read of pages that are all in `source`."""
-        own = source is self._disk
-        disk, places, tags = source.begin_read(group, keys)
+        """A read of pages that are all in `source`, as its entries `disk`."""
+        own, group = source is self._disk, wanted.group
+        places, tags = source.begin_read(group, wanted.keys, disk)
         graph = self._planner.read(group, slots, places, tags, layerwise and own)
         op_id = graph.ops[0].op_id
         ahead = self.ops.pages

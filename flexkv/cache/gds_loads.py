@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import NO_BLOCK, Keys, OpRole
-from flexkv.cache.disk_base import GdsUse
+from flexkv.cache.base import NO_BLOCK, OpRole
+from flexkv.cache.disk_base import GdsUse, WantedBlocks
 from flexkv.cache.disk_index import DiskIndex
 from flexkv.cache.disk_rates import DiskRates
 from flexkv.cache.inflight import InflightOp, InflightTable
@@ -68,15 +68,23 @@ class GdsLoads(LoadRoute):
             return True
         return self._rates.gds_is_faster(pages, self.pages, queued_reads, now_s)
 
-    def lease(self, parts: Sequence[tuple[int, Keys]]) -> list[DiskLease] | None:
+    def lease(self, parts: Sequence[WantedBlocks]) -> list[DiskLease] | None:
         """The pages of all groups, if every one is on the unit's own disks; else None, and nothing is leased.
 
         What is also in host memory is read from disk all the same: a promise has one change from host to disk at most.
         """
-        for group, keys in parts:
-            if self._disk.reach(group, keys) < len(keys):
+        found = []
+        for part in parts:
+            entries = part.entries
+            if entries is None:
+                entries = self._disk.leading(part.group, part.keys)
+            if len(entries) < len(part):
                 return None
-        return [DiskLease(*self._disk.begin_read(group, keys)) for group, keys in parts]
+            found.append(entries)
+        return [
+            DiskLease(entries, *self._disk.begin_read(part.group, part.keys, entries))
+            for part, entries in zip(parts, found, strict=True)
+        ]
 
     def let_go(self, pages: DiskLease) -> None:
         """Ends the lease of pages that are not loaded."""

@@ -11,7 +11,6 @@ from flexkv.c_ext import BlockIndex, in_a_row
 from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.disk_base import DiskCounts
 from flexkv.cache.leases import NO_ENTRY, EntryIds
-from flexkv.errors import ContractError
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
 from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
@@ -75,16 +74,16 @@ class StoredIndex:
 
     # --- lookups ---
 
-    def reach(self, group: int, keys: Keys) -> int:
-        """How many leading keys are on disk and have not expired."""
+    def leading(self, group: int, keys: Keys) -> EntryIds:
+        """The entries of the leading keys that are on disk and have not expired."""
         entries = self.entries.match_prefix(group, keys)
         if not self._any_expires or not len(entries):
-            return len(entries)
+            return entries
         expired = self._expired(group, entries)
         if not expired.any():
-            return len(entries)
+            return entries
         self._drop_expired(group, entries[expired])
-        return int(np.argmax(expired))
+        return entries[: int(np.argmax(expired))]
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are on disk and have not expired, bool [keys]."""
@@ -114,22 +113,20 @@ class StoredIndex:
 
     # --- reads ---
 
-    def begin_read(self, group: int, keys: Keys) -> tuple[EntryIds, Places, PageTags]:
+    def begin_read(self, group: int, keys: Keys, entries: EntryIds) -> tuple[Places, PageTags]:
         """Leases pages that are there until `end_read`.
 
+        Args:
+            entries: of `keys`, as a lookup found them.
+
         Returns:
-            Their entries, places, and what to ask for there.
+            Their places, and what to ask for there.
 
         Raises:
-            ContractError: a key is not there.
+            ContractError: an entry is not, or no longer, that of its key. Nothing is leased.
         """
-        entries, places = self.entries.match_and_pin(group, keys)
-        if len(entries) < len(keys):
-            self.entries.unpin(entries)
-            raise ContractError(
-                f"{len(keys)} pages of group {group} to read: number {len(entries)} is not on disk"
-            )
-        return entries, places, self._tags_of(group, places)
+        places = self.entries.pin_found(group, keys, entries)
+        return places, self._tags_of(group, places)
 
     def end_read(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
         """The pages marked in `suspect` did not hold what was asked for, and are forgotten."""

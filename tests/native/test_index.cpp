@@ -170,6 +170,29 @@ TEST_CASE("finding and leasing in one pass is finding and then leasing") {
   index.check_integrity(leases);
 }
 
+TEST_CASE("what was found is leased as long as it is the same block, all of it or nothing") {
+  FullIndex index(4);
+  const auto chain = keys(4, 45), later = keys(2, 46);
+  store(index, chain);
+  const auto found = match(index, chain);
+  std::vector<int32_t> slots(4), apart(4);
+  index.pin_found(0, chain, found.data(), slots.data());
+  index.pin(found, apart.data());
+  CHECK(slots == apart);
+  index.unpin(found);
+  index.check_integrity(found);
+  index.unpin(found);
+  store(index, later);  // evicts the chain's end, and takes its entries
+  const auto left = match(index, chain);
+  REQUIRE(left.size() == 2);
+  CHECK(match(index, later) == std::vector<EntryId>{found[2], found[3]});
+  CHECK_THROWS_AS(index.pin_found(0, chain, found.data(), slots.data()), ContractError);
+  auto nothing = left;
+  nothing.push_back(kNoEntry);
+  CHECK_THROWS_AS(index.pin_found(0, std::span(chain).first(3), nothing.data(), slots.data()), ContractError);
+  index.check_integrity({});
+}
+
 TEST_CASE("evictions that meet leased blocks pass them over, and what was leased counts as just used") {
   FullIndex index(6);
   const auto old = keys(3, 42), young = keys(3, 43), fresh = keys(6, 44);

@@ -95,9 +95,9 @@ class ReusesPlacesBeingRead(LocalCacheManager):
         super().__init__(*args, **kwargs)
         disk, begin_read = self.disk.index, self.disk.index.begin_read
 
-        def unpinned(group: int, keys: Any) -> Any:
-            planned = begin_read(group, keys)
-            disk.entries.unpin(planned[0])
+        def unpinned(group: int, keys: Any, entries: Any) -> Any:
+            planned = begin_read(group, keys, entries)
+            disk.entries.unpin(entries)
             return planned
 
         def end_read(group: int, entries: Any, places: Any, suspect: Any) -> None:
@@ -209,10 +209,10 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
         def coming(wanted: Any) -> Coming:
             entries, reads = [], []
-            for group, keys in wanted.parts:
-                found = index.find(group, keys, ready_only=False)
+            for part in wanted.parts:
+                found = index.find(part.group, part.keys, ready_only=False)
                 entries.append(found[: int(np.argmin(np.append(found != NO_ENTRY, False)))])
-                reads.append(flow.reads.filling(group, index.slots_of(entries[-1])))
+                reads.append(flow.reads.filling(part.group, index.slots_of(entries[-1])))
             return Coming(entries, reads)
 
         flow.lookup._coming = coming  # type: ignore[method-assign]

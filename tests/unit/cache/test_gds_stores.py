@@ -55,7 +55,7 @@ def end_seal(
 
 
 def on_disk(world: DiskWorld, keys: np.ndarray) -> int:
-    return world.manager.disk.index.reach(0, keys)
+    return len(world.manager.disk.index.leading(0, keys))
 
 
 def test_a_page_is_on_disk_when_its_seal_has_ended() -> None:
