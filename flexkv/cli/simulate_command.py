@@ -10,8 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flexkv.cache.simulation import Simulation, SimulationConfig, SimulationReport
 from flexkv.errors import ContractError
+from flexkv.simulation.base import SimulationConfig, SimulationReport
+from flexkv.simulation.run import Simulation
 
 RULE_BROKEN_EXIT_CODE = 1
 

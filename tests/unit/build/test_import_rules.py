@@ -23,9 +23,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "adapters": BASE | {"cache", "transfer", "storage"},
     "blend": BASE | {"cache", "transfer", "storage"},
+    "simulation": BASE | {"cache", "transfer.graph", "storage.base", "storage.tags"},
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters"}),
-    "cli": BASE | {"cache", "transfer", "storage", "adapters"},
+    "cli": BASE | {"cache", "transfer", "storage", "adapters", "simulation"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {
@@ -97,6 +98,8 @@ def test_imports(path: Path) -> None:
         ("cache", "import torch"),
         ("cache", "from flexkv.transfer.engine import x"),
         ("cache", "from flexkv.transfer import engine"),
+        ("cache", "from flexkv.simulation.run import Simulation"),
+        ("simulation", "from flexkv.transfer.engine import x"),
         ("config", "from flexkv.cache.base import Keys"),
         ("layout", "def f():\n    from vllm.v1 import core"),
         ("observe", "from flexkv.errors import ConfigError"),

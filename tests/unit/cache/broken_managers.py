@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulation import Simulation, SimulationConfig
 from flexkv.errors import ContractError
+from flexkv.simulation.base import SimulationConfig
+from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import OpResult
 
 

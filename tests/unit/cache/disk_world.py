@@ -11,8 +11,9 @@ import numpy as np
 from flexkv.cache.base import Completion, GroupSpec, Keys, ManagerLimits, MatchResult
 from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
-from flexkv.cache.simulated_engine import Symbol
+from flexkv.simulation.base import Symbol
+from flexkv.simulation.disk_lane import SimDiskLane
+from flexkv.simulation.disk_tier import SimDiskTier
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 BLOCK_TOKENS = 4

@@ -24,13 +24,13 @@ FEW, MANY = 24, 3000
 
 @contextmanager
 def counted(lines: list[int]) -> Iterator[None]:
-    """Appends how many lines of the control plane ran; what is simulated does not count."""
+    """Appends how many lines of the control plane ran."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         nonlocal count
         name = frame.f_code.co_filename
-        if not name.startswith(FOLDER) or Path(name).name.startswith("simulated"):
+        if not name.startswith(FOLDER):
             return None
         count += event == "line"
         return trace
@@ -79,7 +79,7 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
 @pytest.fixture
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page moves here, so the simulated disk must not ask for it."""
-    monkeypatch.setattr("flexkv.cache.simulated_disk.require", lambda *_: None)
+    monkeypatch.setattr("flexkv.simulation.disk_tier.require", lambda *_: None)
 
 
 @pytest.mark.usefixtures("unjudged")

@@ -7,8 +7,8 @@ import pytest
 
 from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.disk_driver import DiskDriver
-from flexkv.cache.simulated_disk import SimDiskTier
 from flexkv.errors import ClosedError
+from flexkv.simulation.disk_tier import SimDiskTier
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
 from tests.unit.cache.disk_world import DiskWorld, chain
 

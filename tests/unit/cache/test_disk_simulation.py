@@ -10,7 +10,8 @@ import pytest
 from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulation import Simulation, SimulationConfig
+from flexkv.simulation.base import SimulationConfig
+from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds
 from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_GDS_LOADS, BROKEN_GDS_STORES, BROKEN_STREAMS
 from tests.unit.cache.broken_managers import caught_by

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.disk_base import DiskLimits, DiskMode
-from flexkv.cache.simulated_model import RuleBroken
+from flexkv.simulation.base import RuleBroken
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.disk_world import DiskWorld, chain
 

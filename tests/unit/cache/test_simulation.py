@@ -8,7 +8,8 @@ import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulation import RuleBroken, Simulation, SimulationConfig
+from flexkv.simulation.base import RuleBroken, SimulationConfig
+from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds
 from tests.unit.cache.broken_managers import BROKEN, caught_by
 
@@ -97,8 +98,7 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
         if not holds and "bytes" in what:
             raise RuleBroken(what)
 
-    parts = ("simulation", "simulated_model", "simulated_world", "simulated_lookups")
-    for part in (*parts, "simulated_requests", "simulated_ranks", "simulated_upsets"):
-        monkeypatch.setattr(f"flexkv.cache.{part}.require", require_bytes_only)
+    for part in ("run", "model", "world", "lookups", "requests", "ranks", "upsets"):
+        monkeypatch.setattr(f"flexkv.simulation.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
     assert "bytes" in caught_by(narrow_configs(), manager_class, integrity_every=5)

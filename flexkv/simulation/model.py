@@ -8,24 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.cache.base import CacheListener, Completion, GroupPolicy, GroupSpec, Keys, ManagerLimits, OpRole
-from flexkv.errors import ContractError
+from flexkv.cache.base import Completion, GroupPolicy, GroupSpec, ManagerLimits, OpRole
+from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.transfer.graph import OpResult, OpStatus
-
-Key = tuple[int, bytes]
-"""Group and block key."""
-
-NO_SLOT = -1
-"""Of a page that goes between engine and disk without a slot of host memory."""
-
-
-class RuleBroken(ContractError):
-    """The manager did what the rules forbid, or not what they demand."""
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise RuleBroken(what)
 
 
 @dataclass
@@ -44,32 +29,6 @@ class ModelOp:
     failed: set[int] = field(default_factory=set)
     suspect: set[int] = field(default_factory=set)
     reports: int = 0
-
-
-class Recorder(CacheListener):
-    """Collects what the manager tells its listener during one call."""
-
-    def __init__(self) -> None:
-        self.published: list[Key] = []
-        self.evicted: list[Key] = []
-        self.resets: list[int] = []
-
-    def on_publish(self, group: int, keys: Keys) -> None:
-        self.published += [(group, bytes(key)) for key in keys]
-
-    def on_evict(self, group: int, keys: Keys) -> None:
-        self.evicted += [(group, bytes(key)) for key in keys]
-
-    def on_reset(self, epoch: int) -> None:
-        self.resets.append(epoch)
-
-    def take_evicted(self) -> list[Key]:
-        evicted, self.evicted = self.evicted, []
-        return evicted
-
-    def take_published(self) -> list[Key]:
-        published, self.published = self.published, []
-        return published
 
 
 class Model:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from flexkv.cache.base import GroupPolicy, Keys, OpRole
-from flexkv.cache.simulated_engine import Place, SimRequest
-from flexkv.cache.simulated_lookups import Lookups
-from flexkv.cache.simulated_model import Key, require
-from flexkv.cache.simulated_world import World, block_key
+from flexkv.simulation.base import Key, Place, require
+from flexkv.simulation.lookups import Lookups
+from flexkv.simulation.request import SimRequest
+from flexkv.simulation.world import World, block_key
 
 
 class Requests:

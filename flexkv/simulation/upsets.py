@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.simulated_model import Key, require
-from flexkv.cache.simulated_requests import Requests
-from flexkv.cache.simulated_world import World, block_key
+from flexkv.simulation.base import Key, require
+from flexkv.simulation.requests import Requests
+from flexkv.simulation.world import World, block_key
 
 
 class Upsets:

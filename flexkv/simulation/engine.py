@@ -1,7 +1,7 @@
 """An engine without numbers: what is in each of its blocks and in each host slot is a symbol.
 
-A symbol is `(epoch, key)` for the KV of that key under those weights, or `(-1, n)` for garbage. Bytes move when the
-simulation says so, page by page and rank by rank, so that whatever touches a slot or block too early or too late shows.
+Bytes move when the simulation says so, page by page and rank by rank, so that whatever touches a slot or block too
+early or too late shows.
 """
 
 from __future__ import annotations
@@ -11,52 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from flexkv.cache.base import Keys
+from flexkv.simulation.base import Place, Symbol
 from flexkv.transfer.graph import OpResult, TransferOp
-
-Symbol = tuple[int, bytes | int]
-Place = tuple[int, int]
-"""Group and engine block."""
-
-
-@dataclass
-class SimRequest:
-    """A request that wants the blocks of `path`, then `tail`.
-
-    Attributes:
-        arrays: per group, the keys as the manager wants them.
-        keys: the same as bytes.
-        tail_keys: per group, token count -> key of the partial tail of that many tokens.
-        blocks: per group, engine block of each block number; the tail's block comes last.
-        has: per group, whether the engine believes that block to hold KV.
-        computed: blocks (and then the tail) that the engine believes done.
-        unverified: loads in flight whose target the engine uses already.
-    """
-
-    request_id: str
-    path: tuple[int, ...]
-    tail: tuple[int, ...]
-    arrays: list[Keys]
-    keys: list[list[bytes]]
-    tail_keys: list[dict[int, bytes]]
-    state: str = "new"
-    start: int = 0
-    promised: int = 0
-    promised_tail: int = 0
-    tail_loaded: int = 0
-    blocks: list[list[int]] = field(default_factory=list)
-    has: list[list[bool]] = field(default_factory=list)
-    computed: int = 0
-    offered: int = 0
-    unverified: set[int] = field(default_factory=set)
-
-    def key_of(self, group: int, number: int) -> bytes:
-        """Key of whole block `number`, or of the whole tail."""
-        return self.keys[group][number] if number < len(self.path) else self.tail_keys[group][len(self.tail)]
-
-    @property
-    def total(self) -> int:
-        return len(self.path) + bool(self.tail)
 
 
 @dataclass

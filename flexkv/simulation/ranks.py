@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from flexkv.cache.base import OpRole
-from flexkv.cache.simulated_disk import identities, stripe_digest
-from flexkv.cache.simulated_engine import Compute, Movement, Rank
-from flexkv.cache.simulated_model import ModelOp, require
-from flexkv.cache.simulated_requests import Requests
-from flexkv.cache.simulated_world import World
+from flexkv.simulation.base import require
+from flexkv.simulation.disk_tier import identities, stripe_digest
+from flexkv.simulation.engine import Compute, Movement, Rank
+from flexkv.simulation.model import ModelOp
+from flexkv.simulation.requests import Requests
+from flexkv.simulation.world import World
 from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
 
 

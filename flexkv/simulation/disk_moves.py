@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from flexkv.cache.base import OpRole
-from flexkv.cache.simulated_disk import identities
-from flexkv.cache.simulated_model import NO_SLOT, Key, ModelOp, require
-from flexkv.cache.simulated_world import World
+from flexkv.simulation.base import NO_SLOT, Key, require
+from flexkv.simulation.disk_tier import identities
+from flexkv.simulation.model import ModelOp
+from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
 
 SAME_PACE_S = 5.0

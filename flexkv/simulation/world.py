@@ -4,79 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from flexkv.cache.base import GroupSpec, ManagerLimits, OpRole
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, GdsUse
-from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulated_disk import SimDiskLane, SimDiskTier
-from flexkv.cache.simulated_engine import SimEngine, SimRequest
-from flexkv.cache.simulated_model import NO_SLOT, Key, Model, ModelOp, Recorder, require
-from flexkv.cache.stats import ManagerStats
+from flexkv.cache.base import ManagerLimits, OpRole
+from flexkv.cache.disk_base import DiskLimits, GdsUse
+from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
+from flexkv.simulation.disk_lane import SimDiskLane
+from flexkv.simulation.disk_tier import SimDiskTier
+from flexkv.simulation.engine import SimEngine
+from flexkv.simulation.model import Model, ModelOp
+from flexkv.simulation.recorder import Recorder
+from flexkv.simulation.request import SimRequest
 from flexkv.transfer.graph import OpKind, TransferOp
-
-ManagerFactory = Callable[..., LocalCacheManager]
-
-
-@dataclass(frozen=True)
-class SimulationConfig:
-    """What is simulated.
-
-    Attributes:
-        seed: names the run; the same seed takes the same steps.
-        steps: random actions to take, before everything in flight is drained.
-        groups: KV groups of the unit.
-        ranks: workers that report each op.
-        engine_blocks: engine blocks of each group.
-        requests: live requests at once.
-        failure_rate: share of moved pages that fail.
-        ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
-            share engine blocks whose load has not been verified yet.
-        disk_places: places on disk of each group; 0 for no disk tier.
-        disk_mode: when pages are written to disk.
-        disks: that the places are striped over.
-        measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
-            on disk to the engine.
-        stream: blocks are promised while they are on their way up from disk.
-        gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
-            `measured_steps` only where that was faster.
-        gds_stores: stores go to disk alone: the ranks write stripes, then the disks the trailers.
-        integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
-    """
-
-    seed: int
-    steps: int = 2_000
-    groups: tuple[GroupSpec, ...] = (GroupSpec(block_tokens=4, slots=40),)
-    ranks: int = 2
-    engine_blocks: int = 64
-    requests: int = 8
-    failure_rate: float = 0.03
-    ordered_reports: bool = True
-    integrity_every: int = 10
-    store_queue_pages: int = 24
-    load_queue_pages: int = 32
-    disk_places: int = 0
-    disk_mode: DiskMode = DiskMode.THROUGH
-    disks: int = 2
-    measured_steps: bool = False
-    stream: bool = False
-    gds_loads: bool = False
-    gds_stores: bool = False
-
-
-@dataclass
-class SimulationReport:
-    """What a run did; a run that ends has broken no rule."""
-
-    steps: int = 0
-    verified_pages: int = 0
-    failed_pages: int = 0
-    streamed_pages: int = 0
-    gds_pages: int = 0
-    actions: dict[str, int] = field(default_factory=dict)
-    stats: ManagerStats = field(default_factory=ManagerStats)
-    disk: DiskCounts = field(default_factory=DiskCounts)
 
 
 def block_key(*parts: object) -> bytes:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.simulated_disk_moves import DiskMoves
-from flexkv.cache.simulated_model import RuleBroken, require
-from flexkv.cache.simulated_ranks import Ranks
-from flexkv.cache.simulated_requests import Requests
-from flexkv.cache.simulated_upsets import Upsets
-from flexkv.cache.simulated_world import ManagerFactory, SimulationConfig, SimulationReport, World
+from flexkv.simulation.base import ManagerFactory, SimulationConfig, SimulationReport, require
+from flexkv.simulation.disk_moves import DiskMoves
+from flexkv.simulation.ranks import Ranks
+from flexkv.simulation.requests import Requests
+from flexkv.simulation.upsets import Upsets
+from flexkv.simulation.world import World
 
 Action = Callable[[], None]
 
@@ -127,6 +127,3 @@ class Simulation:
                 len(world.engine.pool.free(group)) == world.config.engine_blocks,
                 f"engine blocks leaked: {spec}",
             )
-
-
-__all__ = ["RuleBroken", "Simulation", "SimulationConfig", "SimulationReport"]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from flexkv.cache.base import GroupPolicy, OpRole, TailCandidates
-from flexkv.cache.simulated_engine import SimRequest
-from flexkv.cache.simulated_model import NO_SLOT, Key, require
-from flexkv.cache.simulated_world import World
+from flexkv.simulation.base import NO_SLOT, Key, require
+from flexkv.simulation.request import SimRequest
+from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind
 
 

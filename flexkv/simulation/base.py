@@ -1,0 +1,119 @@
+"""The contract of a simulation: what is drawn, what stands for KV, and how a manager is judged.
+
+A run (`run.Simulation`) drives a real cache manager in the place of an engine, in one thread, without bytes, files or a
+clock of the machine: the same configuration takes the same steps. Two things judge it: a model, the rules written a
+second time, which every answer is compared with, and symbols in the place of KV, which show what arrived where. A run
+that returns has broken no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.disk_base import DiskCounts, DiskMode
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.stats import ManagerStats
+from flexkv.errors import ContractError
+
+Symbol = tuple[int, bytes | int]
+"""What a block or slot holds on one rank: `(epoch, key)`, the KV of that key under those weights, or `(-1, n)`,
+garbage."""
+
+Place = tuple[int, int]
+"""Group and engine block."""
+
+Key = tuple[int, bytes]
+"""Group and block key."""
+
+NO_SLOT = -1
+"""Of a page that goes between engine and disk without a slot of host memory."""
+
+ManagerFactory = Callable[..., LocalCacheManager]
+"""Makes the manager of a run, from what `LocalCacheManager` takes."""
+
+
+class RuleBroken(ContractError):
+    """The manager did what the rules forbid, or not what they demand."""
+
+
+def require(holds: bool, what: str) -> None:
+    """
+    Raises:
+        RuleBroken: it does not hold; `what` says what the manager did.
+    """
+    if not holds:
+        raise RuleBroken(what)
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """What is simulated.
+
+    Attributes:
+        seed: names the run; the same seed takes the same steps.
+        steps: random actions to take, before everything in flight is drained.
+        groups: KV groups of the unit.
+        ranks: workers that report each op.
+        engine_blocks: engine blocks of each group.
+        requests: live requests at once.
+        failure_rate: share of moved pages that fail.
+        ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
+            share engine blocks whose load has not been verified yet.
+        integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
+        store_queue_pages: `ManagerLimits.inflight_store_pages`.
+        load_queue_pages: `ManagerLimits.inflight_load_pages`.
+        disk_places: places on disk of each group; 0 for no disk tier.
+        disk_mode: when pages are written to disk.
+        disks: that the places are striped over.
+        measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
+            on disk to the engine.
+        stream: blocks are promised while they are on their way up from disk.
+        gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
+            `measured_steps` only where that was faster.
+        gds_stores: stores go to disk alone: the ranks write stripes, then the disks the trailers.
+    """
+
+    seed: int
+    steps: int = 2_000
+    groups: tuple[GroupSpec, ...] = (GroupSpec(block_tokens=4, slots=40),)
+    ranks: int = 2
+    engine_blocks: int = 64
+    requests: int = 8
+    failure_rate: float = 0.03
+    ordered_reports: bool = True
+    integrity_every: int = 10
+    store_queue_pages: int = 24
+    load_queue_pages: int = 32
+    disk_places: int = 0
+    disk_mode: DiskMode = DiskMode.THROUGH
+    disks: int = 2
+    measured_steps: bool = False
+    stream: bool = False
+    gds_loads: bool = False
+    gds_stores: bool = False
+
+
+@dataclass
+class SimulationReport:
+    """What a run did, up to the broken rule if it found one.
+
+    Attributes:
+        steps: random actions taken.
+        verified_pages: pages loaded, on every rank with the KV that their key promises.
+        failed_pages: pages loaded that were named as failed.
+        streamed_pages: pages promised while they were on their way up from disk.
+        gds_pages: pages loaded from disk without a slot of host memory.
+        actions: how often each action was taken, by its name.
+        stats: the manager's own totals; with those of its disk tier in `disk`.
+    """
+
+    steps: int = 0
+    verified_pages: int = 0
+    failed_pages: int = 0
+    streamed_pages: int = 0
+    gds_pages: int = 0
+    actions: dict[str, int] = field(default_factory=dict)
+    stats: ManagerStats = field(default_factory=ManagerStats)
+    disk: DiskCounts = field(default_factory=DiskCounts)

@@ -1,0 +1,32 @@
+"""What a manager tells its listener, kept until the model has judged the call."""
+
+from __future__ import annotations
+
+from flexkv.cache.base import CacheListener, Keys
+from flexkv.simulation.base import Key
+
+
+class Recorder(CacheListener):
+    """Collects what the manager tells its listener during one call."""
+
+    def __init__(self) -> None:
+        self.published: list[Key] = []
+        self.evicted: list[Key] = []
+        self.resets: list[int] = []
+
+    def on_publish(self, group: int, keys: Keys) -> None:
+        self.published += [(group, bytes(key)) for key in keys]
+
+    def on_evict(self, group: int, keys: Keys) -> None:
+        self.evicted += [(group, bytes(key)) for key in keys]
+
+    def on_reset(self, epoch: int) -> None:
+        self.resets.append(epoch)
+
+    def take_evicted(self) -> list[Key]:
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
+    def take_published(self) -> list[Key]:
+        published, self.published = self.published, []
+        return published
