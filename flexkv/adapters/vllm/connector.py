@@ -21,8 +21,9 @@ from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, req
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.node_units import units_on_node
 from flexkv.adapters.vllm.possible_modes import with_possible_modes
-from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
+from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.observe import Counters, configure_logging, get_logger

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.vllm import local_link
-from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.lazy import LazyStores
-from flexkv.adapters.vllm.listeners import Listeners
-from flexkv.adapters.vllm.loads import Loads
-from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.outcomes import Outcomes
+from flexkv.adapters.vllm.parts import Blueprint, Parts
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
-from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
-from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
-from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
-from flexkv.cache.base import CacheListener
+from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.worker import current_device_is_host
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters
 
@@ -36,37 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What the engine wants of the cache.
-
-    Attributes:
-        loads: answer lookups (vLLM's kv_role is kv_both or kv_consumer).
-        stores: store blocks (kv_both or kv_producer).
-        drop_last_block: see `Lookups`.
-        recomputes: what a load did not bring is computed (kv_load_failure_policy is recompute).
-    """
-
-    loads: bool = True
-    stores: bool = True
-    drop_last_block: bool = False
-    recomputes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What works once every rank is known and the host pool is made."""
-
-    unit: HostUnit
-    lookups: Lookups
-    loads: Loads
-    stores: StoreMode
-    outcomes: Outcomes
-    watch: StoreWatch
-    workers: tuple[WorkerSide, ...]
-    steps: StepTimes | None
 
 
 class SchedulerSide:
@@ -88,19 +48,16 @@ class SchedulerSide:
         step_tokens: int,
         with_events: bool = False,
         stores_end_in_step: bool = False,
-        use: Use = Use(),
+        use: Use = Use(),  # noqa: B008 - frozen
         model: str = "",
         unit_name: str = "unit0",
     ) -> None:
+        owner = UnitOwner(model, namespace, unit_name)
+        self._blueprint = Blueprint(config, geometry, namespace, owner, step_tokens, stores_end_in_step, use)
         self._config = config
         self._geometry = geometry
-        self._namespace = namespace
-        self._owner = UnitOwner(model, namespace, unit_name)
         self._engine_id = engine_id
         self._ranks = ranks
-        self._step_tokens = step_tokens
-        self._stores_end_in_step = stores_end_in_step
-        self._use = use
         self.handshakes: dict[int, Handshake] = {}
         self.requests = RequestTable(namespace, geometry, config.keys.scheme)
         self.orders = ConnectorMetadata()
@@ -140,64 +97,9 @@ class SchedulerSide:
 
     def _make_parts(self) -> Parts:
         assert self._watch is not None, "the engine binds its block pool before the handshake"
-        watch, counters = self._watch, self.counters
         workers = local_link.workers_here(self._engine_id, self._ranks)
-        listeners = Listeners(self.events)
-        unit = HostUnit.create(
-            self._config,
-            self._geometry.block_tokens,
-            self._geometry.num_blocks,
-            self.handshakes,
-            not workers,
-            listeners,
-            self._owner,
-            recomputes=self._use.recomputes,
-        )
-        try:
-            for worker in workers:
-                worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)
-        except BaseException:
-            unit.close()
-            raise
-        unit.grant = None if workers else unit.make_grant(not current_device_is_host())
-        lookups = Lookups(
-            unit.manager,
-            self._geometry,
-            self._config.store.partial_blocks,
-            counters,
-            self._use.drop_last_block,
-        )
-        mode = self._config.load.mode
-        loads = Loads(lookups, sync=mode != "async", by_layer=mode == "layerwise")
-        stores = self._make_stores(unit, watch)
-        if isinstance(stores, CacheListener):
-            listeners.add(stores)
-        outcomes = Outcomes(unit, workers, self.requests, loads, stores, watch, counters, self.events)
-        # Only what the disks bring up competes with computing.
-        steps = StepTimes(unit.manager.disk.rates.compute) if unit.disk is not None else None
-        return Parts(unit, lookups, loads, stores, outcomes, watch, workers, steps)
-
-    def _make_stores(self, unit: HostUnit, watch: StoreWatch) -> StoreMode:
-        store = self._config.store
-        if not self._use.stores:
-            return NoStores()
-        rules = StoreRules(self._geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
-        planner = StorePlanner(unit.manager, watch, rules, self.counters, self.events)
-        if store.mode != "lazy":
-            return EagerStores(
-                planner, self.requests, self._stores_end_in_step, by_layer=store.mode == "layerwise"
-            )
-        return LazyStores(
-            planner,
-            self.requests,
-            unit.manager,
-            watch,
-            self._geometry,
-            self._namespace,
-            self._step_tokens,
-            unit.slots,
-            self.counters,
-            self.events,
+        return self._blueprint.make(
+            self.handshakes, workers, self._watch, self.requests, self.counters, self.events
         )
 
     @property
@@ -213,7 +115,7 @@ class SchedulerSide:
         (None, False) while more comes up from disk: the engine asks again with its next step.
         """
         parts = self.parts
-        if parts is None or not parts.unit.usable or not self._use.loads:
+        if parts is None or not parts.unit.usable or not self._blueprint.use.loads:
             return 0, False
         parts.outcomes.collect_early()
         self._pump(parts)

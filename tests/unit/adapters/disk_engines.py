@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.scheduler import Use
+from flexkv.adapters.vllm.use import Use
 from tests.unit.adapters.mini_engine import MiniEngine
 
 Make = Callable[..., MiniEngine]

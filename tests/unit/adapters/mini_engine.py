@@ -27,7 +27,8 @@ from vllm.v1.request import Request
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
-from flexkv.adapters.vllm.scheduler import SchedulerSide, Use
+from flexkv.adapters.vllm.scheduler import SchedulerSide
+from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest

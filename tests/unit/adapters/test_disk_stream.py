@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.scheduler import Use
+from flexkv.adapters.vllm.use import Use
 from tests.unit.adapters.disk_engines import Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.scheduler import Use
+from flexkv.adapters.vllm.use import Use
 from flexkv.errors import ConfigError
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.slab_map import SlabMap

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.scheduler import Use
+from flexkv.adapters.vllm.use import Use
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request

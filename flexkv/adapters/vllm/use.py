@@ -1,0 +1,22 @@
+"""What one engine is configured to do with the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the engine wants of the cache.
+
+    Attributes:
+        loads: answer lookups (vLLM's kv_role is kv_both or kv_consumer).
+        stores: store blocks (kv_both or kv_producer).
+        drop_last_block: see `Lookups`.
+        recomputes: what a load did not bring is computed (kv_load_failure_policy is recompute).
+    """
+
+    loads: bool = True
+    stores: bool = True
+    drop_last_block: bool = False
+    recomputes: bool = False
