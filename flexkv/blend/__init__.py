@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flexkv.blend.base import Segment
 from flexkv.blend.plan import BlendPlan
-from flexkv.blend.segments import Segment, split_at_separators
+from flexkv.blend.segments import split_at_separators
 
 if TYPE_CHECKING:
     from flexkv.blend.runner import precompute, prefill, segment_cache

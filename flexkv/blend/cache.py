@@ -5,63 +5,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.blend.base import PLANES, KvShape, Tokens
 from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
-from flexkv.blend.kv_shape import PLANES, KvShape
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
 from flexkv.blend.segment_disk import FLUSH_LOOK_S, SegmentDisk
-from flexkv.blend.segment_load import Hit, SegmentLoad
-from flexkv.blend.segments import Tokens
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.segment_lookup import MOST_HITS, READS_A_HIT, SegmentLookup
+from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
 from flexkv.blend.staging import StagingPool
 from flexkv.c_ext import SlotImage
-from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole
+from flexkv.cache.base import GroupSpec, ManagerLimits
 from flexkv.cache.disk_base import DiskLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError
-from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
-from flexkv.transfer.graph import OpResult, TransferGraph
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
 from flexkv.transfer.trailer import digest_areas
-
-MOST_HITS = 256
-"""Segments of one prompt that are loaded at once; each takes queue places of the transfer engine."""
-
-READS_A_HIT = 2
-"""From disk: of its whole blocks, and of the tokens after them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LateBlocks:
-    """Staging blocks of a transfer that nobody waits for any more; taken until it has ended.
-
-    Attributes:
-        requests: of the manager, which end with it.
-    """
-
-    tickets: tuple[Ticket, ...]
-    blocks: NDArray[np.int32]
-    requests: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A segment that is looked up."""
-
-    segment: int
-    keys: SegmentKeys
-    request: str
-
-    @property
-    def tail_request(self) -> str:
-        """Of its own: what follows the whole blocks comes up from disk as a whole, these while they are loaded."""
-        return f"{self.request}-tail"
 
 
 class SegmentCache:
@@ -109,8 +74,6 @@ class SegmentCache:
             self.disk = SegmentDisk(
                 disk, shape, block_tokens, self.scheme.namespace, self.staging.view, model, ops
             )
-        self._late: list[LateBlocks] = []
-        self._why_failed: dict[str, str] = {}
         self._requests = itertools.count()
         try:
             self._start(slots, blocks)
@@ -141,6 +104,8 @@ class SegmentCache:
             disk_limits=DiskLimits() if self.disk is None else self.disk.limits(max(1, blocks)),
         )
         self.manager.grow(GROUP, slots)
+        self._moves = SegmentMoves(self.manager, self.engine, self.staging, self.disk)
+        self._lookup = SegmentLookup(self.manager, self._moves, self.scheme, self.disk)
         if self.disk is not None:
             self.disk.start(self.manager.disk, self.pool)
 
@@ -153,149 +118,8 @@ class SegmentCache:
         layer; for what follows them this waits, for `disk.wait_s` at most. After an error nothing stays taken but what
         moves already, until it has ended.
         """
-        self._free_late()
-        asked = [
-            Asked(number, self.scheme.keys(tokens), f"load-{next(self._requests)}")
-            for number, tokens in enumerate(segments)
-            if tokens is not None
-        ]
-        found: list[tuple[Asked, Hit]] = []
-        try:
-            self._find(asked, found)
-        except Exception:
-            self._late += [LateBlocks(hit.tickets, hit.blocks, hit.requests) for _, hit in found]
-            raise
-        finally:
-            for one in asked:
-                self.manager.release(one.request)
-                self.manager.release(one.tail_request)
-        return SegmentLoad(self, [hit for _, hit in found if hit.tokens])
-
-    def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]]) -> None:
-        """Begins the loads, and keeps in `found` what was begun whenever it raises."""
-        if self.disk is not None:
-            for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # first of all: these are waited for
-        for one in asked:
-            if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
-                found.append((one, hit))
-            self.manager.release(one.request)
-        if self.disk is not None:
-            waiting = [one.tail_request for one, _ in found]
-            self.disk.wait_while(lambda: any(map(self.manager.waits, waiting)), self.deadline_s)
-        for at, (one, hit) in enumerate(found):
-            found[at] = (one, self._with_tail(one, hit))
-
-    def _load_whole(self, asked: Asked) -> Hit | None:
-        """What is cached of a segment's whole blocks; None if no tail can follow it either."""
-        whole = asked.keys.whole
-        if not len(whole):
-            return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
-        match = self.manager.match(asked.request, [whole], 0)
-        blocks = self.staging.take(match.blocks) if match.blocks else None
-        ticket = None if blocks is None else self._begin(asked.request, blocks, tail=False)
-        if blocks is None or ticket is None:
-            return None
-        return Hit(asked.segment, len(blocks) * self.block_tokens, blocks, (ticket,), (asked.request,))
-
-    def _match_tail(self, asked: Asked) -> int:
-        """Tokens after the whole blocks that can be loaded; what is on disk of them is being brought up."""
-        keys = asked.keys
-        if keys.tail is None:
-            return 0
-        match = self.manager.match(asked.tail_request, [keys.whole], len(keys.whole), [keys.tail])
-        return match.tail_tokens
-
-    def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
-        """The hit with the tokens after its whole blocks, if all of these are coming."""
-        if hit.tokens < len(asked.keys.whole) * self.block_tokens:
-            return hit
-        tokens = self._match_tail(asked)
-        blocks = self.staging.take(1) if tokens else None
-        if blocks is None:
-            return hit
-        ticket = self._begin(asked.tail_request, blocks, tail=True)
-        if ticket is None:
-            return hit
-        return Hit(
-            hit.segment,
-            hit.tokens + tokens,
-            np.concatenate((hit.blocks, blocks)),
-            (*hit.tickets, ticket),
-            (*hit.requests, asked.tail_request),
-        )
-
-    def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
-        """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
-        move. None: no queue place, and the blocks are free again, as they are after an error."""
-        try:
-            graph = self.manager.begin_load(request, [blocks], tail=tail)
-            ticket = None if graph is None else self._submit(graph.layerwise())
-        except Exception:
-            self.staging.give(blocks)
-            raise
-        if ticket is None:
-            self.staging.give(blocks)
-        return ticket
-
-    def _submit(self, graph: TransferGraph) -> Ticket | None:
-        """None: no queue place; then, and after an error, the manager knows that the graph never moves."""
-        try:
-            if self.disk is not None:
-                self.disk.pump()  # loads wait for the reads
-            ticket = self.engine.submit(graph)
-        except Exception as error:
-            self._cancel(graph, f"{type(error).__name__}: {error}")
-            raise
-        if ticket is None:
-            self._cancel(graph, "no queue place")
-        return ticket
-
-    def _cancel(self, graph: TransferGraph, reason: str) -> None:
-        for op in graph.ops:
-            self.manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
-
-    def finish(self, hit: Hit, wait_s: float) -> bool:
-        """Frees a hit's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
-        ends_s = time.monotonic() + wait_s
-        if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
-            self._late.append(LateBlocks(hit.tickets, hit.blocks, hit.requests))
-            return False
-        self._take_results()
-        self.staging.give(hit.blocks)
-        return True
-
-    def why_failed(self, hit: Hit) -> str:
-        """Why pages of a hit that was finished did not come; empty if all did. Once."""
-        reasons = [self._why_failed.pop(request, "") for request in hit.requests]
-        return "; ".join(reason for reason in reasons if reason)
-
-    def _take_results(self) -> list[Completion]:
-        if self.disk is not None:
-            self.disk.pump()
-        done: list[Completion] = []
-        while results := self.engine.poll():
-            completions = (self.manager.complete(0, result) for result in results)
-            done += [completion for completion in completions if completion is not None]
-        for completion in done:
-            if completion.role is OpRole.LOAD and len(completion.failed_blocks):
-                self._why_failed[completion.request_id] = completion.reason or "pages failed"
-        return done
-
-    def _free_late(self) -> None:
-        """Frees what has ended since its deadline passed."""
-        if self.disk is not None:
-            self.disk.pump()
-        ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
-        if not ended:
-            return
-        self._take_results()
-        self._late = [late for late in self._late if late not in ended]
-        for late in ended:
-            for request in late.requests:
-                self.manager.release(request)
-                self._why_failed.pop(request, None)
-            self.staging.give(late.blocks)
+        self._moves.free_late()
+        return SegmentLoad(self._moves, self._lookup.begin(segments, self.deadline_s), self.deadline_s)
 
     # --- stores ---
 
@@ -317,7 +141,7 @@ class SegmentCache:
             CapacityError: the segment is longer than the staging pool.
             TransferError: the pages still move at the deadline. Their staging blocks are freed once they do not.
         """
-        self._free_late()
+        self._moves.free_late()
         keys = self.scheme.keys(tokens)
         pages = len(keys.whole) + (keys.tail is not None)
         if rotation.row_bytes != self.shape.row_bytes:
@@ -336,7 +160,7 @@ class SegmentCache:
             if keys.tail is not None and self.manager.present(GROUP, keys.whole).all():
                 self._publish(keys.tail.keys, blocks[whole:], whole, int(keys.tail.tokens[0]))
         finally:
-            moving = {block for late in self._late for block in late.blocks.tolist()}
+            moving = self._moves.late_blocks
             self.staging.give(block for block in blocks.tolist() if block not in moving)
         return self._cached(keys)
 
@@ -368,14 +192,14 @@ class SegmentCache:
         plan = self.manager.begin_store(request, GROUP, keys, blocks, first, tokens)
         if plan.graph is not None:
             try:
-                ticket = self._submit(plan.graph)
+                ticket = self._moves.submit(plan.graph)
             except Exception:
                 self.manager.release(request)
                 raise
             if ticket is not None and not self.engine.wait(ticket, self.deadline_s):
-                self._late.append(LateBlocks((ticket,), blocks, (request,)))
+                self._moves.leave(LateBlocks((ticket,), blocks, (request,)))
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
-            self._take_results()
+            self._moves.take_results()
         self.manager.release(request)
         if self.disk is not None:
             self.disk.pump()
@@ -403,8 +227,8 @@ class SegmentCache:
             return False
         ends_s = time.monotonic() + self.deadline_s
         while self.manager.inflight_ops():  # leases pages, which are not written
-            self._free_late()
-            self._take_results()
+            self._moves.free_late()
+            self._moves.take_results()
             if not self.manager.inflight_ops():
                 break
             if time.monotonic() >= ends_s:
@@ -423,7 +247,7 @@ class SegmentCache:
         """
         if not self.engine.close(self.deadline_s):
             raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
-        self._take_results()
+        self._moves.take_results()
         survives = self.disk is not None and self.disk.close(self.deadline_s)
         self.pool.close()
         return survives

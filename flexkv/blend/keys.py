@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.blend.kv_shape import KvShape
-from flexkv.blend.segments import Tokens
+from flexkv.blend.base import KvShape, Tokens
 from flexkv.cache.base import Keys, TailCandidates
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest, tail_key
 

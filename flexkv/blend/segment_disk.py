@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexkv.blend.kv_shape import KvShape
+from flexkv.blend.base import KvShape
 from flexkv.c_ext import KvView
 from flexkv.cache.disk_base import DiskLimits, DiskMode
 from flexkv.cache.disk_driver import DiskDriver

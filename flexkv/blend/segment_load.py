@@ -4,35 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
+from flexkv.blend.base import Hit
+from flexkv.blend.segment_moves import SegmentMoves
 from flexkv.errors import TransferError
-from flexkv.transfer.base import Ticket
 from flexkv.transfer.layerwise.base import Array, LostRows
-
-if TYPE_CHECKING:
-    from flexkv.blend.cache import SegmentCache
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Hit:
-    """The leading `tokens` of a segment that are on their way to the staging pool.
-
-    Attributes:
-        segment: number of the segment in the lookup.
-        tickets: of its whole blocks, and of the tokens after them.
-        requests: of the manager, one a ticket.
-    """
-
-    segment: int
-    tokens: int
-    blocks: NDArray[np.int32]
-    tickets: tuple[Ticket, ...]
-    requests: tuple[str, ...]
 
 
 class StagedRows:
@@ -50,10 +26,16 @@ class StagedRows:
 
 
 class SegmentLoad:
-    """Segments of one prompt on their way from the host pool. To be closed."""
+    """Segments of one prompt on their way from the host pool. To be closed.
 
-    def __init__(self, cache: SegmentCache, hits: Sequence[Hit]) -> None:
-        self._cache = cache
+    Args:
+        hits: whose staging blocks this frees.
+        deadline_s: of each wait.
+    """
+
+    def __init__(self, moves: SegmentMoves, hits: Sequence[Hit], deadline_s: float) -> None:
+        self._moves = moves
+        self._deadline_s = deadline_s
         self.hits = list(hits)
         self.lost: dict[int, str] = {}
         """Segment -> why pages of it did not come; known once this is closed."""
@@ -63,17 +45,17 @@ class SegmentLoad:
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
-        cache = self._cache
-        ends_s = time.monotonic() + cache.deadline_s
+        ends_s = time.monotonic() + self._deadline_s
         for ticket in hit.tickets:
-            found = cache.engine.wait_layer(ticket, layer, max(0.0, ends_s - time.monotonic()))
+            found = self._moves.engine.wait_layer(ticket, layer, max(0.0, ends_s - time.monotonic()))
             if not found.ok:
                 raise LostRows(f"pages {'did not verify' if found.in_time else 'did not come in time'}")
-        block_tokens = cache.block_tokens
+        staging = self._moves.staging
+        block_tokens = staging.block_tokens
         for number, block in enumerate(hit.blocks.tolist()):
             at = number * block_tokens
             end = min(at + block_tokens, hit.tokens)
-            rows[:, at:end] = cache.staging.rows[layer, block, :, : end - at]
+            rows[:, at:end] = staging.rows[layer, block, :, : end - at]
 
     def close(self) -> None:
         """Waits for what still moves and frees the staging blocks, each once however often this is called.
@@ -81,13 +63,13 @@ class SegmentLoad:
         Raises:
             TransferError: some of it did not end before the deadline. The cache frees its blocks once it has.
         """
-        ends_s = time.monotonic() + self._cache.deadline_s
+        ends_s = time.monotonic() + self._deadline_s
         hits, self.hits = self.hits, []
-        late = [hit for hit in hits if not self._cache.finish(hit, max(0.0, ends_s - time.monotonic()))]
+        late = [hit for hit in hits if not self._moves.finish(hit, max(0.0, ends_s - time.monotonic()))]
         for hit in hits:
-            if hit not in late and (reason := self._cache.why_failed(hit)):
+            if hit not in late and (reason := self._moves.why_failed(hit)):
                 self.lost[hit.segment] = reason
         if late:
             raise TransferError(
-                f"{len(late)} segments of {len(hits)} still move after {self._cache.deadline_s:g} s"
+                f"{len(late)} segments of {len(hits)} still move after {self._deadline_s:g} s"
             )

@@ -1,32 +1,13 @@
-"""Prompts as segments: pieces of text whose keys and values are cached each by itself."""
+"""Prompts cut into segments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flexkv.blend.base import Segment, Tokens
 from flexkv.errors import ConfigError, TokenError
-
-Tokens = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Tokens that follow each other in a prompt.
-
-    Attributes:
-        tokens: int64 [tokens].
-        reusable: it may be cached and reused; separators are not, they are computed in every prompt.
-    """
-
-    tokens: Tokens
-    reusable: bool = True
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.blend.kv_shape import PLANES, KvShape
+from flexkv.blend.base import PLANES, KvShape
 from flexkv.c_ext import KvView
 
 
@@ -27,6 +27,7 @@ class StagingPool:
             [self.rows[layer].ctypes.data, run_bytes, run_bytes, layer * run_bytes, layer]
             for layer in range(shape.layers)
         ]
+        self.block_tokens = block_tokens
         self.view = KvView(np.array(runs, np.int64), blocks, shape.layers * run_bytes)
         self.free = list(range(blocks - 1, -1, -1))
         """Blocks that nothing moves to or from."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexkv.blend.kv_shape import KvShape
+from flexkv.blend.base import KvShape
 from flexkv.blend.registry import NotBlendable, family_of, head_dim_of, rope_of
 
 

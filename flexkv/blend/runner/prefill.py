@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from flexkv.blend.base import Segment, Tokens
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.plan import BlendPlan
 from flexkv.blend.registry import NotBlendable
@@ -17,7 +18,7 @@ from flexkv.blend.runner.blender import Blender, BlendReport, LostPages, Prefill
 from flexkv.blend.runner.model import LayeredModel
 from flexkv.blend.runner.reused import ReusedRows
 from flexkv.blend.runner.selftest import check_rotation
-from flexkv.blend.segments import Segment, Tokens, as_tokens
+from flexkv.blend.segments import as_tokens
 from flexkv.config import DiskConfig, load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.transfer.layerwise.host_device import HostDevice

@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
-from flexkv.blend.kv_shape import KvShape
 from flexkv.cache.leases import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError

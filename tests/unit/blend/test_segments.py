@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexkv.blend.base import KvShape
 from flexkv.blend.keys import SCOPE, SegmentKeyScheme
 from flexkv.blend.keys import SHAPE as SHAPE_FIELD
-from flexkv.blend.kv_shape import KvShape
 from flexkv.blend.plan import BlendPlan, budget_of, rows_to_keep
 from flexkv.blend.segments import split_at_separators
 from flexkv.cache.base import GroupSpec

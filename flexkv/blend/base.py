@@ -1,0 +1,94 @@
+"""The contract of blending: what a prompt is cut into, what is cached of it, and what a lookup of it gives.
+
+Keys and values of a segment are computed by the segment itself and kept as if it began at position 0: what lies under a
+segment's key depends on its tokens and the namespace alone. A hit's keys are turned to where the segment stands in the
+prompt, and what its rows lack of the text before them is made good by computing some of them again (`BlendPlan`). A
+promised page that does not come is named, and the prompt is computed without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import GeometryError
+from flexkv.transfer.base import Ticket
+
+Tokens = NDArray[np.int64]
+"""Token ids, int64 [tokens], each in [0, 2**32)."""
+
+PLANES = 2
+"""Keys and values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens that follow each other in a prompt.
+
+    Attributes:
+        tokens: int64 [tokens].
+        reusable: it may be cached and reused; separators are not, they are computed in every prompt.
+    """
+
+    tokens: Tokens
+    reusable: bool = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token's keys (or values) of all layers are.
+
+    Attributes:
+        dtype: float32, bfloat16 or float16.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.heads, self.head_dim) < 1:
+            raise GeometryError(f"{self!r}: layers, heads and head_dim must be at least 1")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
+
+    def __str__(self) -> str:
+        """What tells rows apart, also those of equal size."""
+        return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The NumPy dtype whose elements carry the bits; NumPy has no bfloat16."""
+        return np.dtype(f"u{self.element_bytes}")
+
+    @property
+    def row_bytes(self) -> int:
+        return self.heads * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """The leading `tokens` of a segment that are on their way to the staging pool.
+
+    Attributes:
+        segment: number of the segment in the lookup.
+        blocks: of the staging pool, int32 [blocks], in the order of the tokens.
+        tickets: of its whole blocks, and of the tokens after them.
+        requests: of the manager, one a ticket.
+    """
+
+    segment: int
+    tokens: int
+    blocks: NDArray[np.int32]
+    tickets: tuple[Ticket, ...]
+    requests: tuple[str, ...]

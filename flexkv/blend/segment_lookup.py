@@ -1,0 +1,148 @@
+"""What is cached of a prompt's segments: looked up, and begun to be loaded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.base import Hit, Tokens
+from flexkv.blend.keys import SegmentKeys, SegmentKeyScheme
+from flexkv.blend.segment_disk import SegmentDisk
+from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
+from flexkv.cache.base import CacheManager
+from flexkv.transfer.base import Ticket
+
+MOST_HITS = 256
+"""Segments of one prompt that are loaded at once; each takes queue places of the transfer engine."""
+
+READS_A_HIT = 2
+"""From disk: of its whole blocks, and of the tokens after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A segment that is looked up."""
+
+    segment: int
+    keys: SegmentKeys
+    request: str
+
+    @property
+    def tail_request(self) -> str:
+        """Of its own: what follows the whole blocks comes up from disk as a whole, these while they are loaded."""
+        return f"{self.request}-tail"
+
+
+class SegmentLookup:
+    """Asks the manager of one segment cache, and begins the loads of what it has."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        moves: SegmentMoves,
+        scheme: SegmentKeyScheme,
+        disk: SegmentDisk | None,
+    ) -> None:
+        self._manager = manager
+        self._moves = moves
+        self._staging = moves.staging
+        self._scheme = scheme
+        self._disk = disk
+        self._requests = itertools.count()
+
+    def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
+        """Of what is cached of each segment, the load; None is looked up for nothing.
+
+        Waits for the tokens after whole blocks that come up from disk, up to `deadline_s` seconds. After an error
+        nothing stays taken but what moves already, until it has ended.
+        """
+        asked = [
+            Asked(number, self._scheme.keys(tokens), f"load-{next(self._requests)}")
+            for number, tokens in enumerate(segments)
+            if tokens is not None
+        ]
+        found: list[tuple[Asked, Hit]] = []
+        try:
+            self._find(asked, found, deadline_s)
+        except Exception:
+            for _, hit in found:
+                self._moves.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
+            raise
+        finally:
+            for one in asked:
+                self._manager.release(one.request)
+                self._manager.release(one.tail_request)
+        return [hit for _, hit in found if hit.tokens]
+
+    def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
+        """Begins the loads, and keeps in `found` what was begun whenever it raises."""
+        if self._disk is not None:
+            for one in asked[:MOST_HITS]:
+                self._match_tail(one)  # first of all: these are waited for
+        for one in asked:
+            if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
+                found.append((one, hit))
+            self._manager.release(one.request)
+        if self._disk is not None:
+            waiting = [one.tail_request for one, _ in found]
+            self._disk.wait_while(lambda: any(map(self._manager.waits, waiting)), deadline_s)
+        for at, (one, hit) in enumerate(found):
+            found[at] = (one, self._with_tail(one, hit))
+
+    def _load_whole(self, asked: Asked) -> Hit | None:
+        """What is cached of a segment's whole blocks; None if no tail can follow it either."""
+        whole = asked.keys.whole
+        if not len(whole):
+            return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
+        match = self._manager.match(asked.request, [whole], 0)
+        blocks = self._staging.take(match.blocks) if match.blocks else None
+        ticket = None if blocks is None else self._begin(asked.request, blocks, tail=False)
+        if blocks is None or ticket is None:
+            return None
+        return Hit(
+            asked.segment, len(blocks) * self._scheme.block_tokens, blocks, (ticket,), (asked.request,)
+        )
+
+    def _match_tail(self, asked: Asked) -> int:
+        """Tokens after the whole blocks that can be loaded; what is on disk of them is being brought up."""
+        keys = asked.keys
+        if keys.tail is None:
+            return 0
+        match = self._manager.match(asked.tail_request, [keys.whole], len(keys.whole), [keys.tail])
+        return match.tail_tokens
+
+    def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
+        """The hit with the tokens after its whole blocks, if all of these are coming."""
+        if hit.tokens < len(asked.keys.whole) * self._scheme.block_tokens:
+            return hit
+        tokens = self._match_tail(asked)
+        blocks = self._staging.take(1) if tokens else None
+        if blocks is None:
+            return hit
+        ticket = self._begin(asked.tail_request, blocks, tail=True)
+        if ticket is None:
+            return hit
+        return Hit(
+            hit.segment,
+            hit.tokens + tokens,
+            np.concatenate((hit.blocks, blocks)),
+            (*hit.tickets, ticket),
+            (*hit.requests, asked.tail_request),
+        )
+
+    def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
+        """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
+        move. None: no queue place, and the blocks are free again, as they are after an error."""
+        try:
+            graph = self._manager.begin_load(request, [blocks], tail=tail)
+            ticket = None if graph is None else self._moves.submit(graph.layerwise())
+        except Exception:
+            self._staging.give(blocks)
+            raise
+        if ticket is None:
+            self._staging.give(blocks)
+        return ticket

@@ -1,0 +1,115 @@
+"""What moves between the staging pool and the host pool: begun, heard of, and let go of when it has ended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.base import Hit
+from flexkv.blend.segment_disk import SegmentDisk
+from flexkv.blend.staging import StagingPool
+from flexkv.cache.base import CacheManager, OpRole
+from flexkv.transfer.base import DataPlane, Ticket
+from flexkv.transfer.graph import OpResult, TransferGraph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateBlocks:
+    """Staging blocks of a transfer that nobody waits for any more; taken until it has ended.
+
+    Attributes:
+        requests: of the manager, which end with it.
+    """
+
+    tickets: tuple[Ticket, ...]
+    blocks: NDArray[np.int32]
+    requests: tuple[str, ...] = ()
+
+
+class SegmentMoves:
+    """The transfers of one segment cache. Driven by the thread that drives the cache.
+
+    Args:
+        engine: between the two pools.
+        disk: what brings up pages that loads wait for; None without disks.
+    """
+
+    def __init__(
+        self, manager: CacheManager, engine: DataPlane, staging: StagingPool, disk: SegmentDisk | None
+    ) -> None:
+        self.staging = staging
+        self.engine = engine
+        self._manager = manager
+        self._disk = disk
+        self._late: list[LateBlocks] = []
+        self._why_failed: dict[str, str] = {}
+
+    def submit(self, graph: TransferGraph) -> Ticket | None:
+        """None: no queue place; then, and after an error, the manager knows that the graph never moves."""
+        try:
+            self._pump()  # loads wait for the reads
+            ticket = self.engine.submit(graph)
+        except Exception as error:
+            self._cancel(graph, f"{type(error).__name__}: {error}")
+            raise
+        if ticket is None:
+            self._cancel(graph, "no queue place")
+        return ticket
+
+    def _cancel(self, graph: TransferGraph, reason: str) -> None:
+        for op in graph.ops:
+            self._manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
+
+    def finish(self, hit: Hit, wait_s: float) -> bool:
+        """Frees a load's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
+        ends_s = time.monotonic() + wait_s
+        if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
+            self.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
+            return False
+        self.take_results()
+        self.staging.give(hit.blocks)
+        return True
+
+    def why_failed(self, hit: Hit) -> str:
+        """Why pages of a hit that was finished did not come; empty if all did. Once."""
+        reasons = [self._why_failed.pop(request, "") for request in hit.requests]
+        return "; ".join(reason for reason in reasons if reason)
+
+    def take_results(self) -> None:
+        """Tells the manager of what has ended, on the disks too."""
+        self._pump()
+        while results := self.engine.poll():
+            for result in results:
+                done = self._manager.complete(0, result)
+                if done is not None and done.role is OpRole.LOAD and len(done.failed_blocks):
+                    self._why_failed[done.request_id] = done.reason or "pages failed"
+
+    def leave(self, late: LateBlocks) -> None:
+        """Nobody waits for these any more: they are freed by `free_late`, once their transfer has ended."""
+        self._late.append(late)
+
+    def free_late(self) -> None:
+        """Frees what has ended since its deadline passed."""
+        self._pump()
+        ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
+        if not ended:
+            return
+        self.take_results()
+        self._late = [late for late in self._late if late not in ended]
+        for late in ended:
+            for request in late.requests:
+                self._manager.release(request)
+                self._why_failed.pop(request, None)
+            self.staging.give(late.blocks)
+
+    @property
+    def late_blocks(self) -> set[int]:
+        """Staging blocks that are freed later."""
+        return {block for late in self._late for block in late.blocks.tolist()}
+
+    def _pump(self) -> None:
+        if self._disk is not None:
+            self._disk.pump()
