@@ -11,43 +11,19 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_op import PAST_DEADLINE, RankOp
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.config import FlexKVConfig
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
-
-logger = get_logger(__name__)
-
-PAST_DEADLINE = "past load.deadline_s"
 
 NO_TICKET = Ticket(-1)
 """Of an op that was refused."""
 
 PLACE_WAIT_S = 0.002
 """How often a load that a forward waits for is tried again while its lane's queue is full."""
-
-
-@dataclass(slots=True)
-class RankOp:
-    """An op submitted here and not yet reported.
-
-    Attributes:
-        step: the last forward that was ordered when it was submitted.
-        torn: positions whose block was written while the copy read it.
-        given_up: why its bytes are not to be used however it ends; empty while they are.
-    """
-
-    ticket: Ticket
-    kind: OpKind
-    pages: int
-    started_s: float
-    step: int
-    load: LoadJob | None = None
-    deadline_s: float = float("inf")
-    torn: set[int] | None = None
-    given_up: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +99,7 @@ class RankOps:
             self._waiting.append(load)
             return
         for op in job.ops:
-            self._ops[op.op_id] = RankOp(
-                ticket, op.kind, op.pages, started_s, self.step, job, load.deadline_s
-            )
+            self._ops[op.op_id] = RankOp(ticket, op.pages, started_s, self.step, job, load.deadline_s)
         for op in without_lane:
             every = np.arange(op.pages, dtype=np.int32)
             self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
@@ -153,7 +127,7 @@ class RankOps:
                 reason = self.refusal or "the store lane's queue is full"
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
-                self._ops[op.op_id] = RankOp(ticket, op.kind, op.pages, started_s, self.step)
+                self._ops[op.op_id] = RankOp(ticket, op.pages, started_s, self.step)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
         """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""
@@ -290,9 +264,7 @@ class RankOps:
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
             started_s = time.monotonic()
-            self._ops[op.op_id] = RankOp(
-                NO_TICKET, op.kind, op.pages, started_s, self.step, job, given_up=reason
-            )
+            self._ops[op.op_id] = RankOp(NO_TICKET, op.pages, started_s, self.step, job, given_up=reason)
         for op in job.ops:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
@@ -306,38 +278,9 @@ class RankOps:
 
     def _end(self, result: OpResult) -> None:
         op = self._ops.pop(result.op_id)
-        if op.given_up:
-            # Not FAILED: that would say that the stored pages are bad.
-            result = OpResult.cancelled(result.op_id, op.pages, op.given_up)
-        elif op.torn:
-            torn = np.fromiter(op.torn, dtype=np.int32)
-            failed = np.union1d(result.failed, torn).astype(np.int32)
-            status = OpStatus.FAILED if result.status is OpStatus.OK else result.status
-            reason = result.reason or "the engine reused the block too soon"
-            result = OpResult(result.op_id, status, failed, reason, result.digests)
+        result = op.outcome(result)
         self.reports.add(result, op.step, op.load)
-        self._count(op, result)
+        op.count(result, self.stripe_bytes, self._counters)
         job = op.load
         if job is not None and not job.sync and not any(op.op_id in self._ops for op in job.ops):
             self.reports.add_finished(job.request_id)
-
-    def _count(self, op: RankOp, result: OpResult) -> None:
-        direction = "load" if op.load is not None else "store"
-        moved = op.pages - len(result.failed)
-        counters = self._counters
-        counters.add("flexkv_moved_pages_total", moved, direction=direction)
-        counters.add("flexkv_moved_bytes_total", moved * self.stripe_bytes, direction=direction)
-        counters.observe("flexkv_transfer_seconds", time.monotonic() - op.started_s, direction=direction)
-        if len(result.failed):
-            reason = "deadline" if op.given_up == PAST_DEADLINE else _FAILURE_LABELS[result.status]
-            counters.add("flexkv_failed_pages_total", len(result.failed), direction=direction, reason=reason)
-            logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)
-
-
-_FAILURE_LABELS = {
-    OpStatus.OK: "failed",
-    OpStatus.FAILED: "failed",
-    OpStatus.CANCELLED: "cancelled",
-    OpStatus.SKIPPED: "skipped",
-    OpStatus.LANE_DOWN: "lane_down",
-}

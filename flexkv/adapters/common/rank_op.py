@@ -1,0 +1,76 @@
+"""One op of one rank between submit and report: what its end means, and what is counted of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import OpResult, OpStatus
+
+logger = get_logger(__name__)
+
+PAST_DEADLINE = "past load.deadline_s"
+
+FAILURE_LABELS = {
+    OpStatus.OK: "failed",
+    OpStatus.FAILED: "failed",
+    OpStatus.CANCELLED: "cancelled",
+    OpStatus.SKIPPED: "skipped",
+    OpStatus.LANE_DOWN: "lane_down",
+}
+"""The `reason` of `flexkv_failed_pages_total`; OK where pages of a whole op were torn."""
+
+
+@dataclass(slots=True)
+class RankOp:
+    """An op submitted here and not yet reported.
+
+    Attributes:
+        step: the last forward that was ordered when it was submitted.
+        load: the job that it belongs to; None for a store.
+        torn: positions whose block was written while the copy read it.
+        given_up: why its bytes are not to be used however it ends; empty while they are.
+    """
+
+    ticket: Ticket
+    pages: int
+    started_s: float
+    step: int
+    load: LoadJob | None = None
+    deadline_s: float = float("inf")
+    torn: set[int] | None = None
+    given_up: str = ""
+
+    def outcome(self, result: OpResult) -> OpResult:
+        """What is to be reported of an op that the lanes have ended so."""
+        if self.given_up:
+            # Not FAILED: that would say that the stored pages are bad.
+            return OpResult.cancelled(result.op_id, self.pages, self.given_up)
+        if not self.torn:
+            return result
+        torn = np.fromiter(self.torn, dtype=np.int32)
+        failed = np.union1d(result.failed, torn).astype(np.int32)
+        status = OpStatus.FAILED if result.status is OpStatus.OK else result.status
+        reason = result.reason or "the engine reused the block too soon"
+        return OpResult(result.op_id, status, failed, reason, result.digests)
+
+    def count(self, result: OpResult, stripe_bytes: int, counters: Counters) -> None:
+        """Adds an op that has ended to the metrics.
+
+        Args:
+            stripe_bytes: what one page moves on this rank.
+        """
+        direction = "load" if self.load is not None else "store"
+        moved = self.pages - len(result.failed)
+        counters.add("flexkv_moved_pages_total", moved, direction=direction)
+        counters.add("flexkv_moved_bytes_total", moved * stripe_bytes, direction=direction)
+        counters.observe("flexkv_transfer_seconds", time.monotonic() - self.started_s, direction=direction)
+        if len(result.failed):
+            reason = "deadline" if self.given_up == PAST_DEADLINE else FAILURE_LABELS[result.status]
+            counters.add("flexkv_failed_pages_total", len(result.failed), direction=direction, reason=reason)
+            logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)
