@@ -61,7 +61,6 @@ class SlotIndex:
         rows: of each group; what the database holds after `commit`.
         epoch: of the weights.
         opens: how often the tier was opened on this disk.
-
         is_new: there was none.
 
     Args:

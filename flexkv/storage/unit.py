@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ from flexkv.storage.index import Rows
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
 from flexkv.storage.rows import index_rows
-from flexkv.storage.striping import places_of, striped_slots
+from flexkv.storage.striping import parts_by_disk, places_of
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow
 
@@ -210,22 +209,6 @@ class DiskUnit(DiskTier):
     def next_generations(self, count: int) -> Generations:
         return self._generations.take(count)
 
-    def _by_disk(self, places: Places) -> Sequence[tuple[int, Any, NDArray[np.int64]]]:
-        """(disk, positions, its slots) of the disks that are named."""
-        wide = places.astype(np.int64)
-        if len(wide) and (wide.min() < 0 or wide.max() >= self._slots * self.disks):
-            raise BlockRangeError(
-                f"places {wide.min()}..{wide.max()}: allowed are [0, {self._slots * self.disks})"
-            )
-        if self.disks == 1:
-            return [(0, slice(None), wide)] if len(wide) else []
-        on_disk, slots = striped_slots(places, self.disks)
-        parts = []
-        for disk in np.unique(on_disk).tolist():
-            positions = np.flatnonzero(on_disk == disk)
-            parts.append((disk, positions, slots[positions]))
-        return parts
-
     def _put(self, disk: int, record: Record) -> bool:
         journal = self._journals[disk]
         return journal is not None and journal.put(record)
@@ -249,7 +232,7 @@ class DiskUnit(DiskTier):
             )
         taken = True
         now = time.monotonic()
-        for disk, at, slots in self._by_disk(places):
+        for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
             record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
             if not self._put(disk, record):
                 self._dropped_rows += len(slots)
@@ -258,7 +241,7 @@ class DiskUnit(DiskTier):
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         self._require_group(group)
-        for disk, at, slots in self._by_disk(places):
+        for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
             self._put(disk, Evict(group, slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
