@@ -1,4 +1,5 @@
-// A disk as others see it: its queue, and how it is taken out. The I/O thread is in disk_io.cpp.
+// A disk as others see it: its queue, and how it is taken out. The I/O thread is in disk_io.cpp, what
+// it does for a page in disk_job.cpp.
 #include "storage/disk.h"
 
 #include <algorithm>

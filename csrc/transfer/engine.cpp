@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <system_error>
 
 #include "base/error.h"
 #include "layout/overlap.h"
+#include "transfer/graph_check.h"
 #include "transfer/host_lane.h"
 
 namespace flexkv {
@@ -30,52 +30,6 @@ EngineOptions checked(const EngineOptions& options) {
   require("queue_ops", options.queue_ops, kMostQueueOps);
   require("copy_threads", options.copy_threads, kMostCopyThreads);
   return options;
-}
-
-std::string place(const OpSpec& op, size_t position) {
-  return "op " + std::to_string(op.op_id) + " (number " + std::to_string(position) + " of its graph)";
-}
-
-// Throws BlockRangeError unless every id lies in [low, high).
-void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, const char* what,
-                 const OpSpec& op, size_t position, const std::string& note) {
-  const auto bad = std::find_if(ids.begin(), ids.end(), [&](int32_t id) { return id < low || id >= high; });
-  if (bad == ids.end()) return;
-  throw BlockRangeError(std::string(what) + " " + std::to_string(*bad) + " at page " +
-                        std::to_string(bad - ids.begin()) + " of " + place(op, position) + ": allowed are [" +
-                        std::to_string(low) + ", " + std::to_string(high) + ")" + note);
-}
-
-// What a page of such an op overwrites, and may therefore be named once only: two copies into the same bytes
-// could run on two threads. Null for kinds that are not told where their other side lies.
-std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
-  if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
-  if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
-  if (op.kind == OpKind::kDiskWrite || op.kind == OpKind::kGdsWrite || op.kind == OpKind::kDiskSeal) {
-    return {&op.places, "place"};
-  }
-  return {nullptr, ""};
-}
-
-// Throws ContractError if an id, none of them negative, is there twice.
-void check_distinct(const std::vector<int32_t>& ids, const char* what, const OpSpec& op, size_t position) {
-  // Most ops name ascending ids: no table for them.
-  if (std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end()) return;
-  const auto [low, high] = std::minmax_element(ids.begin(), ids.end());
-  std::vector<bool> seen(static_cast<size_t>(*high - *low) + 1);
-  for (const int32_t id : ids) {
-    const auto at = static_cast<size_t>(id - *low);
-    if (seen[at]) {
-      throw ContractError(std::string(what) + " " + std::to_string(id) + " is a target of two pages of " +
-                          place(op, position));
-    }
-    seen[at] = true;
-  }
-}
-
-template <typename Enum>
-bool in_range(Enum value, int count) {
-  return static_cast<int>(value) >= 0 && static_cast<int>(value) < count;
 }
 
 // Throws ContractError unless a stream is given to a lane that has streams, and to no other.
@@ -214,98 +168,6 @@ std::vector<LaneState> TransferEngine::lanes() const {
   return scheduler_->lanes();
 }
 
-PageSizes TransferEngine::check_op(const OpSpec& op, size_t position, const AttachedView* view) const {
-  if (!in_range(op.kind, kOpKinds) || (kinds_ & kind_bit(op.kind)) == 0) {
-    throw ContractError(place(op, position) + ": no lane for " + to_string(op.kind) + " (" +
-                        std::to_string(static_cast<int>(op.kind)) + "); this engine has " +
-                        to_string_set(kinds_));
-  }
-  if (!in_range(op.priority, kPriorities)) {
-    throw ContractError(place(op, position) + ": priority " + std::to_string(static_cast<int>(op.priority)) +
-                        ": must be in [0, " + std::to_string(kPriorities) + ")");
-  }
-  if (view == nullptr && has_device_side(op.kind)) {
-    throw ContractError(place(op, position) + ": group " + std::to_string(op.group) +
-                        " has no view attached");
-  }
-  const char* counted = has_host_side(op.kind) ? " slots; " : " places; ";
-  const size_t blocks = has_device_side(op.kind) ? op.pages() : 0;
-  if (op.blocks.size() != blocks) {
-    throw ContractError(place(op, position) + ": " + std::to_string(op.blocks.size()) + " blocks for " +
-                        std::to_string(op.pages()) + counted + to_string(op.kind) + " needs " +
-                        std::to_string(blocks));
-  }
-  const size_t slots_needed = has_host_side(op.kind) ? op.pages() : 0;
-  const size_t places = has_places(op.kind) ? op.pages() : 0;
-  if (op.slots.size() != slots_needed || op.places.size() != places || op.tags.size() != places * kTagBytes) {
-    throw ContractError(place(op, position) + ": " + std::to_string(op.places.size()) + " places and " +
-                        std::to_string(op.tags.size()) + " bytes of tags for " +
-                        std::to_string(op.slots.size()) + " slots; " + to_string(op.kind) + " needs " +
-                        std::to_string(places) + " and " + std::to_string(places * kTagBytes) + " for " +
-                        std::to_string(slots_needed));
-  }
-  if (op.kind != OpKind::kDiskSeal && !op.digests.empty()) {
-    throw ContractError(place(op, position) + ": digests are given to DISK_SEAL only");
-  }
-  if (!op.reads.empty() && (op.kind != OpKind::kH2D || op.reads.size() != op.pages())) {
-    throw ContractError(place(op, position) + ": " + std::to_string(op.reads.size()) +
-                        " reads to wait for; allowed are none, or with H2D one for each of the " +
-                        std::to_string(op.pages()) + " pages");
-  }
-  for (const int64_t read : op.reads) {
-    if (read >= 0 && read < kMostReads) continue;
-    throw ContractError(place(op, position) + ": read " + std::to_string(read) +
-                        " to wait for: must be in [0, " + std::to_string(kMostReads) + ")");
-  }
-  const auto [target_ids, target] = targets(op);
-  const PageSizes sizes =
-      has_places(op.kind) || !has_device_side(op.kind) ? lane_of(op.kind)->check(op) : PageSizes{};
-  if (!has_device_side(op.kind)) {
-    if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
-    return sizes;
-  }
-  if (view->pool().closed()) {
-    throw ClosedError(place(op, position) + ": the host pool of group " + std::to_string(op.group) +
-                      " was closed");
-  }
-  check_range(op.blocks, view->view().first_block(), view->view().num_blocks(), "block", op, position, "");
-  const int64_t ready = view->pool().ready_slots();
-  const int64_t slots = view->pool().geometry().slots;
-  check_range(op.slots, 0, ready, "slot", op, position,
-              ready < slots ? " (ready), of " + std::to_string(slots) : std::string());
-  if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
-  return {};  // the view says it
-}
-
-void TransferEngine::check_edges(const GraphSpec& graph) const {
-  for (const EdgeSpec& edge : graph.edges) {
-    const std::string name = "edge " + std::to_string(edge.before) + " -> " + std::to_string(edge.after);
-    if (edge.before < 0 || edge.after <= edge.before || static_cast<size_t>(edge.after) >= graph.ops.size()) {
-      throw ContractError(name + ": must lead forward between ops [0, " + std::to_string(graph.ops.size()) +
-                          ")");
-    }
-    if (!in_range(edge.kind, 2)) {
-      throw ContractError(name + ": kind " + std::to_string(static_cast<int>(edge.kind)) +
-                          ": must be 0 or 1");
-    }
-    const size_t before = graph.ops[static_cast<size_t>(edge.before)].pages();
-    const size_t after = graph.ops[static_cast<size_t>(edge.after)].pages();
-    if (edge.kind == EdgeKind::kStream && before != after) {
-      throw ContractError(name + ": a stream edge needs as many pages on both sides, given " +
-                          std::to_string(before) + " and " + std::to_string(after));
-    }
-  }
-}
-
-void TransferEngine::check_gate(const GraphSpec& graph) const {
-  for (size_t i = 0; graph.gated && i < graph.ops.size(); ++i) {
-    const OpSpec& op = graph.ops[i];
-    if (op.kind == OpKind::kD2H && op.layerwise) continue;
-    throw ContractError(place(op, i) + ": a " + (op.layerwise ? "layerwise " : "") + to_string(op.kind) +
-                        " in a gated graph, which takes layerwise D2H only");
-  }
-}
-
 void TransferEngine::start_lanes(const GraphSpec& graph) {
   KindSet used = 0;
   for (const OpSpec& op : graph.ops) used |= kind_bit(op.kind);
@@ -352,7 +214,7 @@ void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream
   for (size_t i = 0; i < graph.ops.size(); ++i) {
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
-    check_stream(place(graph.ops[i], i), *lane, stream);
+    check_stream(name_of(graph.ops[i], i), *lane, stream);
     // What a gated graph reads is not even enqueued: its fences come with its layers.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
@@ -374,7 +236,8 @@ std::optional<int64_t> TransferEngine::submit(GraphSpec graph, std::optional<Str
   std::vector<PageSizes> sizes;
   sizes.reserve(graph.ops.size());
   for (size_t i = 0; i < graph.ops.size(); ++i) {
-    sizes.push_back(check_op(graph.ops[i], i, views[i].get()));
+    const OpSpec& op = graph.ops[i];
+    sizes.push_back(check_op(op, i, views[i].get(), lane_of(op.kind), kinds_));
   }
   check_edges(graph);
   check_gate(graph);

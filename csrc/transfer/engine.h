@@ -79,9 +79,6 @@ class TransferEngine {
   bool close(double deadline_s);
 
  private:
-  PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view) const;
-  void check_edges(const GraphSpec& graph) const;
-  void check_gate(const GraphSpec& graph) const;
   void start_lanes(const GraphSpec& graph);
   void make_fence(GraphSpec& graph, std::optional<StreamId> stream) const;
   Lane* lane_of(OpKind kind) const;

@@ -1,0 +1,147 @@
+// What becomes of a page, and what that means for others: which may start, which are skipped, which ops end.
+#include <unistd.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "transfer/scheduler.h"
+
+namespace flexkv {
+
+void Scheduler::start_if_free(OpState& op) {
+  if (op.waiting_barriers > 0 || op.ended) return;
+  for (int32_t page = 0; page < op.pages(); ++page) {
+    make_ready(op, page);
+  }
+  update_runnable(op);
+  settle(op);  // one without pages is done
+}
+
+// Makes a waiting page ready if nothing holds it back.
+bool Scheduler::make_ready(OpState& op, int32_t page) {
+  if (op.state(page) != PageState::kWaiting || op.waiting_barriers > 0) return false;
+  if (!op.waiting_streams.empty() && op.waiting_streams[static_cast<size_t>(page)] > 0) return false;
+  if (!op.has_arrived(page)) return false;
+  op.make_ready(page);
+  return true;
+}
+
+// Keeps `runnable` exactly the ops with ready pages, and tells the lane.
+void Scheduler::update_runnable(OpState& op) {
+  KindQueue& queue = queue_of(op);
+  auto& runnable = queue.runnable[static_cast<size_t>(op.effective_priority)];
+  if (!op.has_ready()) {
+    runnable.erase(op.sequence());
+    return;
+  }
+  LaneEntry& entry = *lanes_[static_cast<size_t>(queue.lane)];
+  if (runnable.emplace(op.sequence(), &op).second) entry.lane->wake();
+  if (entry.idle > entry.woken) {
+    ++entry.woken;
+    entry.work.notify_one();
+  }
+}
+
+void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason, Blame blame) {
+  op.fail(page, end, reason, blame);
+  tell_read_ended(op, page, false);
+  update_runnable(op);
+  progress_.notify_all();  // a layer may be over with it
+  for (const auto& [after, kind] : op.successors) {
+    if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
+    // Along a chain the first cause stays the reason: it would grow with every link.
+    const std::string why = end == PageState::kSkipped
+                                ? reason
+                                : "page " + std::to_string(page) + " of op " +
+                                      std::to_string(op.spec().op_id) + ", which it waits for: " + reason;
+    consequences_.push_back({Consequence::Kind::kEndPage, after, page, why});
+  }
+}
+
+// Loads of other engines may wait for the page.
+void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
+  if (op.spec().kind != OpKind::kDiskRead) return;
+  lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
+}
+
+// Layerwise loads of other engines may wait for the layers that a page has by now.
+void Scheduler::tell_layers_read(OpState& op, int32_t page) {
+  if (op.spec().kind != OpKind::kDiskRead) return;
+  const int32_t layers = op.layers_done(page);
+  lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_advanced(op.spec(), page, layers);
+}
+
+// What ended ops and pages mean for others, until nothing follows any more. Every change ends with this.
+void Scheduler::carry_on() {
+  while (!consequences_.empty()) {
+    const Consequence next = std::move(consequences_.front());
+    consequences_.pop_front();
+    OpState& op = *next.op;
+    switch (next.kind) {
+      case Consequence::Kind::kStart:
+        --op.waiting_barriers;
+        start_if_free(op);
+        break;
+      case Consequence::Kind::kEndOp:
+        end_all_pages(op, PageState::kSkipped, next.reason);
+        break;
+      case Consequence::Kind::kEndPage:
+        if (op.state(next.page) == PageState::kWaiting) {
+          end_page(op, next.page, PageState::kSkipped, next.reason);
+          settle(op);
+        }
+        break;
+    }
+  }
+}
+
+// Ends what has not been taken by a lane; pages under way end when their piece does.
+void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& reason) {
+  if (op.ended) return;
+  if (op.pages() == 0) op.fail_empty(end, reason);
+  for (int32_t page = op.pages() - 1; page >= 0; --page) {  // backwards: see OpState::fail
+    const PageState state = op.state(page);
+    if (state == PageState::kWaiting || state == PageState::kReady) end_page(op, page, end, reason);
+  }
+  op.waiting_barriers = 0;
+  settle(op);
+}
+
+// A page ended OK: its successors' pages may start.
+void Scheduler::page_arrived(OpState& op, int32_t page) {
+  tell_read_ended(op, page, true);
+  for (const auto& [after, kind] : op.successors) {
+    if (kind != EdgeKind::kStream) continue;
+    --after->waiting_streams[static_cast<size_t>(page)];
+    if (make_ready(*after, page)) update_runnable(*after);
+  }
+}
+
+// Ends an op whose pages have all ended, and passes that on along its barriers.
+void Scheduler::settle(OpState& op) {
+  if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
+  op.ended = true;
+  OpResult result = op.result();
+  const bool ok = result.status == Status::kOk;
+  const std::string why = result.status == Status::kSkipped ? result.reason
+                                                            : "op " + std::to_string(op.spec().op_id) +
+                                                                  ", which it waits for: " + result.reason;
+  KindQueue& queue = queue_of(op);
+  queue.open.erase(op.sequence());
+  op.release_view();
+  --graphs_.at(op.ticket()).open;
+  results_.emplace_back(std::move(result), op.shared_from_this());
+  if (results_.size() == 1) {
+    const uint64_t one = 1;
+    // The counter is 0 or 1, so this cannot block or fail.
+    if (write(event_fd_, &one, sizeof(one)) != sizeof(one)) throw ContractError("eventfd write");
+  }
+  progress_.notify_all();
+  for (const auto& [after, kind] : op.successors) {
+    if (kind != EdgeKind::kBarrier || after->ended) continue;
+    consequences_.push_back(
+        {ok ? Consequence::Kind::kStart : Consequence::Kind::kEndOp, after, -1, ok ? std::string() : why});
+  }
+}
+
+}  // namespace flexkv

@@ -1,0 +1,136 @@
+// What the scheduler looks for now and then: pieces that hang, slots that other engines' reads have filled.
+#include <utility>
+
+#include "transfer/scheduler.h"
+
+namespace flexkv {
+
+void Scheduler::take_down(OpKind kind, const std::string& reason) {
+  KindQueue& queue = queues_[static_cast<size_t>(kind)];
+  if (!queue.up) return;
+  queue.up = false;
+  queue.down_reason = reason;
+  ++queue.times_down;
+  const std::map<uint64_t, OpState*> open = queue.open;  // a copy: ops end meanwhile
+  for (const auto& [sequence, op] : open) {
+    if (queue.open.count(sequence) == 0) continue;
+    end_all_pages(*op, PageState::kLaneDown, reason);
+    carry_on();
+  }
+}
+
+// Takes down what stuck pieces stand for: their kind, and all kinds of a lane that has no room left beside
+// them.
+void Scheduler::look_for_stuck() {
+  std::map<int32_t, int32_t> stuck_of_lane;
+  bool moved_again = false;
+  for (const auto& piece : moving_) {
+    const Clock::rep moved = piece->last_moved_.load(std::memory_order_relaxed);
+    piece->quiet_looks_ = moved == piece->seen_moved_ ? piece->quiet_looks_ + 1 : 0;
+    piece->seen_moved_ = moved;
+    const bool was_stuck = piece->stuck_;
+    piece->stuck_ = piece->quiet_looks_ >= kLooksUntilStuck;
+    moved_again |= was_stuck && !piece->stuck_;
+    if (piece->stuck_) ++stuck_of_lane[piece->lane_];
+  }
+  // Ending pages below changes no piece under way, so `moving_` stays as it is.
+  for (const auto& piece : moving_) {
+    if (!piece->stuck_) continue;
+    const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
+    if (entry.lane->watches_itself()) continue;
+    const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
+                               std::to_string(piece->op_->spec().op_id) + " has not moved for " +
+                               std::to_string(op_stuck_s_) + " s";
+    take_down(piece->kind_, reason);
+    if (stuck_of_lane[piece->lane_] < entry.lane->concurrency()) continue;
+    // Nothing that shares its threads can move either.
+    for (int kind = 0; kind < kOpKinds; ++kind) {
+      const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
+      if (shares) take_down(static_cast<OpKind>(kind), reason);
+    }
+  }
+  if (moved_again) revive();
+}
+
+// Takes kinds into service again that nothing stuck stands for any more. `moving_` no longer has what has
+// ended.
+void Scheduler::revive() {
+  for (int kind = 0; kind < kOpKinds; ++kind) {
+    KindQueue& queue = queues_[static_cast<size_t>(kind)];
+    if (queue.up || queue.lane < 0) continue;
+    int32_t stuck = 0;
+    bool of_this_kind = false;
+    for (const auto& piece : moving_) {
+      if (!piece->stuck_ || piece->lane_ != queue.lane) continue;
+      ++stuck;
+      of_this_kind |= piece->kind_ == static_cast<OpKind>(kind);
+    }
+    const Lane& lane = *lanes_[static_cast<size_t>(queue.lane)]->lane;
+    if (of_this_kind || stuck >= lane.concurrency()) continue;
+    queue.up = true;
+    queue.down_reason.clear();
+  }
+}
+
+// Whether pages of it still wait.
+bool Scheduler::look_for_arrivals(Coming& coming) {
+  OpState& op = *coming.op;
+  if (op.ended) return false;
+  const SlotStates states = op.view()->pool().slot_states();
+  std::vector<int32_t> waiting;
+  for (const int32_t page : coming.pages) {
+    if (!is_open(op.state(page))) continue;  // cancelled, or its copy failed
+    const auto at = static_cast<size_t>(page);
+    const int64_t read = op.spec().reads[at];
+    const SlotArrival arrival = states.look(op.spec().slots[at], read);
+    if (!arrival.failed) {
+      op.arrive(page, arrival.layers);
+      make_ready(op, page);
+      if (arrival.layers < op.layers()) waiting.push_back(page);
+    } else if (op.state(page) == PageState::kMoving) {
+      waiting.push_back(page);  // a layer of it that had verified is being copied: ends after that
+    } else {
+      end_page(
+          op, page, PageState::kSkipped,
+          "page " + std::to_string(page) + " did not come up from disk (read " + std::to_string(read) + ")");
+    }
+  }
+  coming.pages = std::move(waiting);
+  update_runnable(op);
+  settle(op);
+  carry_on();
+  return !op.ended && !coming.pages.empty();
+}
+
+void Scheduler::look_for_arrivals() {
+  coming_.remove_if([this](Coming& coming) { return !look_for_arrivals(coming); });
+}
+
+void Scheduler::watch_slots() {
+  std::unique_lock lock(mutex_);
+  while (!closing_) {
+    if (coming_.empty()) {
+      arrivals_.wait(lock);
+      continue;
+    }
+    look_for_arrivals();
+    arrivals_.wait_for(lock, to_duration(kSlotLookS), [this] { return closing_; });
+  }
+}
+
+void Scheduler::watch() {
+  const auto step = to_duration(op_stuck_s_ / kLooksUntilStuck);
+  std::unique_lock lock(mutex_);
+  while (!closing_) {
+    if (moving_.empty()) {
+      watchdog_idle_ = true;
+      watchdog_.wait(lock);
+      watchdog_idle_ = false;
+      continue;
+    }
+    look_for_stuck();
+    watchdog_.wait_for(lock, step, [this] { return closing_; });
+  }
+}
+
+}  // namespace flexkv
