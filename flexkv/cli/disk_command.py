@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from rich.table import Table
 from flexkv.cli.tables import print_table
 from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError, DiskError
-from flexkv.storage.folder import LOCK_NAME
-from flexkv.storage.fsck import disk_bytes, remove_folder, unit_folders
+from flexkv.storage.folder import held_bytes, is_in_use, remove_folder, unit_folders
 from flexkv.storage.header import read_header
 
 DAY_S = 86_400
@@ -72,10 +69,10 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
         "folder": str(unit.relative_to(root)),
         "model": "?",
         "format": "?",
-        "bytes": disk_bytes(unit),
+        "bytes": held_bytes(unit),
         "created": 0,
         "last_used": int(max((path.stat().st_mtime for path in unit.iterdir()), default=0)),
-        "in_use": _in_use(unit),
+        "in_use": is_in_use(unit),
     }
     for slab in sorted(unit.glob("group*.slab")):
         try:
@@ -85,20 +82,6 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
             continue
         entry.update(model=header.model, format=header.format_id, created=header.created)
     return entry
-
-
-def _in_use(unit: Path) -> bool:
-    try:
-        fd = os.open(unit / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _age(when: object) -> str:

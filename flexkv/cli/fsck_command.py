@@ -11,7 +11,8 @@ import click
 from rich.console import Console
 
 from flexkv.errors import ConfigError
-from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder, unit_folders
+from flexkv.storage.folder import unit_folders
+from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder
 
 NOT_CLEAN_EXIT_CODE = 1
 

@@ -102,10 +102,10 @@ def _folder_fact(folder: Path) -> str:
     room = f"{format_size(usage.free)} free of {format_size(usage.total)}"
     if there != folder:
         return f"{room}; made at the engine's start"
-    from flexkv.storage.fsck import disk_bytes, unit_folders  # wants the native core, which may be missing
+    from flexkv.storage.folder import held_bytes, unit_folders  # wants the native core, which may be missing
 
     units = [unit for unit in unit_folders(folder) if unit != folder]
-    return f"{room}; {len(units)} unit(s) hold {format_size(sum(map(disk_bytes, units)))}"
+    return f"{room}; {len(units)} unit(s) hold {format_size(sum(map(held_bytes, units)))}"
 
 
 def machine_hints() -> list[str]:

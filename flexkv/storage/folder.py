@@ -7,9 +7,10 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexkv.errors import ConfigError, DiskError
@@ -56,6 +57,24 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
     return root / name / identity.unit
 
 
+def unit_folders(root: Path) -> list[Path]:
+    """Folders of ownership units under `root`, or `root` itself if it is one, by name."""
+    if any(root.glob("group*.slab")) or (root / INDEX_NAME).exists():
+        return [root]
+    found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
+    return sorted(found)
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes that the files under `folder` take on the disk."""
+    held = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # an index's side files come and go
+            said = file.lstat()
+            held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
+    return held
+
+
 class FolderLock:
     """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
 
@@ -91,6 +110,46 @@ class FolderLock:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process has the unit's lock now."""
+    try:
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def remove_folder(folder: Path) -> int:
+    """Deletes a unit's folder; returns the bytes that its files took.
+
+    Raises:
+        FolderLockedError: it is in use; nothing was deleted.
+        DiskError: something could not be deleted.
+    """
+    lock = FolderLock(folder)
+    freed = 0
+    try:
+        # The lock file goes last: until then nobody else can start to use the folder.
+        files = sorted(folder.iterdir(), key=lambda path: path.name == LOCK_NAME)
+        for path in files:
+            freed += path.stat().st_blocks * 512
+            path.unlink()
+        folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+    except OSError as error:
+        raise DiskError(f"{folder}: {error}") from error
+    finally:
+        lock.release()
+    return freed
 
 
 def _holder(fd: int) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import stat
 from pathlib import Path
 
 from flexkv.config import DiskConfig
 from flexkv.errors import DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.folder import unit_folder
+from flexkv.storage.folder import held_bytes, unit_folder
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group: DiskGroup) -> int:
@@ -30,8 +28,8 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
     for root in map(Path, disk.folders):
         try:
             root.mkdir(parents=True, exist_ok=True)
-            free, own = shutil.disk_usage(root).free, _held_bytes(unit_folder(root, identity, [group]))
-            others = _held_bytes(root) - own
+            free, own = shutil.disk_usage(root).free, held_bytes(unit_folder(root, identity, [group]))
+            others = held_bytes(root) - own
         except OSError as error:
             reasons.append(f"{root}: {error.strerror}")
             continue
@@ -46,12 +44,3 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
     fill, never more than it can have."""
     fair = share * (free + own + others) / units
     return int(min(fair, max(own, share * (free + own))))
-
-
-def _held_bytes(folder: Path) -> int:
-    held = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # an index's side files come and go
-            said = file.lstat()
-            held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
-    return held

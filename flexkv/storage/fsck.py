@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,14 +58,6 @@ class FsckReport:
     def clean(self) -> bool:
         """Nothing is damaged and the index is right. Orphans, stale and empty slots are what crashes leave."""
         return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)
-
-
-def unit_folders(root: Path) -> list[Path]:
-    """Folders of ownership units under `root`, or `root` itself if it is one, by name."""
-    if any(root.glob("group*.slab")) or (root / INDEX_NAME).exists():
-        return [root]
-    found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
-    return sorted(found)
 
 
 def check_folder(folder: Path, repair: bool = False) -> FsckReport:
@@ -208,33 +199,3 @@ def _rewrite(index: SlotIndex, found: dict[int, tuple[SlabHeader, list[SlotRepor
         index.restore(group, good, rows[good])
     index.opens, index.epoch = opens, epoch
     index.commit()
-
-
-def remove_folder(folder: Path) -> int:
-    """Deletes a unit's folder; returns the bytes that its files took.
-
-    Raises:
-        FolderLockedError: it is in use; nothing was deleted.
-        DiskError: something could not be deleted.
-    """
-    lock = FolderLock(folder)
-    freed = 0
-    try:
-        # The lock file goes last: until then nobody else can start to use the folder.
-        files = sorted(folder.iterdir(), key=lambda path: path.name == "lock")
-        for path in files:
-            freed += path.stat().st_blocks * 512
-            path.unlink()
-        folder.rmdir()
-        if not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
-    except OSError as error:
-        raise DiskError(f"{folder}: {error}") from error
-    finally:
-        lock.release()
-    return freed
-
-
-def disk_bytes(folder: Path) -> int:
-    """Bytes that the files in `folder` take on the disk."""
-    return sum(os.stat(path).st_blocks * 512 for path in folder.iterdir())

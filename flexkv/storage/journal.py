@@ -110,7 +110,7 @@ def _oldest_publish(records: Iterable[Record]) -> float:
 
 
 class Journal:
-    """Owns `index` from here to `close`. Every method but `close` and `wait` returns at once.
+    """Owns `index` from here to `close`. Every method but `close` returns at once.
 
     Args:
         on_durable: called in the journal's thread.

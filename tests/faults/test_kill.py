@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.storage.fsck import check_folder, unit_folders
+from flexkv.storage.folder import unit_folders
+from flexkv.storage.fsck import check_folder
 from tests.faults.disk_child import GROUP, SLOTS, disks_of
 from tests.faults.promises import Promises, broken_promises
 from tests.soak import soak_rounds

@@ -16,8 +16,8 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
-from flexkv.storage.folder import FolderLockedError, folder_at_rest
-from flexkv.storage.fsck import check_folder, unit_folders
+from flexkv.storage.folder import FolderLockedError, folder_at_rest, unit_folders
+from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import FIXED, parse_header, read_group, read_header
 from flexkv.storage.index import DamagedIndexError, SlotIndex
 from flexkv.transfer.graph import OpStatus
