@@ -10,7 +10,6 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
-from flexkv.adapters.common.adapter_names import content_before, process_start_ns
 from flexkv.adapters.common.common_keys import (
     COMMON,
     SharedModel,
@@ -19,6 +18,7 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.lora_names import content_before, process_start_ns
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.common.weights import weights_identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.adapters.common.adapter_names import AdapterNames
+from flexkv.adapters.common.lora_names import LoraNames
 from flexkv.cache.keys import namespace_digest
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class RequestNamespaces:
 
     def __init__(self, engine: bytes) -> None:
         self._engine = engine
-        self._adapters = AdapterNames()
+        self._loras = LoraNames()
         self._made: dict[str, bytes] = {}
 
     def of(self, request: Request) -> bytes:
@@ -28,7 +28,7 @@ class RequestNamespaces:
         adapter = request.lora_request
         if adapter is None:
             return self._engine
-        name = self._adapters.name(adapter.lora_path)
+        name = self._loras.name(adapter.lora_path)
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest({"engine": self._engine, "adapter": name})
         return made

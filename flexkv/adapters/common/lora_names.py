@@ -100,7 +100,7 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
     return place, route
 
 
-class AdapterNames:
+class LoraNames:
     """Names of adapters' contents, one for each path, made when the path is met first or its files have changed.
 
     Looking costs a few stats a call. To make a name, samples of the weights and all of the configuration are read.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.adapter_names import AdapterNames, content_before, process_start_ns
+from flexkv.adapters.common.lora_names import LoraNames, content_before, process_start_ns
 from flexkv.errors import ConfigError
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import lora, make_request
@@ -30,9 +30,9 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
     return folder
 
 
-def names() -> AdapterNames:
+def names() -> LoraNames:
     """Of an engine that starts when all that the test has written is old."""
-    return AdapterNames(time.time_ns() + LATER_NS)
+    return LoraNames(time.time_ns() + LATER_NS)
 
 
 def wait_for_clock(folder: Path, moment_ns: int) -> None:
@@ -66,7 +66,7 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     folder = write(tmp_path / "a")
     old = os.stat(folder / "adapter_model.safetensors")
     start_ns = time.time_ns() + 1
-    known = AdapterNames(start_ns)
+    known = LoraNames(start_ns)
     first = known.name(str(folder))
     assert not first.startswith("run:")
     wait_for_clock(tmp_path, start_ns)
@@ -76,7 +76,7 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     changed = known.name(str(folder))
     assert changed.startswith("run:")
     assert known.name(str(folder)) == changed
-    assert AdapterNames(time.time_ns() - LATER_NS).name(str(folder)) not in (first, changed)
+    assert LoraNames(time.time_ns() - LATER_NS).name(str(folder)) not in (first, changed)
 
 
 def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     for file in (tmp_path / "first").iterdir():
         link_to(file, tmp_path / "linked" / file.name)
     asked = str(tmp_path / path)
-    known = AdapterNames()
+    known = LoraNames()
     if named_before:
         assert known.name(asked).startswith("sampled:")
     wait_for_clock(tmp_path, time.time_ns())
