@@ -14,7 +14,7 @@ from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.planner import Planner
 from flexkv.cache.routes import LoadRoute
-from flexkv.cache.stats import Counters
+from flexkv.cache.stats import ManagerStats
 from flexkv.transfer.graph import NO_READS, BlockIds, ReadIds, TransferOp
 
 
@@ -22,6 +22,7 @@ class HostLoads(LoadRoute):
     """H2D: what host memory has, or what is on its way up to it.
 
     Args:
+        counts: of the manager; what failed loads make forgotten is counted there.
         disk: the traffic with the disks behind the host tier; None where there are none.
         clock: seconds, never running backwards; loads in front of a disk tier are measured with it.
     """
@@ -31,14 +32,14 @@ class HostLoads(LoadRoute):
         host: HostTier,
         planner: Planner,
         inflight: InflightTable,
-        counters: Counters,
+        counts: ManagerStats,
         disk: DiskFlow | None,
         clock: Callable[[], float],
     ) -> None:
         self._host = host
         self._planner = planner
         self._inflight = inflight
-        self._counters = counters
+        self._counts = counts
         self._disk = disk
         self._clock = clock
 
@@ -98,7 +99,7 @@ class HostLoads(LoadRoute):
                 now_s = self._clock()
                 self._disk.rates.load.see(op.ahead + len(op.entries), now_s - op.begun_s, now_s)
         if op.suspect.any():
-            self._counters.forgotten_blocks += self._host.remove(op.group, op.entries[op.suspect])
+            self._counts.forgotten_blocks += self._host.remove(op.group, op.entries[op.suspect])
         index.unpin(op.entries)
 
 

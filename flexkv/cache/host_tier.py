@@ -10,7 +10,7 @@ from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import CacheListener, GroupSpec, Keys
 from flexkv.cache.leases import EntryIds
 from flexkv.cache.reserve import reserve_pages
-from flexkv.cache.stats import Counters
+from flexkv.cache.stats import ManagerStats
 
 
 class HostTier:
@@ -18,6 +18,7 @@ class HostTier:
 
     Args:
         policy: eviction policy of every group's slots; allowed is "lru".
+        counts: of the manager; evictions are counted there.
         listener: is told what becomes visible and what leaves.
 
     Attributes:
@@ -30,12 +31,12 @@ class HostTier:
     """
 
     def __init__(
-        self, specs: Sequence[GroupSpec], policy: str, counters: Counters, listener: CacheListener | None
+        self, specs: Sequence[GroupSpec], policy: str, counts: ManagerStats, listener: CacheListener | None
     ) -> None:
         self.index = BlockIndex([spec.slots for spec in specs], policy)
         self.tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in specs]
         self.on_evicted: Callable[[int, Keys], object] | None = None
-        self._counters = counters
+        self._counts = counts
         self._listener = listener
 
     def published(self, group: int, entries: EntryIds) -> None:
@@ -47,7 +48,7 @@ class HostTier:
         """Blocks left to make room."""
         if not len(keys):
             return
-        self._counters.evicted_blocks += len(keys)
+        self._counts.evicted_blocks += len(keys)
         if self.on_evicted is not None:
             self.on_evicted(group, keys)
         if self._listener:

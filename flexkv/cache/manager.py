@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from flexkv.cache.lookup import Lookup
 from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
-from flexkv.cache.stats import Counters, ManagerStats
+from flexkv.cache.stats import ManagerStats
 from flexkv.cache.stored_index import StoredIndex
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
@@ -83,12 +84,12 @@ class LocalCacheManager(CacheManager):
         self._limits = limits
         self._clock = clock
         self._listener = listener
-        self._counters = Counters()
+        self._counts = ManagerStats()
         self._leases = LeaseTable()
         self._inflight = InflightTable()
         self._trails = TrailTable(len(groups))
         self._epoch = 0
-        self.host = HostTier(self._specs, policy, self._counters, listener)
+        self.host = HostTier(self._specs, policy, self._counts, listener)
         self._lookup = Lookup(self._specs, self.host.index)
         planner = Planner()
         self._disk: DiskFlow | None = None
@@ -98,7 +99,7 @@ class LocalCacheManager(CacheManager):
             self._disk = DiskFlow(
                 self._specs, self.host, planner, self._inflight, own, disk_limits, clock, others
             )
-        loads = HostLoads(self.host, planner, self._inflight, self._counters, self._disk, clock)
+        loads = HostLoads(self.host, planner, self._inflight, self._counts, self._disk, clock)
         stores = HostStores(self._specs, self.host, planner, self._inflight, self._trails, self._disk)
         self._load_routes: dict[OpKind, LoadRoute] = {OpKind.H2D: loads}
         self._store_routes: dict[OpKind, StoreRoute] = {OpKind.D2H: stores}
@@ -113,7 +114,8 @@ class LocalCacheManager(CacheManager):
         return self._epoch
 
     def stats(self) -> ManagerStats:
-        return self._counters.snapshot()
+        """What was counted so far: a copy, which does not change any more."""
+        return replace(self._counts)
 
     def cached_blocks(self) -> int:
         """Blocks of all groups that are visible or being stored."""
@@ -180,12 +182,12 @@ class LocalCacheManager(CacheManager):
                 trail.put(
                     lease.groups[group].first_block, lease.groups[group].entries[: lease.groups[group].blocks]
                 )
-        counters = self._counters
-        counters.lookups += 1
-        counters.hit_blocks += found.blocks
-        counters.miss_blocks += max(0, min(len(k) for k in keys) - start_block) - found.blocks
-        counters.tail_hits += found.tail_tokens > 0
-        counters.cut_promises += found.cut
+        counts = self._counts
+        counts.lookups += 1
+        counts.hit_blocks += found.blocks
+        counts.miss_blocks += max(0, min(len(k) for k in keys) - start_block) - found.blocks
+        counts.tail_hits += found.tail_tokens > 0
+        counts.cut_promises += found.cut
         return self._lookup.result(request_id, found, lease, reads)
 
     def waits(self, request_id: str) -> bool:
@@ -202,7 +204,7 @@ class LocalCacheManager(CacheManager):
         expired = self._leases.older_than(self._clock() - self._limits.lease_s)
         for request_id in expired:
             self.release(request_id)
-        self._counters.expired_leases += len(expired)
+        self._counts.expired_leases += len(expired)
         if self._disk is not None:
             self._disk.reads.expire(self._clock())
         for group in range(len(self._specs)):
@@ -261,7 +263,7 @@ class LocalCacheManager(CacheManager):
         valid = self._specs[group].block_tokens if tokens is None else tokens
         offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
         plan = self._store_route().begin(offer, room, self._epoch)
-        self._counters.busy_pages += plan.dropped
+        self._counts.busy_pages += plan.dropped
         return plan
 
     def _store_route(self) -> StoreRoute:
@@ -295,8 +297,8 @@ class LocalCacheManager(CacheManager):
             op.failed[:] = True
             op.reasons.append("the cache was reset while the load was in flight")
         failed_pages = int(np.count_nonzero(op.failed))
-        self._counters.failed_load_pages += failed_pages
-        self._counters.loaded_pages += len(op.entries) - failed_pages
+        self._counts.failed_load_pages += failed_pages
+        self._counts.loaded_pages += len(op.entries) - failed_pages
         return _completion(op, op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: InflightOp) -> Completion:
@@ -306,11 +308,11 @@ class LocalCacheManager(CacheManager):
         published = self._store_routes[op.kind].end(op, good)
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
-        counters = self._counters
-        counters.stored_pages += len(positions)
+        counts = self._counts
+        counts.stored_pages += len(positions)
         failed_pages = int(np.count_nonzero(op.failed))
-        counters.failed_store_pages += failed_pages
-        counters.discarded_pages += len(op.entries) - failed_pages - len(positions)
+        counts.failed_store_pages += failed_pages
+        counts.discarded_pages += len(op.entries) - failed_pages - len(positions)
         return _completion(op, ~published, positions)
 
     def _mark_used(self, op: InflightOp) -> None:
@@ -340,7 +342,7 @@ class LocalCacheManager(CacheManager):
             in_host = entries != NO_ENTRY
             self._disk.forget(group, keys[in_host])
             removed += self._disk.forget(group, keys[~in_host])
-        self._counters.forgotten_blocks += removed
+        self._counts.forgotten_blocks += removed
         return removed
 
     def reset(self) -> int:
@@ -351,7 +353,7 @@ class LocalCacheManager(CacheManager):
         if self._disk is not None:
             self._disk.reset()
         self._epoch += 1
-        self._counters.resets += 1
+        self._counts.resets += 1
         if self._listener:
             self._listener.on_reset(self._epoch)
         return self._epoch

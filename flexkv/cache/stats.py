@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ManagerStats:
-    """A snapshot; every field is a running total of blocks unless it says otherwise.
+    """Running totals of one manager, in blocks unless they say otherwise.
 
     Attributes:
         lookups: calls of `match`.
@@ -42,32 +42,3 @@ class ManagerStats:
     expired_leases: int = 0
     cut_promises: int = 0
     resets: int = 0
-
-
-class Counters:
-    """The running totals behind a `ManagerStats`."""
-
-    __slots__ = tuple(ManagerStats.__dataclass_fields__)
-
-    lookups: int
-    hit_blocks: int
-    miss_blocks: int
-    tail_hits: int
-    loaded_pages: int
-    failed_load_pages: int
-    stored_pages: int
-    failed_store_pages: int
-    discarded_pages: int
-    busy_pages: int
-    evicted_blocks: int
-    forgotten_blocks: int
-    expired_leases: int
-    cut_promises: int
-    resets: int
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
-
-    def snapshot(self) -> ManagerStats:
-        return ManagerStats(**{name: getattr(self, name) for name in self.__slots__})

@@ -11,7 +11,6 @@ from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.lazy import LazyStores
-from flexkv.adapters.vllm.listeners import Listeners
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import Handshake
@@ -24,6 +23,7 @@ from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
 from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
+from flexkv.cache.listeners import Listeners
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters
 
