@@ -1,3 +1,1 @@
-"""How each engine's KV pool lowers to one view: handlers build views and check geometry, and do nothing
-else.
-"""
+"""How each engine's KV pool lowers to one view: handlers build views and check geometry, and do nothing else."""

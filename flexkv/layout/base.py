@@ -11,10 +11,8 @@ from flexkv.layout.format_id import FormatId
 class LayoutHandler(ABC):
     """Lowers one rank's KV pool to one view a KV group.
 
-    A handler checks all of its geometry when it is made and raises GeometryError then; nothing is half made.
-    It holds
-    addresses only: the engine's tensors must outlive every use of the views. It imports no engine and no
-        torch.
+    A handler checks all of its geometry when it is made and raises GeometryError then; nothing is half made. It holds
+    addresses only: the engine's tensors must outlive every use of the views. It imports no engine and no torch.
     """
 
     @property

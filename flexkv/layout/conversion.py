@@ -15,9 +15,6 @@ from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.tensor import DTYPE_BYTES
 
-Stripe = NDArray[np.uint8]
-"""One rank's bytes of a page, uint8 [stripe bytes], C-contiguous."""
-
 Strides = tuple[int, int, int, int]
 """Bytes from one layer, token, head and element of the head to the next."""
 

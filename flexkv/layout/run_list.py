@@ -20,9 +20,7 @@ class Run:
 
 
 class RunList:
-    """The runs of a group. Runs added twice (layers that share their KV) are kept once, under their first
-    layer.
-    """
+    """The runs of a group. Runs added twice (layers that share their KV) are kept once, under their first layer."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, int, int], Run] = {}

@@ -33,8 +33,7 @@ RESERVED_PAGES = 1
 
 @dataclass(frozen=True, slots=True)
 class SglangSidecar:
-    """Buffers beside K and V, one a layer (DSA's indexer keys, scales): C-contiguous, dim 0 in pages or
-    tokens.
+    """Buffers beside K and V, one a layer (DSA's indexer keys, scales): C-contiguous, dim 0 in pages or tokens.
 
     Attributes:
         rows_per_page: rows of dim 0 that make a page: 1 where the buffer counts pages, page_size where it

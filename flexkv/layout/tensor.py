@@ -41,8 +41,7 @@ def dtype_name(tensor: TensorLike) -> str:
 
 
 def check_tensor(name: str, tensor: TensorLike, rank: int) -> None:
-    """Checks that `tensor` (called `name` in errors) has `rank` dimensions, a KV dtype and an aligned
-    address.
+    """Checks that `tensor` (called `name` in errors) has `rank` dimensions, a KV dtype and an aligned address.
 
     Raises:
         GeometryError: naming the value found and what is allowed.

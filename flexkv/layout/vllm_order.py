@@ -1,6 +1,4 @@
-"""vLLM's six physical orders of the logical axes [L, B, H, N, C]: layers, blocks, heads, tokens, content
-bytes.
-"""
+"""vLLM's six physical orders of the logical axes [L, B, H, N, C]: layers, blocks, heads, tokens, content bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def strides_of_order(
     order: str, shape: Sequence[int], layer_stride: int, block_stride: int
 ) -> tuple[int, int, int, int, int]:
-    """Byte strides of [L, B, H, N, C]; those of L and B are fixed, the others follow from the axes inside
-    them.
-    """
+    """Byte strides of [L, B, H, N, C]; those of L and B are fixed, the others follow from the axes inside them."""
     fixed = {"L": layer_stride, "B": block_stride}
     strides = dict.fromkeys(AXES, 0)
     inside = 1
@@ -29,9 +25,7 @@ def strides_of_order(
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """One block of one layer: `pieces` kernel blocks of [heads, tokens, content], sizes and strides in
-    bytes.
-    """
+    """One block of one layer: `pieces` kernel blocks of [heads, tokens, content], sizes and strides in bytes."""
 
     pieces: int
     heads: int
