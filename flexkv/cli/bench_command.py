@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flexkv import c_ext
-from flexkv.cli.comparison import ComparisonRow
-from flexkv.cli.disk_rows import disk_rows
-from flexkv.cli.torch_baseline import index_select_rows, small_copy_rows
-from flexkv.cli.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
-from flexkv.cli.transform_rows import transform_rows
+from flexkv.cli.bench.base import ComparisonRow
+from flexkv.cli.bench.disk_rows import disk_rows
+from flexkv.cli.bench.torch_baseline import index_select_rows, small_copy_rows
+from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
+from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config.sizes import format_size
 
 KIB = 1 << 10

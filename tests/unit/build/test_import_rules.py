@@ -36,7 +36,7 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "torch_tensors": frozenset({"torch"}),
 }
 """Adapter -> engines it may import; what adapters share (`adapters/common`) imports none."""
-BASELINES: dict[str, frozenset[str]] = {"cli/torch_baseline.py": frozenset({"torch"})}
+BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
 """File -> what it imports to be compared with it."""
 RUNNER = "blend.runner"
 RUNNER_ENGINES = frozenset({"transformers", "torch"})

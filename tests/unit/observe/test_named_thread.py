@@ -47,4 +47,4 @@ def test_the_package_starts_no_other_threads() -> None:
         for path in (ROOT / "flexkv").rglob("*.py")
         if re.search(r"\bThread\(|\bTimer\(|ThreadPoolExecutor\((?!.*name_this_thread)", path.read_text())
     }
-    assert unnamed == {"flexkv/cli/bare_reads.py", "flexkv/cli/torch_baseline.py"}
+    assert unnamed == {"flexkv/cli/bench/bare_reads.py", "flexkv/cli/bench/torch_baseline.py"}

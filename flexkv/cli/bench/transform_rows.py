@@ -6,7 +6,7 @@ import itertools
 import statistics
 
 from flexkv import c_ext
-from flexkv.cli.comparison import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
+from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
 
 HOST_DEVICE = -1
 """Number of the device that is plain memory."""

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.cli.bare_reads import CALL_BYTES as BARE_CALL_BYTES
-from flexkv.cli.bare_reads import THREADS as BARE_THREADS
-from flexkv.cli.bare_reads import BareReads
-from flexkv.cli.comparison import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
-from flexkv.cli.transfer_bench import NULL_STREAM, WAIT_S, copy_path
+from flexkv.cli.bench.bare_reads import CALL_BYTES as BARE_CALL_BYTES
+from flexkv.cli.bench.bare_reads import THREADS as BARE_THREADS
+from flexkv.cli.bench.bare_reads import BareReads
+from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
+from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path
 from flexkv.config import GdsConfig
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cli.comparison import ComparisonRow
+from flexkv.cli.bench.base import ComparisonRow
 
 SMALL_BYTES = 4096
 SMALL_COPIES = 2000
