@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.host_pool import LAYOUTS
 from flexkv.adapters.sglang.identity import Place

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import linker as linker_module
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.linker import FlexKVLinker

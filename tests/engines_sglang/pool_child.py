@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache import memory_pool
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache

@@ -6,15 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
-from flexkv.adapters.common.unit_disk import (
-    UnitDisk,
-    UnitOwner,
-    disk_group,
-    disk_limits,
-    find_siblings,
-    open_tier,
-)
+from flexkv.adapters.common.base import PoolGrant, RankFacts, RankPlace, UnitOwner
+from flexkv.adapters.common.unit_disk import UnitDisk, disk_group, disk_limits, find_siblings, open_tier
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.disk_base import DiskLimits, GdsUse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexkv.adapters.common.rank_facts import RankPlace
+from flexkv.adapters.common.base import RankPlace
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, FlexKVError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_op import PAST_DEADLINE, RankOp
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.recall import recall, wait_all

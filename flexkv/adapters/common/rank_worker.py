@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts, RankPlace
+from flexkv.adapters.common.base import PoolGrant, RankFacts, RankPlace
 from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig

@@ -4,11 +4,11 @@ writes beside a page, and driven by the scheduler's thread, which it never makes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
+from flexkv.adapters.common.base import RankFacts, UnitOwner
 from flexkv.adapters.common.common_keys import COMMON
-from flexkv.adapters.common.rank_facts import RankFacts
 from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, GdsUse
 from flexkv.cache.disk_driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
@@ -29,27 +29,11 @@ OPS_SHARE = 2
 """The control plane uses at most one in so many of the lane's queue places for each direction: a lane whose results
 have not been polled yet still holds theirs."""
 
-
 PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
     '"kv_load_failure_policy":"recompute"'
 )
 GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitOwner:
-    """Whose pages the disks hold.
-
-    Attributes:
-        model: for people.
-        namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
-        unit: name of the ownership unit on this node, such as `dp0`.
-    """
-
-    model: str
-    namespace: bytes
-    unit: str
 
 
 def disk_limits(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> DiskLimits:

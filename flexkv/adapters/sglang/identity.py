@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.common.common_keys import (
     COMMON,
     SharedModel,
@@ -20,7 +21,6 @@ from flexkv.adapters.common.common_keys import (
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import content_before, process_start_ns
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.common.weights import weights_identity
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView

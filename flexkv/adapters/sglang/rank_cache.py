@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flexkv.adapters.common.base import RankFacts, UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
-from flexkv.adapters.common.rank_facts import RankFacts
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.recall import recall, wait_all
-from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest

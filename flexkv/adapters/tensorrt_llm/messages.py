@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.load_job import LoadJob
-from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts
+from flexkv.adapters.common.base import LoadJob, PoolGrant, RankFacts
 from flexkv.transfer.graph import OpResult, TransferGraph
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from flexkv.adapters.common.base import LoadJob, RankFacts, UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
-from flexkv.adapters.common.load_job import LoadJob
-from flexkv.adapters.common.rank_facts import RankFacts
-from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
 from flexkv.adapters.tensorrt_llm.link import Listener

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexkv.adapters.common.base import LoadJob, PoolGrant
 from flexkv.adapters.common.layer_loads import LayerLoads
-from flexkv.adapters.common.load_job import LoadJob
-from flexkv.adapters.common.rank_facts import PoolGrant
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry
 from flexkv.adapters.tensorrt_llm.link import Wire, connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.observe import get_logger

@@ -10,8 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.adapters.common.load_job import LoadJob
-from flexkv.adapters.common.rank_facts import PoolGrant, RankFacts
+from flexkv.adapters.common.base import LoadJob, PoolGrant, RankFacts
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
-from flexkv.adapters.common.unit_disk import UnitOwner
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import load_config
 from flexkv.observe import Counters

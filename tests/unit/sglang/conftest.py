@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.rank_cache import RankCache

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Keys

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexkv.adapters.common.unit_disk import UnitOwner
+from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace

@@ -1,4 +1,10 @@
-"""What a rank says about its KV pool, and what it is told about the unit's host pool. Plain and picklable."""
+"""The contract between the sides of an adapter: what a rank says, what it is granted, what it is ordered to load.
+
+A unit comes up in this order: every worker says its `RankFacts`; the scheduler's side sizes the host pool from all of
+them (`HostUnit.create`) and says in a `PoolGrant` where the pool is and which part of each slot is whose; a worker that
+has mapped it starts its lanes (`RankWorker.attach`). From then on loads are ordered as `LoadJob`s, and every op is
+reported once (`RankReports`). Plain and picklable: workers may be processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.transfer.graph import TransferGraph, TransferOp
 from flexkv.transfer.slab_map import SlabMap
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOwner:
+    """Whose pages the disks hold.
+
+    Attributes:
+        model: for people.
+        namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
+        unit: name of the ownership unit on this node, such as `dp0`.
+    """
+
+    model: str
+    namespace: bytes
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +109,28 @@ class PoolGrant:
     descriptor: Any
     places: tuple[RankPlace, ...]
     slabs: SlabMap | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's load.
+
+    Attributes:
+        graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
+        sync: the step's forward needs it: all of it before it starts, or with layerwise ops each layer when it
+            comes to it.
+    """
+
+    request_id: str
+    graph: TransferGraph | None
+    sync: bool
+    lost: tuple[int, ...] = ()
+
+    @property
+    def ops(self) -> tuple[TransferOp, ...]:
+        return self.graph.ops if self.graph is not None else ()
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the forward waits for its layers one by one."""
+        return any(op.layerwise for op in self.ops)
