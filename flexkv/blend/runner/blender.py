@@ -13,7 +13,7 @@ from flexkv.blend.plan import BlendPlan, Rows, budget_of, check_layers_exist, ro
 from flexkv.blend.rotation import KeyRotation
 from flexkv.blend.runner.attention import attend
 from flexkv.blend.runner.model import LayeredModel
-from flexkv.blend.runner.reused import LostPages, ReusedLayers, ReusedRows
+from flexkv.blend.runner.reused import ReusedLayers, ReusedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,3 @@ class Blender:
         reusable[-1] = False  # the last row is needed for the logits
         budget = budget_of(ratio, int(np.count_nonzero(covered)))
         return rows_to_keep(distance.double().numpy(), reusable, budget)
-
-
-__all__ = ["BlendReport", "Blender", "LostPages", "Prefill"]

@@ -14,9 +14,9 @@ from flexkv.blend.base import Segment, Tokens
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.plan import BlendPlan
 from flexkv.blend.registry import NotBlendable
-from flexkv.blend.runner.blender import Blender, BlendReport, LostPages, Prefill
+from flexkv.blend.runner.blender import Blender, BlendReport, Prefill
 from flexkv.blend.runner.model import LayeredModel
-from flexkv.blend.runner.reused import ReusedRows
+from flexkv.blend.runner.reused import LostPages, ReusedRows
 from flexkv.blend.runner.selftest import check_rotation
 from flexkv.blend.segments import as_tokens
 from flexkv.config import DiskConfig, load_config
