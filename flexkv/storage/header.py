@@ -23,7 +23,7 @@ FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 block_tokens, page_version, epoch, reserved, dtype, and the lengths of format_id, model, unit; reserved."""
 
 DIGEST_AT = 40
-DTYPE_BYTES = 16
+DTYPE_FIELD_BYTES = 16
 TEXT_BYTES = 512
 """Of each text at most."""
 
@@ -131,7 +131,7 @@ def pack_header(
         c_ext.PAGE_VERSION,
         epoch,
         0,
-        _text(group.dtype, DTYPE_BYTES),
+        _text(group.dtype, DTYPE_FIELD_BYTES),
         len(format_id),
         len(name),
         len(owner),
