@@ -1,201 +1,27 @@
 """A stand-in for TensorRT-LLM's executor, whose package cannot be installed here: it plays the calls that the engine's
 connector manager and executor loop make, in their order and with their checks, over a block-first pool in plain memory.
 
-Its "model" writes numbers that depend on all tokens up to a position, on salt, adapter, layer, head and rank. Before a
-chunk is computed, every earlier position in the request's blocks is compared with what it must be. Blocks are filled
-with garbage when they are freed, so that a copy out of a freed block or a block that was not loaded is seen.
+Its "model" writes what belongs in the pool. Before a chunk is computed, every earlier position in the request's blocks
+is compared with what it must be. Blocks are filled with garbage when they are freed, so that a copy out of a freed
+block or a block that was not loaded is seen.
 """
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-GARBAGE = 0x7FA5A5A5
-LONG_S = 120.0
-"""An executor that is still busy after this long is stuck."""
-
-
-class Group(Protocol):
-    """What the ranks do together."""
-
-    rank: int
-
-    def broadcast(self, value: Any) -> Any: ...
-    def allgather(self, value: Any) -> list[Any]: ...
-
-
-class Alone:
-    """The group of one rank. What is broadcast is pickled, as between processes."""
-
-    rank = 0
-
-    def broadcast(self, value: Any) -> Any:
-        return pickle.loads(pickle.dumps(value))
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class Pair:
-    """Two ranks in two processes over a pipe."""
-
-    def __init__(self, rank: int, pipe: Any) -> None:
-        self.rank = rank
-        self._pipe = pipe
-
-    def broadcast(self, value: Any) -> Any:
-        if self.rank == 0:
-            self._pipe.send(value)
-            return value
-        return self._take()
-
-    def allgather(self, value: Any) -> list[Any]:
-        self._pipe.send(value)
-        other = self._take()
-        return [value, other] if self.rank == 0 else [other, value]
-
-    def _take(self) -> Any:
-        assert self._pipe.poll(LONG_S), "the other rank says nothing"
-        return self._pipe.recv()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A pool: [blocks, layers, kv, heads * tokens * size] of 4 bytes, or four times as many elements of fp8.
-
-    Attributes:
-        fp8: the engine hands over elements of one byte.
-    """
-
-    blocks: int = 40
-    layers: int = 3
-    kv: int = 2
-    heads: int = 2
-    tokens: int = 4
-    size: int = 8
-    fp8: bool = False
-
-
-class HostTensor:
-    """What the connector asks of a torch tensor, over an array: importing torch would cost each process seconds."""
-
-    device = SimpleNamespace(type="cpu", index=None)
-
-    def __init__(self, array: NDArray[Any], dtype: str = "") -> None:
-        self.array = array
-        self.shape = array.shape
-        self.dtype = f"torch.{dtype or array.dtype}"
-
-    def data_ptr(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.array.itemsize for step in self.array.strides)
-
-    def element_size(self) -> int:
-        return int(self.array.itemsize)
-
-    def storage_offset(self) -> int:
-        return 0
-
-
-class Pool:
-    """The KV pool of one rank, and the numbers that belong in it."""
-
-    def __init__(self, shape: Shape, rank: int) -> None:
-        s = self.shape = shape
-        self.rank = rank
-        self.words: NDArray[np.uint32] = np.full(
-            (s.blocks, s.layers, s.kv, s.heads, s.tokens, s.size), GARBAGE, np.uint32
-        )
-        flat = self.words.reshape(s.blocks, s.layers, s.kv, s.heads * s.tokens * s.size)
-        self.tensor = (
-            HostTensor(flat.view(np.uint8), "float8_e4m3fn") if s.fp8 else HostTensor(flat.view(np.float32))
-        )
-
-    def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
-        """[layers, kv, heads, positions, size] of token positions [first, end)."""
-        s = self.shape
-        chain = np.empty(end, np.uint32)
-        state = (request.secret * 2654435761 + self.rank * 40503 + 17) & 0xFFFFFFFF
-        for position, token in enumerate(request.tokens[:end]):
-            state = (state * 1664525 + token + 1013904223) & 0xFFFFFFFF
-            chain[position] = state
-        rest = np.arange(s.layers * s.kv * s.heads * s.size, dtype=np.uint32).reshape(
-            s.layers, s.kv, s.heads, 1, s.size
-        )
-        # Finite floats only: a NaN's bits may change in a copy of floats.
-        return (chain[first:end].reshape(1, 1, 1, -1, 1) + rest * np.uint32(9973)) & np.uint32(0x3FFFFFFF)
-
-    def write(self, request: Request, first: int, end: int) -> None:
-        truth = self.truth(request, first, end)
-        for position in range(first, end):
-            block = request.blocks[position // self.shape.tokens]
-            self.words[block, :, :, :, position % self.shape.tokens] = truth[:, :, :, position - first]
-
-    def wrong(self, request: Request, end: int) -> list[int]:
-        """Positions before `end` whose numbers are not what they must be."""
-        truth = self.truth(request, 0, end)
-        return sorted(
-            {
-                position
-                for layer in range(self.shape.layers)
-                for position in self.wrong_in(request, truth, layer)
-            }
-        )
-
-    def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """The same of one layer; `truth` is that of the positions to look at, from 0 on."""
-        s, end = self.shape, truth.shape[3]
-        here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
-        rows = here.transpose(1, 2, 0, 3, 4).reshape(s.kv, s.heads, -1, s.size)[:, :, :end]
-        return np.flatnonzero((rows != truth[layer]).any(axis=(0, 1, 3))).tolist()
-
-
-@dataclass(eq=False)
-class Request:
-    """A request as the engine shows it to a connector, and what the executor keeps of it."""
-
-    request_id: int
-    tokens: list[int]
-    new_tokens: int = 2
-    cache_salt_id: int | None = None
-    cache_salt: str | None = None
-    lora_task_id: int | None = None
-    multimodal_hashes: Any = None
-    blocks: list[int] = field(default_factory=list)
-    state: str = "context"
-    position: int = 0
-    matched: int = 0
-    prompt: int = 0
-    told_blocks: int = 0
-    told_tokens: int = 0
-    told: bool = False
-
-    def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
-
-    @property
-    def secret(self) -> int:
-        return (
-            7919 * (self.cache_salt_id or 0)
-            + sum((self.cache_salt or "").encode())
-            + 104729 * (self.lora_task_id or 0)
-        )
-
-    def get_tokens(self, beam: int) -> list[int]:
-        assert beam == 0
-        return list(self.tokens)
+from tests.unit.tensorrt_llm.group import LONG_S, Group
+from tests.unit.tensorrt_llm.pool import GARBAGE, Pool, Shape, layout_of
+from tests.unit.tensorrt_llm.request import Request
 
 
 @dataclass(frozen=True)
@@ -482,30 +308,3 @@ class Executor:
             request = self._local_saving.pop(request_id)
             assert not self.has_transfer(request_id), "blocks are freed under a load"
             self._release(request)
-
-
-def layout_of(pool: Pool, window: int | None = None, groups: int = 1) -> Any:
-    """The pool as one region that holds K and V of every layer."""
-    s = pool.shape
-    size = s.layers * s.kv * s.heads * s.tokens * s.size * 4
-    buffers = tuple(
-        SimpleNamespace(layer_id=layer, role=role, expansion=1)
-        for layer in range(s.layers)
-        for role in ("key", "value")[: s.kv]
-    )
-    region = SimpleNamespace(
-        base=pool.tensor.data_ptr(),
-        size=size,
-        stride=size,
-        num_slots=s.blocks,
-        buffers=buffers,
-        as_tensor=lambda: pool.tensor,
-    )
-    group = SimpleNamespace(
-        layer_group_id=0,
-        layer_ids=tuple(range(s.layers)),
-        window_size=window,
-        regions=(region,),
-        replicated_regions=(),
-    )
-    return SimpleNamespace(tokens_per_block=s.tokens, groups=(group,) * groups)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.unit.tensorrt_llm.executor import LONG_S, Pair
+from tests.unit.tensorrt_llm.group import LONG_S, Pair
 from tests.unit.tensorrt_llm.world import World, settings
 
 Script = Callable[[World], Any]

@@ -17,7 +17,7 @@ from flexkv.adapters.tensorrt_llm.identity import engine_namespace, request_name
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.layout.format_id import Interior
-from tests.unit.tensorrt_llm.executor import HostTensor, Pool, Shape, layout_of
+from tests.unit.tensorrt_llm.pool import HostTensor, Pool, Shape, layout_of
 from tests.unit.tensorrt_llm.world import arguments
 
 LLAMA = {
@@ -65,7 +65,7 @@ def test_arguments_are_refused(given: dict[str, Any], said: str) -> None:
         (LATENT | {"index_topk": 2048}, "indexer keys"),
     ],
 )
-def test_models_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_models_that_are_not_served_are_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineArguments.of(arguments(model=model(tmp_path, **config)))
 
@@ -144,7 +144,7 @@ def test_other_roles_stay_opaque() -> None:
     assert found.format_id.interior is Interior.OPAQUE
 
 
-def test_namespaces() -> None:
+def test_what_changes_kv_changes_the_namespace() -> None:
     settings = load_config({"identity.model": "m"}, {})
     given = EngineArguments.of(arguments())
     engine = engine_namespace(given, settings, 4)

@@ -12,8 +12,10 @@ import pytest
 from flexkv.adapters.tensorrt_llm.requests import blocks_of, still_wanted, tokens_of
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import GARBAGE, LONG_S, Request
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
+from tests.unit.tensorrt_llm.pool import GARBAGE
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import (
     PROMPT,
     SHAPE,

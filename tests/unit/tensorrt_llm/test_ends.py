@@ -9,8 +9,8 @@ import pytest
 from flexkv.adapters.tensorrt_llm.link import Listener, connect
 from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, promised, stalled_load, steps, stored
 from tests.unit.transfer.transfer_world import STALL
 

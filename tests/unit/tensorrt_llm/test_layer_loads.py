@@ -14,8 +14,9 @@ from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.config import load_config
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, LONG_S, Version
+from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, Version
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, World, arguments, stored
 from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 

@@ -15,7 +15,9 @@ from flexkv.adapters.tensorrt_llm.identity import engine_namespace
 from flexkv.cache.keys import TokenChain
 from flexkv.config import load_config
 from flexkv.layout.sglang import SglangHandler
-from tests.unit.tensorrt_llm.executor import LONG_S, Pool, Request
+from tests.unit.tensorrt_llm.group import LONG_S
+from tests.unit.tensorrt_llm.pool import Pool
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import (
     PROMPT,
     SHAPE,

@@ -13,8 +13,11 @@ from flexkv import c_ext
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, LONG_S, Request, Shape, Version
+from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, Version
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
+from tests.unit.tensorrt_llm.pool import Shape
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import (
     PROMPT,
     SHAPE,
@@ -169,7 +172,7 @@ def test_eviction_under_pressure(make_world: Make) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_conformance_counts(make_world: Make, mode: str) -> None:
+def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: str) -> None:
     """As the engine's own tests count: three hooks once a forward pass, layer hooks once a layer and pass."""
     world = make_world({"FLEXKV_LOAD_MODE": mode})
     world.warm_up()

@@ -10,9 +10,10 @@ import pytest
 
 from flexkv.adapters.tensorrt_llm.requests import RequestTable
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Request
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.late import LateOrders
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stored
 from tests.unit.transfer.transfer_world import FAIL, STALL
 

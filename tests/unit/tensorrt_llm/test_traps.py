@@ -11,8 +11,10 @@ import pytest
 from flexkv.adapters.tensorrt_llm.scheduler import present_runs
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Request, Version
+from tests.unit.tensorrt_llm.executor import Version
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stalled_load, steps, stored
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
@@ -179,5 +181,5 @@ def test_blocks_without_a_page_are_skipped(make_world: Make) -> None:
     ("blocks", "runs"),
     [([], []), ([-1, -1], []), ([3, 4], [(0, 2)]), ([-1, 3, -1, -1, 7, 8], [(1, 2), (4, 6)])],
 )
-def test_present_runs(blocks: list[int], runs: list[tuple[int, int]]) -> None:
+def test_blocks_that_are_there_are_found_in_runs(blocks: list[int], runs: list[tuple[int, int]]) -> None:
     assert present_runs(np.asarray(blocks, np.int32)) == runs

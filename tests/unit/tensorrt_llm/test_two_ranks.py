@@ -9,8 +9,8 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import Shape
 from tests.unit.tensorrt_llm.pair import run_pair
+from tests.unit.tensorrt_llm.pool import Shape
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, World
 from tests.unit.transfer.transfer_world import CORRUPT, STALL
 

@@ -13,8 +13,11 @@ from typing import Any
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.transfer.graph import OpKind
-from tests.unit.tensorrt_llm.executor import LONG_S, Alone, Executor, Group, Request, Shape
+from tests.unit.tensorrt_llm.executor import Executor
 from tests.unit.tensorrt_llm.faults import Faults
+from tests.unit.tensorrt_llm.group import LONG_S, Alone, Group
+from tests.unit.tensorrt_llm.pool import Shape
+from tests.unit.tensorrt_llm.request import Request
 from tests.unit.transfer.transfer_world import STALL
 
 SHAPE = Shape()

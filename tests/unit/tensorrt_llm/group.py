@@ -1,0 +1,53 @@
+"""What the ranks of an engine do together: all in this process, or two over a pipe."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Protocol
+
+LONG_S = 120.0
+"""An executor that is still busy after this long is stuck."""
+
+
+class Group(Protocol):
+    """What the ranks do together."""
+
+    rank: int
+
+    def broadcast(self, value: Any) -> Any: ...
+    def allgather(self, value: Any) -> list[Any]: ...
+
+
+class Alone:
+    """The group of one rank. What is broadcast is pickled, as between processes."""
+
+    rank = 0
+
+    def broadcast(self, value: Any) -> Any:
+        return pickle.loads(pickle.dumps(value))
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Pair:
+    """Two ranks in two processes over a pipe."""
+
+    def __init__(self, rank: int, pipe: Any) -> None:
+        self.rank = rank
+        self._pipe = pipe
+
+    def broadcast(self, value: Any) -> Any:
+        if self.rank == 0:
+            self._pipe.send(value)
+            return value
+        return self._take()
+
+    def allgather(self, value: Any) -> list[Any]:
+        self._pipe.send(value)
+        other = self._take()
+        return [value, other] if self.rank == 0 else [other, value]
+
+    def _take(self) -> Any:
+        assert self._pipe.poll(LONG_S), "the other rank says nothing"
+        return self._pipe.recv()
