@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from flexkv.adapters.vllm.use import Use
+from flexkv.storage.header import read_header
 from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.storage.damage import flip
 
 Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+"""5 whole blocks of 4 tokens, and 3 more tokens."""
 SLAB_BYTES = 4 << 20
 
 
 def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
-    """Makes engines that recompute, with a disk tier in `folder` and `settings`; each ends the one before."""
+    """Makes engines that recompute unless `settings` or a call's own say otherwise, with a disk tier in `folder`; each
+    ends the one before."""
     engines: list[MiniEngine] = []
     fixed = {
         "disk.folders": str(folder),
@@ -37,3 +42,21 @@ def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = engine.side.unit.disk
     assert disk is not None
     monkeypatch.setattr(disk._driver, "pump", lambda: None)
+
+
+def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
+    """Flips a bit in the page at each of `places` of the only slab, or in every page."""
+    (slab,) = folder.rglob("*.slab")
+    header = read_header(str(slab))
+    if places is None:
+        places = range((slab.stat().st_size - header.header_bytes) // header.slot_bytes)
+    for place in places:
+        flip(slab, header.header_bytes + place * header.slot_bytes + 8)
+
+
+def fails_and_is_computed(engine: MiniEngine, name: str, blocks: int) -> None:
+    """The load that the request waits for ends, with so many blocks failed; the engine computes them."""
+    engine.end_load(name)
+    assert len(engine.invalid) == blocks
+    engine.step()
+    engine.check(name)

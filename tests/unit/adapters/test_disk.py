@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexkv import c_ext
-from flexkv.config import load_config
-from flexkv.errors import ConfigError, DiskError, FlexKVError
-from flexkv.storage.folder import unit_folder
-from flexkv.storage.folder_share import bytes_per_folder, share_bytes
+from flexkv.adapters.vllm.use import Use
+from flexkv.errors import FlexKVError
 from flexkv.transfer.graph import OpKind
-from tests.unit.adapters.disk_engines import stop_disks
+from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES, Make, in_turn, spoil, stop_disks
 from tests.unit.adapters.faulty_worker import faulty_worker
-from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
-from tests.unit.storage.disk_world import IDENTITY, make_group
 from tests.unit.transfer.transfer_world import STALL
-
-Make = Callable[..., MiniEngine]
-PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
-
-SLAB_BYTES = 4 << 20
 
 
 def prompt(number: int) -> list[int]:
@@ -36,16 +24,7 @@ def prompt(number: int) -> list[int]:
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines with a disk tier in the test's folder; each ends the one before."""
-    engines: list[MiniEngine] = []
-
-    def make(**settings: object) -> MiniEngine:
-        if engines:
-            engines.pop().close()
-        disk = {"disk.folders": str(tmp_path), "disk.bytes_per_folder": SLAB_BYTES}
-        engines.append(make_engine(**disk | settings))
-        return engines[-1]
-
-    return make
+    return in_turn(make_engine, tmp_path, use=Use())
 
 
 def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) -> None:
@@ -169,27 +148,13 @@ def test_a_disk_that_takes_too_long_is_not_waited_for(
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
-def spoil(folder: Path, first: int, end: int) -> None:
-    """Flips a bit in every 512 bytes of a part of each slab."""
-    (slab,) = folder.rglob("*.slab")
-    with slab.open("r+b") as file:
-        for offset in range(first, min(end, slab.stat().st_size), 512):
-            file.seek(offset)
-            byte = file.read(1)
-            file.seek(offset)
-            file.write(bytes([byte[0] ^ 1]))
-
-
 def test_a_damaged_slab_is_computed_again(make_disk_engine: Make, tmp_path: Path) -> None:
     engine = make_disk_engine()
     for number in range(4):
         engine.run(make_request(prompt(number), f"a{number}"))
-    image = engine.side.unit.pool.slot_bytes
     engine.close()
-    (slab,) = tmp_path.rglob("*.slab")
-    header = slab.stat().st_size % image or image
-    # The pages of some prompts, not those of the others, and not the header.
-    spoil(tmp_path, max(header, 4096) + 2 * image, max(header, 4096) + 9 * image)
+    # Pages of some prompts, and not those of the others.
+    spoil(tmp_path, range(2, 9))
     engine = make_disk_engine()
     answers = [engine.run(make_request(prompt(number), f"b{number}")) for number in range(4)]
     assert any(tokens < 20 for tokens in answers)
@@ -260,68 +225,6 @@ def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     assert data["flexkv_disks"] == {"": 1}
     assert data["flexkv_disk_slots_used"] == {"": 5}
     assert data["flexkv_disk_slots"][""] > 5
-
-
-def test_the_size_of_a_folder(tmp_path: Path) -> None:
-    group = make_group()
-    fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
-    assert bytes_per_folder(fixed.disk, 1, IDENTITY, group) == 3 << 20
-    half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
-    before = bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group)
-    assert before > 0
-    # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
-    own = unit_folder(tmp_path, IDENTITY, [group])
-    own.mkdir(parents=True)
-    (own / "slab").write_bytes(b"x" * (64 << 20))
-    assert abs(bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group) - before) < 16 << 20
-
-
-def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good", tmp_path / "file" / "folder"
-    (tmp_path / "file").touch()
-
-    def size(*folders: Path) -> int:
-        config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
-        return bytes_per_folder(config.disk, 1, IDENTITY, make_group())
-
-    assert abs(size(bad, good) - size(good)) < 16 << 20
-    with pytest.raises(DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory"):
-        size(bad)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.9])
-def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
-    disk, held = 1000, {"first": 0, "second": 0, "third": 0}
-
-    def start(name: str) -> int:
-        free = disk - sum(held.values())
-        others = sum(held.values()) - held[name]
-        size = share_bytes(free, held[name], others, share, 1)
-        assert size <= free + held[name], "there is no such room"
-        held[name] = size
-        return size
-
-    sizes = [start(name) for name in held]
-    assert sizes[0] == share * disk
-    assert all(sizes)
-    assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
-    # Units that were told of each other have equal shares, whichever starts first.
-    assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("relative/path", "absolute"), ("/a:/a", "twice"), (7, "paths of folders")],
-)
-def test_folders_are_checked(value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config({"disk.folders": value}, {})
-
-
-def test_folders_are_joined_by_colons() -> None:
-    assert load_config({"disk.folders": "/a:/b"}, {}).disk.folders == ("/a", "/b")
-    assert load_config({"disk.folders": ["/a", "/b"]}, {}).disk.folders == ("/a", "/b")
-    assert load_config({}, {"FLEXKV_DISK_FOLDERS": "/a"}).disk.folders == ("/a",)
 
 
 def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Make) -> None:

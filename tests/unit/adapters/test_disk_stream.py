@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.vllm.use import Use
-from tests.unit.adapters.disk_engines import Make, in_turn, stop_disks
+from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
-
-PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
 
 MODES = ("async", "sync", "layerwise")
 
@@ -22,17 +19,6 @@ MODES = ("async", "sync", "layerwise")
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines that stream from the test's folder; each ends the one before."""
     return in_turn(make_engine, tmp_path, **{"disk.stream": True})
-
-
-def spoil(folder: Path, image: int) -> None:
-    """Flips a bit in every page of the only slab."""
-    (slab,) = folder.rglob("*.slab")
-    with slab.open("r+b") as file:
-        for offset in range(max(slab.stat().st_size % image, 4096), slab.stat().st_size, image):
-            file.seek(offset + 8)
-            byte = file.read(1)
-            file.seek(offset + 8)
-            file.write(bytes([byte[0] ^ 1]))
 
 
 def streamed(engine: MiniEngine) -> float:
@@ -81,9 +67,8 @@ def test_who_cannot_compute_what_is_missing_waits(make_streaming: Make, settings
 def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Path, mode: str) -> None:
     engine = make_streaming()
     engine.run(make_request(PROMPT, "one"))
-    image = engine.side.unit.pool.slot_bytes
     engine.close()
-    spoil(tmp_path, image)
+    spoil(tmp_path)
     engine = make_streaming(**{"load.mode": mode})
     assert engine.add(make_request(PROMPT, "two")) == 20, "promised before anything was read"
     engine.end_load("two")
@@ -148,11 +133,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     driver = engine.side.unit.disk._driver
     monkeypatch.setattr(driver._plane, "submit", lambda graph: None)
     assert engine.add(make_request(PROMPT, "two")) == 20
-    engine.end_load("two")
-    assert len(engine.invalid) == 5
-    monkeypatch.undo()
-    engine.step()
-    engine.check("two")
+    fails_and_is_computed(engine, "two", 5)
 
 
 def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +144,7 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
     engine.step({})
     assert not engine.side.reset(), "a load is in flight"
     monkeypatch.undo()
-    engine.end_load("two")
-    assert len(engine.invalid) == 5
-    engine.step()
-    engine.check("two")
+    fails_and_is_computed(engine, "two", 5)
     engine.finish("two")
     engine.drain()
     engine.forget()

@@ -10,11 +10,11 @@ import pytest
 from flexkv import c_ext
 from flexkv.adapters.vllm.use import Use
 from flexkv.errors import ConfigError
+from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.slab_map import SlabMap
-from tests.unit.adapters.disk_engines import Make, in_turn
+from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.test_disk_stream import PROMPT, spoil
 from tests.unit.adapters.vllm_objects import make_request
 
 
@@ -155,9 +155,8 @@ def test_with_on_a_rank_that_cannot_open_the_slabs_is_an_error(
 def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) -> None:
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
-    image = engine.side.unit.pool.slot_bytes
     engine.close()
-    spoil(tmp_path, image)
+    spoil(tmp_path)
     engine = make_gds()
     assert engine.run(make_request(PROMPT, "two")) == 20, "promised; what came of it was checked"
     assert len(engine.invalid) == 5
@@ -219,10 +218,7 @@ def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch
     engine.step({})
     assert not engine.side.reset(), "a load is in flight"
     monkeypatch.undo()
-    engine.end_load("two")
-    assert len(engine.invalid) == 5
-    engine.step()
-    engine.check("two")
+    fails_and_is_computed(engine, "two", 5)
     engine.finish("two")
     engine.drain()
     engine.forget()
@@ -232,9 +228,6 @@ def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch
 def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
     make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexkv.storage.unit import DiskUnit
-    from flexkv.transfer.slab_map import SlabMap
-
     real = DiskUnit.slab_map
 
     def elsewhere(self: DiskUnit) -> SlabMap:

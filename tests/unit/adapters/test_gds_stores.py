@@ -8,9 +8,8 @@ import pytest
 
 from flexkv.adapters.vllm.use import Use
 from flexkv.transfer.graph import OpKind
-from tests.unit.adapters.disk_engines import Make, in_turn, stop_disks
+from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.test_disk_stream import PROMPT
 from tests.unit.adapters.vllm_objects import make_request
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.config import GdsConfig
-from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.base import DiskGroup, DiskOptions
 from flexkv.storage.header import codec_of
 from flexkv.storage.tags import make_tags
 from flexkv.storage.unit import DiskUnit
@@ -32,14 +32,7 @@ from flexkv.transfer.graph import (
     TransferOp,
 )
 from flexkv.transfer.host_pool import HostPool
-
-GENEROUS_S = 60.0
-BLOCK_TOKENS = 16
-IDENTITY = DiskIdentity("a/model", bytes(range(32)))
-
-
-def ids(values: Sequence[int]) -> NDArray[np.int32]:
-    return np.ascontiguousarray(values, np.int32)
+from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, IDENTITY, ids
 
 
 def keys_of(places: Sequence[int]) -> NDArray[np.uint8]:

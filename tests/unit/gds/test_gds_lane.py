@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from flexkv.config import GdsConfig
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.gds_lane import make_gds_lane
-from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph, TransferOp
-from tests.unit.gds.slab_world import Rank, SlabWorld, ids
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+from tests.unit.gds.slab_world import Rank, SlabWorld
+from tests.unit.storage.disk_world import ids
 
 TRAILER_FIELDS = range(0, 96, 8)
 """One byte of every 8-byte word of the trailer's head; all of them are digested."""
@@ -267,12 +269,8 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
 
 
 def test_an_op_travels_with_its_digests() -> None:
-    import pickle
-
     digests = np.arange(12, dtype=np.uint64).reshape(2, 6)
     tags = np.zeros((2, 40), np.uint8)
-    from flexkv.transfer.graph import OpId, Priority
-
     op = TransferOp(
         OpId(7), OpKind.DISK_SEAL, 0, Priority.STORE, ids([]), ids([]), False, ids([3, 4]), tags, digests
     )

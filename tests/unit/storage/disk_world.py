@@ -256,3 +256,7 @@ class DiskWorld:
         done = self.unit.close(GENEROUS_S)
         self.pool.close()
         return done
+
+
+MakeDisks = Callable[..., DiskWorld]
+"""The fixture `make_disks`."""

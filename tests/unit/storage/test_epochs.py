@@ -1,15 +1,17 @@
-"""A disk that was away while the weights changed must not bring old pages back."""
+"""After a reset no page of the weights before is served, whichever disk or index was away in it."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk_index import DiskIndex
-from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld
+from tests.unit.storage.damage import filled
+from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
 
 
 class TwoDisks:
@@ -93,3 +95,42 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
     assert len(index) == 0
     assert world.unit.epoch == 2
     assert world.close()
+
+
+def test_a_lost_index_does_not_bring_old_weights_back(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    world = make_disks()
+    world.unit.reset(5)
+    assert world.close()
+    (slab.parent / "index.sqlite").unlink()
+    world = make_disks()
+    assert world.unit.epoch == 5
+    assert len(world.unit.rows(0)) == 0
+
+
+def test_a_reset_survives(make_disks: MakeDisks) -> None:
+    filled(make_disks)
+    world = make_disks(2)
+    world.unit.reset(1)
+    _, generations = world.write([1], [3])
+    world.wait_durable([3], generations)
+    assert world.close()
+    world = make_disks(2)
+    assert world.unit.epoch == 1
+    rows = world.unit.rows(0)
+    assert rows.places.tolist() == [3]
+    np.testing.assert_array_equal(rows.keys[0], key_of(1))
+
+
+def test_nothing_that_a_reset_forgot_is_called_durable(make_disks: MakeDisks) -> None:
+    world = make_disks()
+    world.write([1], [0])
+    world.unit.reset(1)
+    assert world.unit.poll().durable == ()
+
+
+def test_pages_of_another_epoch_are_not_served(make_disks: MakeDisks) -> None:
+    world = make_disks()
+    _, generations = world.write([1], [0])
+    world.unit.reset(1)
+    assert "disk miss (epoch)" in world.read([1], [0], generations).reason

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.storage.tags import make_tags
-from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
-from tests.unit.storage.disk_world import (
-    BLOCK_TOKENS,
-    CORRUPT,
-    GENEROUS_S,
-    STALL,
-    DiskWorld,
-    ids,
-    keys_of,
-    make_group,
-)
-
-MakeDisks = Callable[..., DiskWorld]
-LAYERS = 32  # read as layers 0-1, 2-5, 6-13, 14-31
-PAGES = 4
-
-
-def layerwise_read(world: DiskWorld, generations: np.ndarray) -> TransferGraph:
-    tags = make_tags(keys_of(range(PAGES)), 0, generations, BLOCK_TOKENS)
-    base = world.pool.slots // 2
-    read = TransferOp(
-        OpId(900),
-        OpKind.DISK_READ,
-        0,
-        Priority.LOAD,
-        ids([]),
-        ids(range(base, base + PAGES)),
-        True,
-        ids(range(PAGES)),
-        tags,
-    )
-    return TransferGraph((read,))
+from flexkv.transfer.graph import OpStatus
+from tests.unit.storage.disk_world import CORRUPT, GENEROUS_S, STALL, DiskWorld, MakeDisks, make_group
+from tests.unit.storage.layered_pages import LAYERS, PAGES, begin_read
 
 
 def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
@@ -60,10 +28,9 @@ def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_
     slab = world.unit._members[0].slabs[0]  # type: ignore[union-attr]
     last_range = slab.offset(1) + 14 * 2 * run_bytes + 8192
     faults.add(c_ext.IoFaultRule(STALL, write=False, offset=last_range))
-    ticket = world.engine.submit(layerwise_read(world, generations))
-    assert ticket is not None
-    assert faults.wait_stalled(1, GENEROUS_S)
     base = world.pool.slots // 2
+    ticket = begin_read(world, range(base, base + PAGES), generations)
+    assert faults.wait_stalled(1, GENEROUS_S)
     for number in (0, 1, 2, 5, 6, 13):
         assert world.engine.wait_layer(ticket, number, GENEROUS_S).ok, number
         for page in range(PAGES):
@@ -87,8 +54,7 @@ def test_a_page_that_fails_in_a_later_range_is_named_there(make_disks: MakeDisks
     world.faults.add(
         c_ext.IoFaultRule(CORRUPT, write=False, offset=slab.offset(2) + 6 * 8192, bytes=100, times=1)
     )
-    ticket = world.engine.submit(layerwise_read(world, generations))
-    assert ticket is not None
+    ticket = begin_read(world, range(PAGES, 2 * PAGES), generations)
     assert world.engine.wait(ticket, GENEROUS_S)
     assert [p.tolist() for p in world.engine.wait_layer(ticket, 6, GENEROUS_S).failed.values()] == [[2]]
     (result,) = world.engine.poll()

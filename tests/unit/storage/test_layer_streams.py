@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.storage.tags import make_tags
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import (
@@ -24,21 +23,10 @@ from flexkv.transfer.graph import (
     TransferGraph,
     TransferOp,
 )
-from tests.unit.storage.disk_world import (
-    BLOCK_TOKENS,
-    CORRUPT,
-    GENEROUS_S,
-    STALL,
-    DiskWorld,
-    ids,
-    keys_of,
-    make_group,
-)
+from tests.unit.storage.disk_world import CORRUPT, GENEROUS_S, STALL, MakeDisks, ids, make_group
+from tests.unit.storage.layered_pages import LAYERS, PAGES, READ, begin_read
 
-MakeDisks = Callable[..., DiskWorld]
-LAYERS = 32  # read as layers 0-1, 2-5, 6-13, 14-31
-PAGES = 4
-READ, LOAD = OpId(900), OpId(901)
+LOAD = OpId(901)
 SLOTS = range(40, 40 + PAGES)
 
 
@@ -69,13 +57,7 @@ class Streaming:
         return self.slab.offset(page) + layer * 2 * self.run_bytes
 
     def read(self, layerwise: bool = True) -> Ticket:
-        tags = make_tags(keys_of(range(PAGES)), 0, self.generations, BLOCK_TOKENS)
-        op = TransferOp(
-            READ, OpKind.DISK_READ, 0, Priority.LOAD, ids([]), ids(SLOTS), layerwise, ids(range(PAGES)), tags
-        )
-        ticket = self.world.engine.submit(TransferGraph((op,)))
-        assert ticket is not None
-        return ticket
+        return begin_read(self.world, SLOTS, self.generations, layerwise)
 
     def load(self, waits: bool = True) -> Ticket:
         """`waits`: for the read."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpKind, OpStatus
-from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, keys_of, make_group
+from tests.unit.storage.disk_world import BLOCK_TOKENS, MakeDisks, keys_of, make_group
 
-MakeDisks = Callable[..., DiskWorld]
 BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
 
 
@@ -135,3 +135,19 @@ def test_a_page_of_64_kib_pays_one_sector() -> None:
     assert sum(group.stripe_bytes) == 64 << 10
     codec = c_ext.PageCodec(list(group.stripe_bytes), list(group.runs))
     assert codec.image_bytes == (64 << 10) + 4096
+
+
+@pytest.mark.parametrize("run_bytes", [4096, 2304, 18432])
+def test_pages_go_past_the_page_cache_whatever_their_geometry(
+    make_disks: MakeDisks, tmp_path: Path, run_bytes: int
+) -> None:
+    """18,432 bytes is a layer of an MLA model: 4.5 sectors."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+        possible = True
+    except OSError:
+        possible = False
+    world = make_disks(group=make_group(layers=3, run_bytes=run_bytes, kv=1))
+    member = world.unit._members[0]
+    assert member is not None
+    assert member.slabs[0].direct == possible

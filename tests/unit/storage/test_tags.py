@@ -30,14 +30,14 @@ def test_fields_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "generations"),
+    ("keys", "generations", "message"),
     [
-        (np.zeros((2, 15), np.uint8), np.zeros(2, np.uint64)),
-        (np.zeros((2, 16), np.int8), np.zeros(2, np.uint64)),
-        (np.zeros(32, np.uint8), np.zeros(2, np.uint64)),
-        (np.zeros((2, 16), np.uint8), np.zeros(3, np.uint64)),
+        (np.zeros((2, 15), np.uint8), np.zeros(2, np.uint64), r"uint8 \[2, 15\]"),
+        (np.zeros((2, 16), np.int8), np.zeros(2, np.uint64), r"int8 \[2, 16\]"),
+        (np.zeros(32, np.uint8), np.zeros(2, np.uint64), r"uint8 \[32\]"),
+        (np.zeros((2, 16), np.uint8), np.zeros(3, np.uint64), r"2 keys with generations of shape \[3\]"),
     ],
 )
-def test_other_shapes_are_refused(keys: np.ndarray, generations: np.ndarray) -> None:
-    with pytest.raises(ContractError):
+def test_other_shapes_are_refused(keys: np.ndarray, generations: np.ndarray, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
         make_tags(keys, 0, generations, 16)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexkv.storage.header import read_header
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import GENEROUS_S, NO_HOLES, DiskWorld, holes
+from tests.unit.storage.disk_world import GENEROUS_S, NO_HOLES, DiskWorld, MakeDisks, holes
 
-MakeDisks = Callable[..., DiskWorld]
 SLOTS = 32
 
 

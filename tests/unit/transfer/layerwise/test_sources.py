@@ -19,10 +19,9 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.sources import DiskPages, HostPages, LayerSource, PageInterior, load_layers
+from tests.unit.storage.damage import flip
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, ids, keys_of, make_group
-from tests.unit.storage.test_damage import flip
-
-from .layer_world import GENEROUS_S, LayerWorld
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 LAYERS, HEADS, WIDTH, TOKENS = 4, 2, 16, 16
 ROW_BYTES = HEADS * WIDTH * 4
@@ -85,7 +84,7 @@ def test_pages_in_host_memory(host: HostDevice, heads_first: bool) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_pages_on_disk(host: HostDevice, tmp_path: Path, damaged: bool) -> None:
+def test_pages_on_disk_give_their_rows_or_are_named(host: HostDevice, tmp_path: Path, damaged: bool) -> None:
     group = make_group(LAYERS, PLANE_BYTES)
     folder = tmp_path / "disk"
     folder.mkdir()

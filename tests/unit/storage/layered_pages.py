@@ -1,0 +1,30 @@
+"""Pages of many layers on disk, and their read layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.storage.tags import make_tags
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
+from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, ids, keys_of
+
+LAYERS = 32
+"""Read as layers 0-1, 2-5, 6-13, 14-31."""
+PAGES = 4
+READ = OpId(900)
+
+
+def begin_read(
+    world: DiskWorld, slots: Sequence[int], generations: NDArray[np.uint64], layerwise: bool = True
+) -> Ticket:
+    """Reads blocks 0 to PAGES - 1, which lie at the places of their numbers, as op READ."""
+    tags = make_tags(keys_of(range(PAGES)), 0, generations, BLOCK_TOKENS)
+    places = ids(range(PAGES))
+    op = TransferOp(READ, OpKind.DISK_READ, 0, Priority.LOAD, ids([]), ids(slots), layerwise, places, tags)
+    ticket = world.engine.submit(TransferGraph((op,)))
+    assert ticket is not None
+    return ticket

@@ -1,0 +1,61 @@
+"""How much of a file system the folder of a unit may take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flexkv.config import load_config
+from flexkv.errors import DiskError
+from flexkv.storage.folder import unit_folder
+from flexkv.storage.folder_share import bytes_per_folder, share_bytes
+from tests.unit.storage.disk_world import IDENTITY, make_group
+
+
+def test_the_size_of_a_folder(tmp_path: Path) -> None:
+    group = make_group()
+    fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
+    assert bytes_per_folder(fixed.disk, 1, IDENTITY, group) == 3 << 20
+    half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
+    before = bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group)
+    assert before > 0
+    # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
+    own = unit_folder(tmp_path, IDENTITY, [group])
+    own.mkdir(parents=True)
+    (own / "slab").write_bytes(b"x" * (64 << 20))
+    assert abs(bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group) - before) < 16 << 20
+
+
+def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "file" / "folder"
+    (tmp_path / "file").touch()
+
+    def size(*folders: Path) -> int:
+        config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
+        return bytes_per_folder(config.disk, 1, IDENTITY, make_group())
+
+    assert abs(size(bad, good) - size(good)) < 16 << 20
+    with pytest.raises(DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory"):
+        size(bad)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
+    disk, held = 1000, {"first": 0, "second": 0, "third": 0}
+
+    def start(name: str) -> int:
+        free = disk - sum(held.values())
+        others = sum(held.values()) - held[name]
+        size = share_bytes(free, held[name], others, share, 1)
+        assert size <= free + held[name], "there is no such room"
+        held[name] = size
+        return size
+
+    sizes = [start(name) for name in held]
+    assert sizes[0] == share * disk
+    assert all(sizes)
+    assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
+    # Units that were told of each other have equal shares, whichever starts first.
+    assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)

@@ -1,0 +1,59 @@
+"""What `fsck` finds between index and slabs, and what its repair puts right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexkv.storage.fsck import check_folder
+from flexkv.storage.header import read_header
+from tests.unit.storage.damage import filled, flip
+from tests.unit.storage.disk_world import MakeDisks
+
+
+def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
+    """The pages lie there, whole. Only when nothing says any more that they were evicted do they come back."""
+    world = make_disks()
+    _, generations = world.write(range(6), range(6))
+    world.wait_durable(range(6), generations)
+    world.unit.record_evict(0, np.array([1, 4], np.int32), generations[[1, 4]])
+    folder = world.folder
+    assert world.close()
+    report = check_folder(folder, repair=True)
+    assert report.clean
+    assert report.slabs[0].orphans == [1, 4]
+    world = make_disks()
+    assert sorted(world.unit.rows(0).places.tolist()) == [0, 2, 3, 5]
+    assert world.close()
+    (folder / "index.sqlite").unlink()
+    assert check_folder(folder, repair=True).repaired
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == list(range(6))
+    assert world.read_rows(rows) == {}
+
+
+def test_repair_takes_out_what_is_not_there(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    header = read_header(str(slab))
+    flip(slab, header.header_bytes + 2 * header.slot_bytes + 5000)
+    assert check_folder(slab.parent, repair=True).slabs[0].missing == [2]
+    assert check_folder(slab.parent).slabs[0].missing == []
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == [0, 1, 3, 4, 5]
+    assert world.read_rows(rows) == {}
+
+
+def test_fsck_brings_orphans_back(make_disks: MakeDisks) -> None:
+    slab, generations = filled(make_disks)
+    (slab.parent / "index.sqlite").unlink()
+    report = check_folder(slab.parent)
+    assert not report.clean
+    assert report.slabs[0].orphans == list(range(6))
+    assert check_folder(slab.parent, repair=True).repaired
+    assert check_folder(slab.parent).clean
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert len(rows) == 6
+    assert world.read_rows(rows) == {}
+    assert world.unit.next_generations(1)[0] > generations.max()
