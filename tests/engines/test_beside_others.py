@@ -11,12 +11,12 @@ from .conftest import PACKAGE, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
 from .test_failures import CARELESS
 
-SIBLING = {
-    "kv_connector": "SiblingConnector",
-    "kv_connector_module_path": f"{PACKAGE}.sibling_connector",
+PROMISING = {
+    "kv_connector": "PromisingConnector",
+    "kv_connector_module_path": f"{PACKAGE}.promising_connector",
     "kv_role": "kv_both",
 }
-SIBLING_TOKENS = 8 * BLOCK_TOKENS
+PROMISED_TOKENS = 8 * BLOCK_TOKENS
 
 
 def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -29,32 +29,32 @@ def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compute_after_a_siblings_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """The sibling promises the prompt's first blocks and does not bring them; the same step computes the rest from
+def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> Prompt:
+    """The other one promises the prompt's first blocks and does not bring them; the same step computes the rest from
     what lies there. The engine then goes back and answers right."""
     prompt = Prompt.of(400, stream)
     session.forget()  # what lies there is garbage
     broken = Prompt(
-        prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"sibling_tokens": SIBLING_TOKENS}}
+        prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"promised_tokens": PROMISED_TOKENS}}
     )
     session.check_one(broken)
     session.forget()
     return prompt
 
 
-def test_what_a_siblings_failed_load_led_to_is_not_published(engines: Engines, stream: int) -> None:
-    session = engines.get(beside(SIBLING, connector()))
-    prompt = compute_after_a_siblings_failed_load(session, stream)
+def test_what_another_connectors_failed_load_led_to_is_not_published(engines: Engines, stream: int) -> None:
+    session = engines.get(beside(PROMISING, connector()))
+    prompt = compute_after_anothers_failed_load(session, stream)
     assert session.metric("vllm:flexkv_unpublished_pages_total") > 0, "the failure met nothing of ours"
     assert session.check_one(prompt).cached == prompt.whole_blocks, "what was computed again was not stored"
 
 
-def test_control_a_careless_connector_serves_what_a_siblings_failed_load_led_to(
+def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
     engines: Engines, stream: int
 ) -> None:
     """What the test above would see if nothing were barred."""
-    session = engines.get(beside(SIBLING, connector(CARELESS)), {"FAULT_RULES": "[]"})
-    prompt = compute_after_a_siblings_failed_load(session, stream)
+    session = engines.get(beside(PROMISING, connector(CARELESS)), {"FAULT_RULES": "[]"})
+    prompt = compute_after_anothers_failed_load(session, stream)
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks
     assert answer.tokens != session.reference.tokens(prompt)

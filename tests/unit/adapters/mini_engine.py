@@ -1,26 +1,16 @@
 """A very small engine around the connector's two sides: vLLM's requests, block pool and order of calls, and a
-"forward" that writes numbers which depend on all tokens up to a position. What a test sees here is exact."""
+"forward" that writes what belongs in its pools. What a test sees here is exact."""
 
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MLAAttentionSpec,
-)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -34,59 +24,18 @@ from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
 from flexkv.observe import Counters
+from tests.unit.adapters.mini_pools import Live, MiniPools, kv_config
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 
-LAYERS, HEADS, CONTENT = 2, 2, 8
 UNTIL_S = 60.0
 NAMESPACE = namespace_digest({"model": "mini"})
-
-
-def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
-    """One group of full attention in LBHNC, float32; with `latent` of MLA, which has one head and no V."""
-    heads = 1 if latent else heads
-    names = [f"layer.{i}" for i in range(layers)]
-    page = heads * BLOCK_TOKENS * CONTENT * 4
-    spec = (
-        MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=CONTENT, dtype=torch.float32)
-        if latent
-        else FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=CONTENT // 2, dtype=torch.float32
-        )
-    )
-    tensor = KVCacheTensor(
-        size=layers * blocks * page, layers=names, layer_stride=blocks * page, block_stride=page
-    )
-    return KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout="LBHNC",
-        hash_block_size=BLOCK_TOKENS,
-    )
-
-
-def make_caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
-    names = config.kv_cache_groups[0].layer_names
-    heads = config.kv_cache_groups[0].kv_cache_spec.num_kv_heads
-    whole = torch.zeros(len(names), config.num_blocks, heads, BLOCK_TOKENS, CONTENT)
-    return {name: whole[i] for i, name in enumerate(names)}
-
-
-@dataclass(eq=False)
-class Live:
-    """A request in the engine: its blocks, and how many tokens it has computed."""
-
-    request: Request
-    blocks: list[KVCacheBlock] = field(default_factory=list)
-    waiting_for_load: bool = False
-    scheduled: bool = False
 
 
 class MiniEngine:
     """`ranks` workers; `remote` keeps the sides apart as different processes would be.
 
     Attributes:
-        sibling_failed: blocks that another connector beside ours failed to load, named in the next report.
+        failed_by_another: blocks that another connector beside ours failed to load, named in the next report.
         after_layer: called in the forward with the number of each layer that it has written, where the step's stores
             go by layer.
     """
@@ -106,12 +55,11 @@ class MiniEngine:
             {"host.bytes": "2MiB", "host.extent_bytes": "2MiB", "host.huge_pages": "off"} | settings, {}
         )
         self.kv_config = kv_config(blocks, latent=latent)
-        self.latent = latent
         self.pool: BlockPool = make_pool(blocks)
         engine_id = f"mini-{id(self)}"
-        self.caches = [make_caches(self.kv_config) for _ in range(ranks)]
+        self.pools = MiniPools(self.kv_config, ranks, latent)
         self.workers = [worker_class(config, rank, ranks) for rank in range(ranks)]
-        for worker, caches in zip(self.workers, self.caches, strict=True):
+        for worker, caches in zip(self.workers, self.pools.caches, strict=True):
             worker.register_kv_caches(caches, self.kv_config)
             if not remote:
                 local_link.announce(engine_id, worker)
@@ -131,7 +79,7 @@ class MiniEngine:
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
-        self.sibling_failed: set[int] = set()
+        self.failed_by_another: set[int] = set()
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.counters = Counters()
         self._pending: dict[str, int] = {}
@@ -265,9 +213,7 @@ class MiniEngine:
     def forget(self) -> None:
         """The engine drops its prefix cache, and all free blocks are spoiled."""
         assert self.pool.reset_prefix_cache()
-        for caches in self.caches:
-            for cache in caches.values():
-                cache.fill_(-1.0)
+        self.pools.spoil()
 
     @staticmethod
     def keys_of(request: Request) -> Keys:
@@ -275,35 +221,10 @@ class MiniEngine:
         chain.extend(request.block_hashes)
         return chain.keys
 
-    # --- what the forward does ---
-
-    def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
-        """KV depends on everything before."""
-        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{0 if self.latent else rank}/{layer}"
-        return float(zlib.crc32(prefix.encode()) % 100_003)
-
-    def write(self, rank: int, live: Live, first: int, end: int) -> None:
-        """Computes KV; what is computed from wrong KV comes out wrong."""
-        spoiled = 0.5 if self.wrong(live.request.request_id, first, [rank]) else 0.0
-        for layer, cache in enumerate(self.caches[rank].values()):
-            for position in range(first, end):
-                block, slot = divmod(position, BLOCK_TOKENS)
-                value = self.expected(rank, layer, live.request.all_token_ids[:], position)
-                cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
-
-    def wrong(self, name: str, end: int | None = None, ranks: Sequence[int] | None = None) -> list[int]:
-        """Positions whose KV is not what it must be, on any layer of any of these ranks."""
+    def wrong(self, name: str, end: int | None = None) -> list[int]:
+        """Positions before `end`, or of all that is computed, whose KV is not what it must be on a layer of a rank."""
         live = self.live[name]
-        end = live.request.num_computed_tokens if end is None else end
-        bad = set()
-        for rank in range(len(self.caches)) if ranks is None else ranks:
-            for layer, cache in enumerate(self.caches[rank].values()):
-                for position in range(end):
-                    block, slot = divmod(position, BLOCK_TOKENS)
-                    value = self.expected(rank, layer, live.request.all_token_ids[:], position)
-                    if not (cache[live.blocks[block].block_id, :, slot, :] == value).all():
-                        bad.add(position)
-        return sorted(bad)
+        return self.pools.wrong(live, live.request.num_computed_tokens if end is None else end)
 
     def check(self, name: str) -> None:
         assert self.wrong(name) == []
@@ -353,26 +274,15 @@ class MiniEngine:
 
     def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
         """Writes what the step computes; with `by_layer` one layer after the other, and says so of each."""
-        blocks: set[int] = set()
+        parts = []
         for name, tokens in scheduled.items():
-            live = self.live[name]
-            end = live.request.num_computed_tokens
-            first = (end - tokens) // BLOCK_TOKENS
-            blocks.update(block.block_id for block in live.blocks[first : -(-end // BLOCK_TOKENS)])
-        caches, mine = self.caches[worker.rank], sorted(blocks)
-        before = [cache[mine] for cache in caches.values()]
-        for name, tokens in scheduled.items():
-            live = self.live[name]
-            end = live.request.num_computed_tokens
-            self.write(worker.rank, live, end - tokens, end)
+            end = self.live[name].request.num_computed_tokens
+            parts.append((self.live[name], end - tokens, end))
         if not by_layer:
+            self.pools.write(worker.rank, parts)
             return
-        after = [cache[mine] for cache in caches.values()]
-        for cache, old in zip(caches.values(), before, strict=True):
-            cache[mine] = old
-        for number, (name, cache) in enumerate(caches.items()):
-            cache[mine] = after[number]
-            worker.layer_written(name)
+        for number, layer in enumerate(self.pools.write_by_layer(worker.rank, parts)):
+            worker.layer_written(layer)
             self.after_layer(number)
 
     def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:
@@ -383,8 +293,8 @@ class MiniEngine:
                 assert self._pending[name] <= len(self.workers), f"{name} reported twice by a rank"
             if report is not None:
                 metadata = report if metadata is None else metadata.aggregate(report)
-        invalid = self.sibling_failed.union(*(failed for _, failed, _ in reports))
-        self.sibling_failed = set()
+        invalid = self.failed_by_another.union(*(failed for _, failed, _ in reports))
+        self.failed_by_another = set()
         self.invalid |= invalid
         for live in self.live.values():
             for number, block in enumerate(live.blocks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,8 @@ import pytest
 from flexkv import c_ext
 from flexkv.errors import CapacityError, GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker
-from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.full_queue import four_loads
+from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
@@ -24,9 +24,7 @@ def test_a_failed_page_of_an_async_load_is_computed_again_and_stored_again(
     make_engine: Make, ranks: int
 ) -> None:
     worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, times=1))
-    engine = make_engine(ranks=ranks, remote=ranks > 1, worker_class=worker)
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT, ranks=ranks, remote=ranks > 1, worker_class=worker)
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 1 if ranks == 1 else 1 <= len(engine.invalid) <= 2
     assert engine.stored_pages == 5 + 1
@@ -88,9 +86,7 @@ def test_a_forward_waits_for_a_copy_that_is_only_slow(make_engine: Make) -> None
 
 def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
-    engine = make_engine(ranks=2, remote=True, worker_class=slow)
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT, ranks=2, remote=True, worker_class=slow)
     slow.movers[0].release()
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({})
@@ -113,14 +109,12 @@ def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make
 
 def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
-    engine = make_engine(worker_class=slow, **{"load.deadline_s": 0.05})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT, worker_class=slow, **{"load.deadline_s": 0.05})
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 20
     engine.step({})
     assert slow.movers[0].wait_stalled(1, 10.0)
-    time.sleep(0.1)
+    engine.until(lambda: any(op.given_up for op in engine.workers[0]._ops._ops.values()))
     for _ in range(5):
         engine.step({})
     assert engine.finished_loads == [], "reported while bytes may still move"
@@ -137,9 +131,7 @@ def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine
 
 def test_a_reset_under_an_async_load_voids_it(make_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
-    engine = make_engine(worker_class=slow)
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT, worker_class=slow)
     request = make_request(PROMPT, "two")
     engine.add(request)
     engine.step({})
@@ -165,14 +157,8 @@ def test_after_a_reset_running_requests_store_nothing_of_the_old_weights(make_en
 
 
 def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
-    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
-    names = [f"r{i}" for i in range(4)]
-    for name in names:
-        assert engine.add(make_request(PROMPT, name)) == 20
-    engine.step({})
+    engine, slow, requests = four_loads(make_engine, PROMPT)
+    names = [request.request_id for request in requests]
     assert engine.finished_loads == []
     slow.movers[0].release()
     engine.until(lambda: sorted(engine.finished_loads) == names)
@@ -182,16 +168,9 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
 
 def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
     """The one under way is reported when it is quiet; those behind it, of which no byte moves, at their deadline."""
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
-    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1, "load.deadline_s": 0.05})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
-    names = [f"r{i}" for i in range(4)]
-    for name in names:
-        assert engine.add(make_request(PROMPT, name)) == 20
-    engine.step({})
+    engine, slow, requests = four_loads(make_engine, PROMPT, **{"load.deadline_s": 0.05})
+    names = [request.request_id for request in requests]
     assert slow.movers[0].wait_stalled(1, 10.0)
-    time.sleep(0.1)
     engine.until(lambda: len(engine.finished_loads) == 3)
     assert sorted(engine.finished_loads) == names[1:]
     counters = engine.workers[0].counters.take()
@@ -212,9 +191,7 @@ def test_the_engine_comes_to_rest(make_engine: Make) -> None:
 
 
 def test_bytes_that_changed_in_host_memory_are_found(make_engine: Make) -> None:
-    engine = make_engine(**{"host.verify": True})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT, **{"host.verify": True})
     for slot in range(5):
         engine.side.unit.pool.slot(slot)[3] ^= 1
     assert engine.run(make_request(PROMPT, "two")) == 20

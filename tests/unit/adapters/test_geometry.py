@@ -13,7 +13,7 @@ from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.geometry import block_geometry, build_view, check_parallelism, required_layout
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.transfer.engine import cuda_device_of
-from tests.unit.adapters.mini_engine import kv_config, make_caches
+from tests.unit.adapters.mini_pools import kv_config, make_caches
 
 
 def test_one_group_of_full_attention_is_served() -> None:

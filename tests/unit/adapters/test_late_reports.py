@@ -11,7 +11,8 @@ import pytest
 from flexkv import c_ext
 from flexkv.transfer.graph import OpStatus
 from tests.unit.adapters.faulty_worker import faulty_worker
-from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.full_queue import four_loads
+from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
@@ -92,9 +93,7 @@ def test_an_early_store_of_a_block_that_is_cleared_first_is_void(make_engine: Ma
 
 @pytest.mark.parametrize("hashed", [False, True])
 def test_what_was_loaded_before_a_reset_is_not_stored_after_it(make_engine: Make, hashed: bool) -> None:
-    engine = make_engine()
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
+    engine = stored_engine(make_engine, PROMPT)
     if not hashed:
         # vLLM gives loaded blocks their hash only when it schedules the request.
         engine._cache_blocks = lambda live, tokens: None  # type: ignore[method-assign]
@@ -109,14 +108,7 @@ def test_what_was_loaded_before_a_reset_is_not_stored_after_it(make_engine: Make
 
 
 def test_a_reset_voids_loads_that_wait_for_their_place(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
-    engine = make_engine(blocks=64, worker_class=slow, **{"transfer.queue_ops": 1})
-    engine.run(make_request(PROMPT, "one"))
-    engine.forget()
-    requests = [make_request(PROMPT, f"r{i}") for i in range(4)]
-    for request in requests:
-        assert engine.add(request) == 20
-    engine.step({})
+    engine, slow, requests = four_loads(make_engine, PROMPT)
     assert engine.side.reset() is False
     engine.step({})
     slow.movers[0].release()

@@ -11,7 +11,8 @@ from flexkv import c_ext
 from flexkv.adapters.vllm.geometry import build_view
 from flexkv.errors import GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker
-from tests.unit.adapters.mini_engine import CONTENT, LAYERS, MiniEngine, kv_config, make_caches
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.mini_pools import CONTENT, LAYERS, kv_config, make_caches
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 from tests.unit.transfer.transfer_world import FAIL
 

@@ -31,7 +31,7 @@ def test_a_layer_is_there_while_the_next_is_still_coming(make_engine: Make) -> N
     stalls = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, layer=1))
     engine = stored(make_engine, worker_class=stalls)
     assert engine.add(make_request(PROMPT, "two")) == 16
-    first, second = engine.caches[0].values()
+    first, second = engine.pools.caches[0].values()
     blocks = [block.block_id for block in engine.live["two"].blocks[:4]]
     seen: list[bool] = []
 

@@ -19,7 +19,8 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import GeometryError
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker
-from tests.unit.adapters.mini_engine import LAYERS, MiniEngine, stored_engine
+from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
+from tests.unit.adapters.mini_pools import LAYERS
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
@@ -268,7 +269,7 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
     assert found(engine) <= 12, "the page whose copy had not ended is not there, or those after it"
 
 
-def test_chunks_and_tails(make_engine: Make) -> None:
+def test_blocks_that_earlier_chunks_began_and_tails_are_stored(make_engine: Make) -> None:
     """Blocks that earlier chunks began, and a tail that goes as a whole page at the request's end."""
     engine = make_engine(**{"store.partial_blocks": True}, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))

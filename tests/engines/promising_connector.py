@@ -1,6 +1,6 @@
 """A connector to stand beside flexkv's in a MultiConnector: it promises tokens that it does not have.
 
-A request asks for that with `extra_args={"kv_transfer_params": {"sibling_tokens": n}}`. The blocks of the promise are
+A request asks for that with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The blocks of the promise are
 left as they are, and reported as failed in the step that was to load them.
 """
 
@@ -33,7 +33,7 @@ class BrokenPromises(KVConnectorMetadata):
     blocks: list[int] = field(default_factory=list)
 
 
-class SiblingConnector(KVConnectorBase_V1):
+class PromisingConnector(KVConnectorBase_V1):
     """Promises once for each request, and never keeps it."""
 
     def __init__(
@@ -50,7 +50,7 @@ class SiblingConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        wanted = int((request.kv_transfer_params or {}).get("sibling_tokens", 0))
+        wanted = int((request.kv_transfer_params or {}).get("promised_tokens", 0))
         if request.request_id in self._promised or wanted <= num_computed_tokens:
             return 0, False
         self._promised[request.request_id] = num_computed_tokens

@@ -21,11 +21,11 @@ def quiet(engine: MiniEngine) -> None:
     assert engine.side.match(make_request(range(9), "probe"), 0) == (0, False)
 
 
-def run_with_sibling_failure(engine: MiniEngine, between: Callable[[], object]) -> None:
+def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) -> None:
     """Computes a request whose blocks 1 and up came, or were computed, from a load that failed beside ours."""
     request = make_request(PROMPT, "one")
     engine.add(request)
-    request.num_computed_tokens = 8  # the sibling's tokens
+    request.num_computed_tokens = 8  # the other connector's tokens
     blocks = [block.block_id for block in engine.live["one"].blocks]
     hear = engine.hold_reports()
     engine.step()
@@ -34,7 +34,7 @@ def run_with_sibling_failure(engine: MiniEngine, between: Callable[[], object]) 
     between()
     quiet(engine)
     assert engine.stored_pages == 0, "published before the step's outcome was heard"
-    engine.sibling_failed = {blocks[1]}
+    engine.failed_by_another = {blocks[1]}
     hear()
 
 
@@ -44,9 +44,9 @@ def served(engine: MiniEngine) -> int:
     return int(engine.side.unit.manager.match("probe", [keys], 0).blocks)
 
 
-def test_nothing_computed_from_a_siblings_failed_load_is_published(make_engine: Make) -> None:
+def test_nothing_computed_from_another_connectors_failed_load_is_published(make_engine: Make) -> None:
     engine = make_engine()
-    run_with_sibling_failure(engine, lambda: None)
+    run_beside_a_failed_load(engine, lambda: None)
     engine.drain()
     assert (engine.stored_pages, served(engine)) == (1, 1)
     engine.live["one"].request.num_computed_tokens = 0
@@ -71,14 +71,14 @@ def test_what_went_well_is_published(make_engine: Make) -> None:
 
 def test_an_abort_before_the_outcome_is_heard_publishes_nothing_of_it(make_engine: Make) -> None:
     engine = make_engine(**{"store.partial_blocks": True})
-    run_with_sibling_failure(engine, lambda: engine.finish("one"))
+    run_beside_a_failed_load(engine, lambda: engine.finish("one"))
     engine.drain()
     assert served(engine) == 1
 
 
 def test_a_preemption_before_the_outcome_is_heard_publishes_nothing_of_it(make_engine: Make) -> None:
     engine = make_engine()
-    run_with_sibling_failure(engine, lambda: engine.preempt("one"))
+    run_beside_a_failed_load(engine, lambda: engine.preempt("one"))
     engine.drain()
     assert served(engine) == 1
 
@@ -95,7 +95,7 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
         engine.pool.get_new_blocks(6)
         engine.step({})
 
-    run_with_sibling_failure(engine, leave_and_press)
+    run_beside_a_failed_load(engine, leave_and_press)
     for _ in range(3):
         engine.step({})
     engine.drain()

@@ -1,0 +1,30 @@
+"""Loads that wait for their place: the copies' queue takes one op, and the first one hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm.v1.request import Request
+
+from flexkv import c_ext
+from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker
+from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
+from tests.unit.transfer.transfer_world import STALL
+
+H2D = 0
+
+
+def four_loads(
+    make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **settings: object
+) -> tuple[MiniEngine, type[FaultyWorker], list[Request]]:
+    """An engine with four loads of these tokens, its worker's class, and their requests r0 to r3."""
+    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    engine = stored_engine(
+        make_engine, tokens, blocks=64, worker_class=slow, **{"transfer.queue_ops": 1}, **settings
+    )
+    requests = [make_request(tokens, f"r{i}") for i in range(4)]
+    for request in requests:
+        assert engine.add(request) == len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    engine.step({})
+    return engine, slow, requests
