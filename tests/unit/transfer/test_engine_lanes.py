@@ -94,23 +94,32 @@ def test_endless_loads_do_not_starve_a_store(make_world: Callable[..., World]) -
     assert 2 <= behind <= 18, f"the store ended after {behind} of 101 others"
 
 
+def threads() -> dict[str, str]:
+    """Names of the engines' threads, by number; one that ends meanwhile is left out."""
+    names = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names[task] = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    return {task: name for task, name in names.items() if name in ("flexkv-copy", "flexkv-watch")}
+
+
 def test_idle_threads_sleep(world: World) -> None:
+    def wakes() -> int:
+        """How often these threads went to sleep so far."""
+        said = [Path(f"/proc/self/task/{task}/status").read_text() for task in mine]
+        return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in said)
+
+    earlier = threads()
     world.run(world.op(OpKind.D2H, [0]))
-    before = time.process_time()
-    time.sleep(1.0)
-    # A poll each 100 us would show as 0.01 s and more; a sleeping thread as nothing. Generous for other threads.
-    assert time.process_time() - before < 0.2
+    mine = threads().keys() - earlier.keys()
+    assert mine
+    before = wakes()
+    time.sleep(0.5)
+    # A poll each millisecond would be 500.
+    assert wakes() - before < 50
 
 
 def test_threads_start_on_first_use_and_end_with_the_engine(make_world: Callable[..., World]) -> None:
-    def threads() -> dict[str, str]:
-        """Name by number; one that ends meanwhile is left out."""
-        names = {}
-        for task in os.listdir("/proc/self/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                names[task] = Path(f"/proc/self/task/{task}/comm").read_text().strip()
-        return {task: name for task, name in names.items() if name in ("flexkv-copy", "flexkv-watch")}
-
     earlier = threads()  # other tests' engines may still be ending
 
     def started() -> list[str]:

@@ -185,7 +185,7 @@ def test_slots_outside_or_not_ready_and_closed_pools_are_refused() -> None:
     pool.close()
     pool.close()
     assert (kept == 7).all()  # the array keeps the memory
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="the host pool was closed"):
         pool.slot(1)
 
 
@@ -204,7 +204,7 @@ def test_slots_become_ready_in_order_while_the_pool_comes_up() -> None:
 def test_closing_while_memory_comes_up_ends_it() -> None:
     pool = HostPool(64 * 1024, 8192)
     pool.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="the host pool was closed"):
         _ = pool.ready_slots
 
 

@@ -13,8 +13,7 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.pipeline import PipelineReport
 from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
-
-from .layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
 
 EDIT = 5000
 

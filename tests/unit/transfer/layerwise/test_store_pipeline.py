@@ -14,8 +14,7 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.pipeline import PipelineReport
 from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
 from flexkv.transfer.layerwise.store import StorePipeline
-
-from .layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ class Storing:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_row_arrives(host: HostDevice, seed: int) -> None:
+def test_every_row_arrives_and_the_pool_is_only_read(host: HostDevice, seed: int) -> None:
     storing = Storing(seed, host)
     assert storing.run() == PipelineReport({}, True)
     assert storing.right()
