@@ -186,3 +186,14 @@ def written(keys: Keys, **kwargs: Any) -> DiskWorld:
     assert OpKind.DISK_WRITE in world.run()
     world.drop_host()
     return world
+
+
+def two_groups(count: int, **kwargs: Any) -> tuple[DiskWorld, list[Keys]]:
+    """A world of two groups, each of which has `count` keys on disk and none in host memory."""
+    keys = [chain(count), chain(count, seed=1)]
+    world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8)), **kwargs)
+    for group in range(2):
+        world.store(keys[group], group=group)
+    world.run()
+    world.drop_host()
+    return world, keys

@@ -13,8 +13,10 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds
-from tests.unit.cache.broken_disk_managers import BROKEN, BROKEN_GDS_LOADS, BROKEN_GDS_STORES, BROKEN_STREAMS
+from tests.unit.cache.broken_disk_managers import BROKEN
+from tests.unit.cache.broken_gds_managers import BROKEN_GDS_LOADS, BROKEN_GDS_STORES
 from tests.unit.cache.broken_managers import caught_by
+from tests.unit.cache.broken_streams import BROKEN_STREAMS
 
 GROUPS = {
     "one group": (GroupSpec(4, 12),),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys, TailCandidates
+from flexkv.cache.base import Keys, TailCandidates
 from flexkv.cache.disk_base import DiskLimits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpResult, OpStatus
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
+from tests.unit.cache.disk_world import DiskWorld, chain
 
 STREAM = DiskLimits(stream=True)
 
@@ -36,13 +36,6 @@ def test_what_is_on_disk_is_promised_when_its_read_is_planned() -> None:
     world.end(read)
     assert world.end_load(op).failed_blocks.tolist() == []
     assert world.match(keys).blocks == 8
-
-
-def test_without_the_setting_nothing_on_disk_is_promised() -> None:
-    keys = chain(4)
-    world = written(keys, limits=DiskLimits())
-    result = world.look(keys)
-    assert (result.blocks, result.reads) == (0, 1)
 
 
 def test_no_other_lookup_hits_what_is_not_verified() -> None:
@@ -119,31 +112,6 @@ def test_a_promise_that_is_dropped_leaves_what_its_read_brings() -> None:
     assert world.match(keys).blocks == 4
 
 
-def test_a_lease_that_expires_while_its_pages_come_up() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    world.now_s += 61
-    assert world.manager.expire() == 1
-    world.run()
-    world.manager.check_integrity()
-    assert world.match(keys, "other").blocks == 4
-
-
-def test_a_reset_fails_the_load_whatever_comes_up() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    (read,) = world.take()
-    op = world.load(4)
-    world.manager.reset()
-    world.manager.check_integrity()
-    world.end(read)
-    assert len(world.end_load(op).failed_blocks) == 4
-    assert world.look(keys).blocks == 0
-    assert world.manager.free_slots(0) == 8
-
-
 def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     keys = chain(6)
     world = written(np.delete(keys, 3, axis=0))
@@ -178,26 +146,6 @@ def test_a_tail_is_waited_for_as_ever() -> None:
     assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 1)
     world.run()
     assert world.manager.match("r", [keys[:3]], 0, [tail]).tail_tokens == 2
-
-
-def test_groups_of_one_request_stream_together() -> None:
-    keys = [chain(4), chain(4, seed=1)]
-    groups = (GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8))
-    world = DiskWorld(limits=STREAM, groups=groups)
-    for group in range(2):
-        world.store(keys[group], group=group)
-    world.run()
-    world.drop_host()
-    result = world.manager.match("r", keys, 0)
-    assert (result.blocks, result.reads) == (4, 0)
-    reads = world.take()
-    graph = world.manager.begin_load("r", [np.arange(4, dtype=np.int32)] * 2)
-    assert graph is not None
-    assert [op.reads.tolist() for op in graph.ops] == [[read.op_id] * 4 for read in reads]
-    for read in reads:
-        world.end(read)
-    world.load_ended(graph)
-    world.manager.check_integrity()
 
 
 def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from flexkv.cache.base import (
     NO_BLOCK,
-    GroupSpec,
     Keys,
     ManagerLimits,
     TailCandidates,
@@ -19,7 +18,7 @@ from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain
+from tests.unit.cache.disk_world import NONE, DiskWorld, chain
 
 ALWAYS = DiskLimits(gds_loads=GdsUse.ALWAYS)
 FASTER = DiskLimits(gds_loads=GdsUse.WHERE_FASTER)
@@ -50,13 +49,6 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     assert world.end_load(from_disk).failed_blocks.tolist() == []
     assert world.manager.disk.counts.gds_read == 4
     assert world.manager.disk.counts.read == 0
-
-
-def test_without_the_setting_it_comes_up_through_host_memory() -> None:
-    keys = chain(4)
-    world = written(keys, limits=DiskLimits())
-    result = world.look(keys)
-    assert (result.blocks, result.reads) == (0, 1)
 
 
 def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
@@ -168,17 +160,6 @@ def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None
     assert world.manager.disk.gds_loads.pages == 0
 
 
-def test_a_lease_that_expires() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    world.now_s += 61
-    assert world.manager.expire() == 1
-    world.manager.check_integrity()
-    with pytest.raises(ContractError, match="no lease"):
-        world.manager.begin_load("r", [np.zeros(1, np.int32)])
-
-
 def test_promises_share_the_room_for_loads() -> None:
     keys = chain(6)
     world = written(keys, manager_limits=ManagerLimits(inflight_load_pages=8))
@@ -186,19 +167,6 @@ def test_promises_share_the_room_for_loads() -> None:
     assert world.look(keys, "two").blocks == 2
     world.manager.release("one")
     assert world.look(keys, "three").blocks == 6
-
-
-def test_a_reset_fails_the_load_and_forgets_the_pages() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    op = world.load(4)
-    world.look(keys, "promised")
-    world.manager.reset()
-    world.manager.check_integrity()
-    assert len(world.end_load(op, failed=[1]).failed_blocks) == 4
-    assert world.look(keys).blocks == 0
-    assert world.manager.disk.counts.failed_reads == 0
 
 
 def test_a_store_waits_for_the_load_that_it_was_computed_from() -> None:
@@ -242,22 +210,6 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
     assert (result.blocks, result.tail_tokens, result.reads) == (0, 0, 1)
     assert world.run() == [OpKind.DISK_READ]
     assert world.manager.match("r", [keys[:3]], 3, [tail]).tail_tokens == 2
-
-
-def test_groups_of_one_request_are_loaded_together() -> None:
-    keys = [chain(4), chain(4, seed=1)]
-    groups = (GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8))
-    world = DiskWorld(limits=ALWAYS, groups=groups)
-    for group in range(2):
-        world.store(keys[group], group=group)
-    world.run()
-    world.drop_host()
-    assert world.manager.match("r", keys, 0).blocks == 4
-    graph = world.manager.begin_load("r", [np.arange(4, dtype=np.int32)] * 2)
-    assert graph is not None
-    assert [(op.kind, op.group) for op in graph.ops] == [(OpKind.GDS_READ, 0), (OpKind.GDS_READ, 1)]
-    world.load_ended(graph)
-    world.manager.check_integrity()
 
 
 # --- which way ---

@@ -99,7 +99,7 @@ def test_tokens_of_a_wrong_kind_are_refused() -> None:
     for tokens in (np.zeros(4, np.float32), np.zeros((2, 2), np.int64), "1234", 7, {1: 2}):
         with pytest.raises(TokenError, match="allowed"):
             TokenChain(2).extend(tokens)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="block_tokens is 0"):
         TokenChain(0)
     with pytest.raises(KeySchemeError, match="31 bytes"):
         TokenChain(4, seed=bytes(31))

@@ -1,0 +1,157 @@
+"""Managers that break a rule of gds loads or gds stores. The simulation must catch every one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from tests.unit.cache.broken_disk_managers import KeepsDamagedPages, OverwritesUnannounced
+
+
+class ReusesPlacesBeingLoaded(LocalCacheManager):
+    """Places are free for the next write while a load from them is under way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loads, index = self.disk.gds_loads, self.disk.index
+        assert loads is not None
+        begin = loads.begin
+
+        def begun(*args: Any) -> list[TransferOp]:
+            plans = begin(*args)
+            for plan in plans:
+                entries = self._inflight.get(plan.op_id).entries
+                index.remove(plan.group, entries)
+                index.entries.unpin(entries)
+            return plans
+
+        def end(op: Any, current: bool) -> None:
+            loads.pages -= len(op.entries)
+
+        loads.begin = begun  # type: ignore[assignment,method-assign]
+        loads.end = end  # type: ignore[method-assign]
+
+
+class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
+    def complete(self, rank: int, result: OpResult) -> Any:
+        if self._inflight.get(result.op_id).in_disk_index and result.status is OpStatus.FAILED:
+            result = OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32))
+        return super().complete(rank, result)
+
+
+class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loads = self.disk.gds_loads
+        assert loads is not None
+        begin = loads.begin
+
+        def begun(*args: Any) -> list[TransferOp]:
+            return [
+                replace(op, places=np.roll(op.places, 1), tags=np.roll(op.tags, 1, axis=0))
+                for op in begin(*args)
+            ]
+
+        loads.begin = begun  # type: ignore[assignment,method-assign]
+
+
+class BrokenGdsStores(LocalCacheManager):
+    """Puts what a subclass does in the place of the end of a store's stripes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        stores = self.disk.gds_stores
+        assert stores is not None
+        self._stores = stores
+        self._end = stores.end
+        stores.end = self.stripes_ended  # type: ignore[method-assign]
+
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        return self._end(op, good)
+
+
+class SealsFailedStripes(BrokenGdsStores):
+    """Pages that failed on a rank get their trailer all the same."""
+
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        return self._end(op, good | op.failed)
+
+
+class SealsWhatWasBarred(BrokenGdsStores):
+    """Also what was computed from a load that failed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stores.bar = lambda op, pages: None  # type: ignore[method-assign]
+
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        return self._end(op, ~op.failed)
+
+
+class SealsWithDigestsOfAnotherPage(BrokenGdsStores):
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        op.digests = {rank: np.roll(digests, 1, axis=0) for rank, digests in op.digests.items()}
+        return self._end(op, good)
+
+
+class SealsWithRanksMixedUp(BrokenGdsStores):
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        op.digests = dict(zip(op.digests, [op.digests[rank] for rank in reversed(op.digests)], strict=True))
+        return self._end(op, good)
+
+
+class PublishesBeforeTheSeal(BrokenGdsStores):
+    """A page is on disk when its stripes are."""
+
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        self.disk.index.end_write(op.group, op.entries, good)
+        self._stores.pages -= len(op.entries)
+        return good
+
+
+class ReusesPlacesBeingStored(BrokenGdsStores):
+    """Places are free for the next write while ranks still write their stripes."""
+
+    def begin_store(self, *args: Any, **kwargs: Any) -> Any:
+        plan = super().begin_store(*args, **kwargs)
+        for op in plan.graph.ops if plan.graph is not None else ():
+            entries = self._inflight.get(op.op_id).entries
+            self.disk.index.end_write(op.group, entries, np.zeros(len(entries), np.bool_))
+        return plan
+
+    def stripes_ended(self, op: Any, good: Any) -> Any:
+        self._stores.pages -= len(op.entries)
+        return good
+
+
+class KeepsFailedSeals(BrokenGdsStores):
+    """A page whose trailer was not written is taken as there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        complete = self._stores.complete
+        self._stores.complete = (  # type: ignore[method-assign]
+            lambda result: complete(OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32)))
+        )
+
+
+BROKEN_GDS_STORES = [
+    SealsFailedStripes,
+    SealsWhatWasBarred,
+    SealsWithDigestsOfAnotherPage,
+    SealsWithRanksMixedUp,
+    PublishesBeforeTheSeal,
+    ReusesPlacesBeingStored,
+    KeepsFailedSeals,
+    OverwritesUnannounced,
+]
+BROKEN_GDS_LOADS = [
+    ReusesPlacesBeingLoaded,
+    TakesFailedLoadsFromDiskAsGood,
+    LoadsOnePageIntoAnothersBlock,
+    KeepsDamagedPages,
+]

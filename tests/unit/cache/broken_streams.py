@@ -1,0 +1,86 @@
+"""Managers that break a rule of what is promised while it comes up from disk. The simulation must catch every one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flexkv.cache.disk_lookup import Coming
+from flexkv.cache.leases import NO_ENTRY
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.graph import NO_READS, OpResult, TransferGraph
+
+
+class LoadsWithoutWaiting(LocalCacheManager):
+    """What is on its way up is loaded as if it were there."""
+
+    def begin_load(self, *args: Any, **kwargs: Any) -> Any:
+        graph = super().begin_load(*args, **kwargs)
+        if graph is None:
+            return None
+        return TransferGraph(tuple(replace(op, reads=NO_READS) for op in graph.ops), graph.edges)
+
+
+class WaitsForAnEarlierRead(LocalCacheManager):
+    """A load waits for a read that its slot had before, and takes what is there then."""
+
+    def begin_load(self, *args: Any, **kwargs: Any) -> Any:
+        graph = super().begin_load(*args, **kwargs)
+        if graph is None:
+            return None
+        earlier = getattr(self, "_earlier", {})
+        ops = []
+        for op in graph.ops:
+            before = [earlier.get((op.group, slot), 0) for slot in op.slots.tolist()]
+            for slot, read in zip(op.slots.tolist(), op.reads.tolist(), strict=False):
+                earlier[op.group, slot] = read
+            ops.append(replace(op, reads=np.where(before, before, op.reads) if len(op.reads) else NO_READS))
+        self._earlier = earlier
+        return TransferGraph(tuple(ops), graph.edges)
+
+
+class PromisesWhatStoresFill(LocalCacheManager):
+    """Also a block that a store in flight is filling is promised."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        flow, index = self.disk, self.host.index
+
+        def coming(wanted: Any) -> Coming:
+            entries, reads = [], []
+            for part in wanted.parts:
+                found = index.find(part.group, part.keys, ready_only=False)
+                entries.append(found[: int(np.argmin(np.append(found != NO_ENTRY, False)))])
+                reads.append(flow.reads.filling(part.group, index.slots_of(entries[-1])))
+            return Coming(entries, reads)
+
+        flow.lookup._coming = coming  # type: ignore[method-assign]
+
+
+class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
+    """What comes up for a load may be evicted before it was loaded."""
+
+    def begin_load(self, *args: Any, **kwargs: Any) -> Any:
+        graph = super().begin_load(*args, **kwargs)
+        for op in graph.ops if graph is not None else ():
+            inflight = self._inflight.get(op.op_id)
+            if inflight.coming is not None:
+                self.host.index.unpin(inflight.entries[inflight.coming])
+                inflight.entries = inflight.entries.copy()
+        return graph
+
+    def complete(self, rank: int, result: OpResult) -> Any:
+        op = self._inflight.get(result.op_id)
+        if op.coming is not None and len(op.reported) + 1 == self._limits.ranks:
+            self.host.index.pin_coming(op.entries[op.coming])
+        return super().complete(rank, result)
+
+
+BROKEN_STREAMS = [
+    LoadsWithoutWaiting,
+    WaitsForAnEarlierRead,
+    PromisesWhatStoresFill,
+    ReusesSlotsThatLoadsWaitFor,
+]
