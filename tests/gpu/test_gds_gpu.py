@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from flexkv import c_ext
+from tests.gpu.needs import CUDA_BUILD
 from tests.unit.gds.raw_world import KEEP, Case, Pool, World
 from tests.unit.gds.test_gds_matrix import sampled
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (c_ext.cuda_info()["built"] and c_ext.cuda_info()["device_count"]),
-        reason="needs an NVIDIA GPU and a CUDA build",
-    ),
-]
+pytestmark = CUDA_BUILD
 GPU = 0
 
 
@@ -64,7 +59,7 @@ def move(world: World, gpu: GpuPool, manager: c_ext.GDSManager) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_bytes(seed: int, tmp_path: Path) -> None:
+def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> None:
     world = World(sampled(seed), tmp_path)
     gpu = GpuPool(world.pool)
     manager = world.manager(gpu_device_id=GPU)

@@ -11,15 +11,10 @@ import torch
 
 from flexkv import c_ext
 from flexkv.transfer.graph import OpKind, OpStatus
+from tests.gpu.needs import CUDA_BUILD
 from tests.unit.gds.slab_world import SlabWorld
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (c_ext.cuda_info()["built"] and c_ext.cuda_info()["device_count"]),
-        reason="needs an NVIDIA GPU and a CUDA build",
-    ),
-]
+pytestmark = CUDA_BUILD
 GPU = 0
 
 

@@ -9,29 +9,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flexkv import c_ext
 from flexkv.blend.rope import RopeSpec
 from flexkv.blend.rotation import ZERO_ROW, KeyRotation, RowPlaces, TurnTable
 from flexkv.errors import GeometryError
+from tests.gpu.needs import CUDA_BUILD
 from tests.unit.blend.rope_reference import decode, encode, relative_error, turned
 
-pytestmark = pytest.mark.gpu
+pytestmark = CUDA_BUILD
 
 LIMITS = {"float32": 1e-6, "bfloat16": 2.6e-3, "float16": 3.3e-4}
 PAIRING = pytest.mark.parametrize("pairing", ["neox", "gptj"])
 DTYPE = pytest.mark.parametrize("dtype", list(LIMITS))
 BUFFER_BYTES = 256 << 20
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    found = c_ext.cuda_info()
-    if not (found["built"] and found["device_count"]):
-        pytest.skip(f"needs an NVIDIA GPU and a CUDA build: {found['reason']}")
-    module = pytest.importorskip("torch", reason="the GPU tests hold keys in torch's tensors")
-    if not module.cuda.is_available():
-        pytest.skip("torch was built without CUDA")
-    return module
 
 
 @pytest.fixture
@@ -145,7 +134,7 @@ def test_loads_whose_keys_are_turned_as_they_are_scattered(torch: Any, seed: int
     check_turned_load(seed, "cuda")
 
 
-def test_what_is_refused(torch: Any, device: Any) -> None:
+def test_rows_places_and_tables_that_do_not_fit_are_refused(torch: Any, device: Any) -> None:
     rotation = rotation_of("neox", "float32", 2, 64, 64)
     places = RowPlaces(np.arange(4, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 2)
     table = rotation.table(np.arange(4), np.arange(4) + 3)

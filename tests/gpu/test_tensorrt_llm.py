@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.tensorrt_llm import api
+from tests.gpu.needs import GPU
 
-pytestmark = pytest.mark.gpu
+pytestmark = GPU
 
 MODEL_VARIABLE = "FLEXKV_TEST_TRTLLM_MODEL"
 """Folder or name of a small model."""
@@ -18,9 +18,6 @@ MODEL_VARIABLE = "FLEXKV_TEST_TRTLLM_MODEL"
 
 @pytest.fixture(scope="module")
 def package() -> Any:
-    found = c_ext.cuda_info()
-    if not found["device_count"]:
-        pytest.skip(f"no GPU: {found['reason']}")
     if api.find_api() is None:
         pytest.skip("TensorRT-LLM is not installed (PyPI has a stub only)")
     if not os.environ.get(MODEL_VARIABLE):

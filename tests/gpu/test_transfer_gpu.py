@@ -13,22 +13,12 @@ from flexkv import c_ext
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool
+from tests.gpu.needs import GPU
 
-pytestmark = pytest.mark.gpu
+pytestmark = GPU
 
 LONG_S = 60.0
 BLOCKS = 24
-
-
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    found = c_ext.cuda_info()
-    if not found["device_count"]:
-        pytest.skip(f"no GPU: {found['reason']}")
-    module = pytest.importorskip("torch", reason="the GPU tests make the engine's pool with torch")
-    if not module.cuda.is_available():
-        pytest.skip("torch was built without CUDA")
-    return module
 
 
 class GpuWorld:

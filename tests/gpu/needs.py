@@ -1,0 +1,22 @@
+"""What GPU tests need: a test that has one of these as its mark is skipped where that is not there, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexkv import c_ext
+
+FOUND = c_ext.cuda_info()
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not FOUND["device_count"], reason=f"no GPU: {FOUND['reason']}"),
+]
+
+CUDA_BUILD = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (FOUND["built"] and FOUND["device_count"]),
+        reason=f"needs an NVIDIA GPU and a CUDA build: {FOUND['reason']}",
+    ),
+]
