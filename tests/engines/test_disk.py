@@ -151,21 +151,28 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     session.settle()
 
 
+def serve_two_prompts(
+    engines: Engines, folder: Path, stream: int, settings: dict[str, Any]
+) -> tuple[EngineSession, Prompt, int]:
+    """One engine computes two prompts, and the next is served both whole: its session, the first prompt, and the pages
+    of both."""
+    first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
+    session = start(engines, folder, **settings)
+    for prompt in (first, second):
+        assert session.check_one(prompt).cached == 0
+    session = start(engines, folder, **settings)
+    answers = session.check(first, second)
+    assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
+    session.settle()
+    return session, first, (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("load_mode", ["async", "sync", "layerwise"])
 def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
     streaming: dict[str, Any] = {"disk__stream": True, "load__mode": load_mode}
-    first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
-    session = start(engines, folder, **streaming)
-    for prompt in (first, second):
-        assert session.check_one(prompt).cached == 0
-
-    session = start(engines, folder, **streaming)
-    answers = session.check(first, second)
-    assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
-    session.settle()
-    pages = (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
+    session, first, pages = serve_two_prompts(engines, folder, stream, streaming)
     assert session.metric(STREAMED) == pages
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
     engines.close_others()
@@ -186,17 +193,8 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     engines: Engines, stream: int, folder: Path
 ) -> None:
     """With fewer staging slots than a prompt has blocks."""
-    first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4}
-    session = start(engines, folder, **straight)
-    for prompt in (first, second):
-        assert session.check_one(prompt).cached == 0
-
-    session = start(engines, folder, **straight)
-    answers = session.check(first, second)
-    assert [answer.cached for answer in answers] == [first.whole_blocks, second.whole_blocks]
-    session.settle()
-    pages = (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
+    session, first, pages = serve_two_prompts(engines, folder, stream, straight)
     assert session.metric(STRAIGHT) == pages
     assert session.metric(DISK_READS) == 0, "nothing came up to host memory"
     engines.close_others()

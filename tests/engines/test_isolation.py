@@ -33,7 +33,9 @@ def test_prompts_given_as_embeddings(engines: Engines) -> None:
     assert session.check_one(plain).cached == 0, "a prompt of zero tokens was taken for embeddings"
 
 
-def test_adapters(engines: Engines, stream: int, tmp_path: Path) -> None:
+def test_lora_adapters_are_never_served_each_others_pages(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
     session = engines.get(connector(store__partial_blocks=True), enable_lora=True, max_lora_rank=8)
     alone = engines.another(None, enable_lora=True, max_lora_rank=8, enable_prefix_caching=False)
     one, two = (str(write_lora(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))

@@ -46,6 +46,16 @@ class Asked(ABC):
 
     # --- what it has to show ---
 
+    def serves_after_a_flush(self, judge: Judge, name: str = "a") -> None:
+        """A prompt that it has never seen is computed, and then served whole."""
+        cold = self.ask_one(name)
+        judge(name, cold)
+        assert cold["cached"] == 0, cold
+        self.forget()
+        answer = self.ask_one(name)
+        judge(name, answer)
+        assert answer["cached"] == whole(name), answer
+
     def keeps_tenants_apart(self, judge: Judge) -> None:
         """Each computes first, and is served then."""
         self.ask_one("a")
@@ -98,5 +108,7 @@ class Asked(ABC):
 def seen_to_be_damaged(judge: Judge, name: str, answer: dict[str, Any]) -> None:
     """The control: were the stored bytes wrong, the judge would say so."""
     assert answer["cached"] > 0
-    with pytest.raises(AssertionError):
+    with pytest.raises(
+        AssertionError, match=f"(tokens|log probabilities) of the answer to {name!r} are others"
+    ):
         judge(name, answer)

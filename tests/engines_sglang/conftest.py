@@ -44,6 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models"), "tiny")
 
 
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the disk tier that the engines of a file share."""
+    return tmp_path_factory.mktemp("disk")
+
+
 Parts = dict[str, dict[str, dict[str, Any]]]
 """What each part found in each of its cases."""
 
@@ -66,9 +72,10 @@ def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         assert answer["finish"] == "length", answer
-        assert answer["tokens"] == expected[name]["tokens"], (name, answer, expected[name])
+        said = f"of the answer to {name!r} are others: {answer}, not {expected[name]}"
+        assert answer["tokens"] == expected[name]["tokens"], f"tokens {said}"
         close = pytest.approx(expected[name]["logprobs"], abs=LOGPROB_TOLERANCE)
-        assert answer["logprobs"] == close, (name, answer)
+        assert answer["logprobs"] == close, f"log probabilities {said}"
 
     return judge_one
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines_sglang.asked import seen_to_be_damaged, whole
+from tests.engines_sglang.asked import seen_to_be_damaged
 from tests.engines_sglang.conftest import Judge, judge_by
 from tests.engines_sglang.spied import Spied
 from tests.engines_sglang.stored import Stored
@@ -31,11 +31,7 @@ def test_fp8_pages_come_back_after_a_flush(model: Path, tmp_path: Path, judge_fp
 def test_fp8_pages_come_back_from_hicaches_storage(model: Path, tmp_path: Path, judge_fp8: Judge) -> None:
     stored = Stored(model, tmp_path / "stored", tmp_path / "disk", FP8)
     with stored.engine:
-        judge_fp8("a", stored.ask_one("a"))
-        stored.forget()
-        answer = stored.ask_one("a")
-        judge_fp8("a", answer)
-        assert answer["cached"] == whole("a"), answer
+        stored.serves_after_a_flush(judge_fp8)
         stored.forget()
         stored.order("corrupt")
         seen_to_be_damaged(judge_fp8, "a", stored.ask_one("a"))

@@ -14,11 +14,6 @@ from tests.engines_sglang.stored import Stored
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("disk")
-
-
-@pytest.fixture(scope="module")
 def stored(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
     stored = Stored(model, tmp_path_factory.mktemp("hicache") / "first", disk)
     yield stored
@@ -26,13 +21,7 @@ def stored(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_pages_come_back_after_a_flush(stored: Stored, judge: Judge) -> None:
-    cold = stored.ask_one("a")
-    judge("a", cold)
-    assert cold["cached"] == 0
-    stored.forget()
-    answer = stored.ask_one("a")
-    judge("a", answer)
-    assert answer["cached"] == whole("a"), answer
+    stored.serves_after_a_flush(judge)
 
 
 def test_another_tenant_is_not_served(stored: Stored, judge: Judge) -> None:

@@ -13,11 +13,6 @@ from tests.engines_sglang.spied import Spied, wait_until_durable
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("disk")
-
-
-@pytest.fixture(scope="module")
 def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
     spied = Spied(model, tmp_path_factory.mktemp("linker") / "first", disk)
     yield spied

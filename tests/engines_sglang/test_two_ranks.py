@@ -29,11 +29,6 @@ def judge_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("disk")
-
-
-@pytest.fixture(scope="module")
 def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
     folder = tmp_path_factory.mktemp("two-ranks") / "engine"
     spied = Spied(model, folder, disk, TWO_RANKS, ONE_CPU_EACH, host__verify=True)
@@ -104,11 +99,7 @@ def test_two_ranks_of_hicache_and_a_page_that_is_damaged_on_one(
 ) -> None:
     stored = Stored(model, tmp_path / "stored", tmp_path / "disk", TWO_RANKS, ONE_CPU_EACH, host__verify=True)
     with stored.engine:
-        judge_two("a", stored.ask_one("a"))
-        stored.forget()
-        answer = stored.ask_one("a")
-        judge_two("a", answer)
-        assert answer["cached"] == whole("a"), answer
+        stored.serves_after_a_flush(judge_two)
         stored.forget()
         stored.order("corrupt", rank=1)
         damaged = stored.ask_one("a")
