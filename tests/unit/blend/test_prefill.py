@@ -94,7 +94,7 @@ def test_rows_before_the_check_layer_are_right(model, cache) -> None:
     assert all(bool((layer.keys[0, :, gaps].abs().sum(dim=(0, 2)) > 0).all()) for layer in kv.layers)
 
 
-def test_several_check_layers(model, cache) -> None:
+def test_each_check_layer_leaves_fewer_rows_to_compute(model, cache) -> None:
     prompt = moved(model, cache)
     report = prefill(model, prompt, cache, BlendPlan((1, 3), (0.5, 0.1))).report
     assert [len(rows) for rows in report.computed] == [79, 35 + 9, 35 + 9, 7 + 9]
@@ -277,7 +277,7 @@ def test_what_is_not_blended() -> None:
     assert "longrope" in off_reason(make_model(rope_parameters=longrope))
 
 
-def test_bad_arguments(model, cache) -> None:
+def test_prompts_plans_and_models_that_do_not_fit_are_refused(model, cache) -> None:
     prompt = random_segments(LENGTHS)
     with pytest.raises(ConfigError, match="not one token"):
         prefill(model, [[], []], cache)

@@ -53,7 +53,7 @@ def embedding(case: str):
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_frequencies(case: str) -> None:
+def test_frequencies_are_those_of_the_models_own_module(case: str) -> None:
     theirs = embedding(case).inv_freq.double().numpy()
     np.testing.assert_allclose(spec_of(case).frequencies(), theirs, rtol=1e-6)
 

@@ -174,7 +174,7 @@ def test_float16_of_every_value() -> None:
     np.testing.assert_array_equal(found[:, 0, 0], wanted)
 
 
-def test_what_is_refused() -> None:
+def test_rows_places_and_tables_that_do_not_fit_are_refused() -> None:
     rotation = KeyRotation(spec_of(head_dim=8), 2, "float32")
     keys = np.zeros((4, 2, 8), np.float32)
     places, other = dense(rotation, 4), np.zeros((4, 2, 8), np.float32)

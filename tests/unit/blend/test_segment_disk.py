@@ -339,11 +339,11 @@ def test_other_weights_have_other_folders_and_one_cache_uses_a_folder(
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)
-    with pytest.raises(FolderLockedError):
+    with pytest.raises(FolderLockedError, match="in use by process"):
         make_cache(model, disk=disk(str(tmp_path)))
     other_model = make_model("qwen3")
     other = make_cache(other_model, disk=disk(str(tmp_path)))
     assert other.cached_tokens(segments[0]) == 0
     other.close()
-    with pytest.raises(DiskError):
+    with pytest.raises(DiskError, match="/proc/flexkv"):
         make_cache(make_model("mistral"), disk=disk("/proc/flexkv"))

@@ -286,9 +286,9 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
 
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "submit", failing)
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match="the engine is closed"):
             cache.begin_load(found)
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match="the engine is closed"):
             put_and_give(cache, random.integers(0, 1000, 8))
     assert cache.flush(), "what moved has ended"
     cache.begin_load([None]).close()

@@ -46,9 +46,18 @@ def test_a_prompt_of_separators_and_the_first_of_overlapping_ones() -> None:
         split_at_separators([1], [])
 
 
-@pytest.mark.parametrize("tokens", [[1.5], [-1], [2**32], [[1]], ["a"]])
-def test_bad_tokens(tokens: list) -> None:
-    with pytest.raises(TokenError):
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1.5], "float64: integers"),
+        ([-1], "token 0 is -1"),
+        ([2**32], f"token 0 is {2**32}"),
+        ([[1]], r"shape \(1, 1\)"),
+        (["a"], "<U1: integers"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(tokens: list, message: str) -> None:
+    with pytest.raises(TokenError, match=message):
         split_at_separators(tokens, [1])
 
 
@@ -117,9 +126,16 @@ def test_rows_that_differ_most_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "ratios"),
-    [((), ()), ((0,), (0.5,)), ((2, 1), (0.5, 0.5)), ((1,), (1.5,)), ((1, 2), (0.1, 0.2)), ((1, 2), (0.1,))],
+    ("layers", "ratios", "message"),
+    [
+        ((), (), "at least one"),
+        ((0,), (0.5,), "from 1 on"),
+        ((2, 1), (0.5, 0.5), "ascending"),
+        ((1,), (1.5,), "allowed are 0 to 1"),
+        ((1, 2), (0.1, 0.2), "a later layer may not compute more"),
+        ((1, 2), (0.1,), "as many of each"),
+    ],
 )
-def test_a_plan_that_cannot_be(layers: tuple, ratios: tuple) -> None:
-    with pytest.raises(ConfigError):
+def test_a_plan_that_cannot_be(layers: tuple, ratios: tuple, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         BlendPlan(layers, ratios)

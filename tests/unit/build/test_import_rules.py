@@ -83,7 +83,7 @@ def test_every_package_has_a_place_in_the_order() -> None:
 
 
 @pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports(path: Path) -> None:
+def test_imports_run_one_way(path: Path) -> None:
     package, *inner = path.relative_to(ROOT / "flexkv").parts
     adapter = inner[0] if package in ("adapters", "integration") and len(inner) > 1 else ""
     if package == "blend" and inner[0] == "runner":

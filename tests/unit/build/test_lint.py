@@ -23,7 +23,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_clean(name: str) -> None:
+def test_the_tree_is_clean(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *CHECKS[name]], capture_output=True, text=True, cwd=ROOT, timeout=280
     )

@@ -51,7 +51,7 @@ def test_no_name_is_missing_or_left_over() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_members(name: str) -> None:
+def test_members_are_those_of_the_core(name: str) -> None:
     native = set(vars(getattr(c_ext, name))) - OF_EVERY_CLASS
     stub = names(CLASSES[name].body)
     assert {member for member in native if not member.startswith("_")} == {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexkv.cli.main import main
 from flexkv.storage.header import read_header
-from tests.unit.storage.disk_world import IDENTITY, DiskWorld
+from tests.unit.storage.disk_world import BLOCK_TOKENS, IDENTITY, DiskWorld, ids, keys_of
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +49,19 @@ def test_ls_shows_models_sizes_and_ages(
     assert entries["another"]["in_use"]
     assert not entries[IDENTITY.model]["in_use"]
     assert entries[IDENTITY.model]["bytes"] >= slab.stat().st_size
-    assert entries[IDENTITY.model]["created"] > 0
+    for age in ("created", "last_used"):
+        assert abs(time.time() - entries[IDENTITY.model][age]) < 3600
     assert main(["disk", "ls", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "a/model" in shown
     assert "in use" in shown
     assert "0.0 h ago" in shown
     assert other.close()
+    # Somebody looks two days later.
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("2.0 d ago") == 2
 
 
 def test_drop_deletes_a_unit_and_no_other(
@@ -63,7 +72,7 @@ def test_drop_deletes_a_unit_and_no_other(
     assert other.close()
     name = str(slab.parent.relative_to(tmp_path))
     assert main(["disk", "drop", str(tmp_path), name, "--yes"]) == 0
-    assert "freed" in capsys.readouterr().out
+    assert "1.1 MiB freed" in capsys.readouterr().out
     assert not slab.parent.exists()
     assert not slab.parent.parent.exists()
     assert (kept / "group0.slab").exists()
@@ -79,7 +88,9 @@ def test_drop_refuses_what_is_in_use_or_not_there(
     assert slab.exists()
     assert world.close()
     assert main(["disk", "drop", str(tmp_path), "nothing", "--yes"]) == 2
-    assert "no unit of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no unit of" in said
+    assert "unit0" in said, "those that are there are named"
 
 
 def test_drop_asks_first(slab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +123,19 @@ def test_fsck_names_damage_and_repairs_the_index(
     assert report["slabs"][0]["missing"] == []
     assert report["slabs"][0]["good"] == 3
     assert [slot for slot, _ in report["slabs"][0]["damaged"]] == [2]
+
+
+def test_repair_of_what_was_never_written_leaves_a_clean_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = DiskWorld([tmp_path])
+    tokens = np.array([BLOCK_TOKENS], np.int32)
+    assert world.unit.record_publish(0, keys_of([1]), ids([3]), world.unit.next_generations(1), tokens)
+    assert world.close()
+    assert main(["fsck", str(tmp_path)]) == 1
+    assert "missing" in capsys.readouterr().out
+    main(["fsck", str(tmp_path), "--repair"])
+    assert main(["fsck", str(tmp_path)]) == 0
 
 
 def test_fsck_of_a_folder_in_use_is_an_error(

@@ -17,7 +17,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_example(path: Path) -> None:
+def test_every_line_of_an_example_takes_effect(path: Path) -> None:
     config = load_config(None, {"FLEXKV_CONFIG": str(path)})
     document = yaml.safe_load(path.read_text())
     given = [f"{section}.{name}" for section, fields in document.items() for name in fields]

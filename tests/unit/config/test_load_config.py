@@ -144,7 +144,7 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
     ],
 )
-def test_bad_environment(variable: str, value: str, parts: list[str]) -> None:
+def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, {variable: value})
     for part in parts:

@@ -50,7 +50,7 @@ def test_the_tightest_group_above_this_process_counts(tmp_path: Path) -> None:
     assert (state.usable, state.limited_by) == (6500, str(root / "sys/fs/cgroup/pod/memory.max"))
 
 
-def test_version_1_groups(tmp_path: Path) -> None:
+def test_a_limit_of_version_1_groups_counts(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/1\n0::/\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "20000\n",

@@ -169,7 +169,7 @@ def test_a_closed_manager_refuses(tmp_path: Path) -> None:
     manager = world.manager()
     manager.close()
     manager.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="the GDS manager is closed"):
         run(world, manager)
 
 

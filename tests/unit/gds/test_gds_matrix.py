@@ -108,7 +108,7 @@ def missing_pairs(cases: list[Case]) -> set[frozenset[tuple[str, object]]]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(CASES))
-def test_bytes(seed: int, tmp_path: Path) -> None:
+def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> None:
     world = World(sampled(seed), tmp_path)
     manager = world.manager()
     world.expect()

@@ -34,7 +34,7 @@ def rank(tmp_path: Path) -> Rank:
     return Rank(tmp_path)
 
 
-def test_blocks_come_back(rank: Rank) -> None:
+def test_blocks_come_back_to_other_places(rank: Rank) -> None:
     worker = GDSTransferWorker(rank.pool, rank.files, rank.paths)
     content = rank.memory.copy()
     worker.write([0, 3, 9], [1, 12, 4])

@@ -36,10 +36,10 @@ def _check_gather(view: c_ext.KvView, block: int, pool: Bytes, expected: Bytes) 
     guarded = np.full(view.stripe_bytes + 128, 0xA5, np.uint8)
     c_ext.gather(view, block, guarded[64:-64])
     assert expected.size == view.stripe_bytes
-    np.testing.assert_array_equal(guarded[64:-64], expected)
+    np.testing.assert_array_equal(guarded[64:-64], expected, f"gather of block {block}")
     assert (guarded[:64] == 0xA5).all()
     assert (guarded[-64:] == 0xA5).all()
-    np.testing.assert_array_equal(pool, before)
+    np.testing.assert_array_equal(pool, before, f"the pool after a gather of block {block}")
 
 
 def _check_scatter(
@@ -51,7 +51,7 @@ def _check_scatter(
     expected = pool.copy()
     pool[:] = before
     c_ext.scatter(view, block, page)
-    np.testing.assert_array_equal(pool, expected)
+    np.testing.assert_array_equal(pool, expected, f"scatter of block {block}")
 
 
 def _check_layers(view: c_ext.KvView, block: int, pool: Bytes, random: np.random.Generator) -> None:
@@ -65,7 +65,7 @@ def _check_layers(view: c_ext.KvView, block: int, pool: Bytes, random: np.random
     for _, _, size, offset, layer in view.runs.tolist():
         if lo <= layer < hi:
             expected[offset : offset + size] = whole[offset : offset + size]
-    np.testing.assert_array_equal(part, expected)
+    np.testing.assert_array_equal(part, expected, f"gather of layers {lo} to {hi}")
     before = pool.copy()
     pool[:] = 0
     c_ext.scatter(view, block, whole)
@@ -75,5 +75,5 @@ def _check_layers(view: c_ext.KvView, block: int, pool: Bytes, random: np.random
     for first, last in ranges:
         if first < last:
             c_ext.scatter_layers(view, first, last, block, whole)
-    np.testing.assert_array_equal(pool, all_layers)
+    np.testing.assert_array_equal(pool, all_layers, f"scatter of layers cut at {lo} and {hi}")
     pool[:] = before

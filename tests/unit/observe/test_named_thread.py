@@ -36,7 +36,7 @@ def test_a_pools_threads_have_it_too() -> None:
 
 @pytest.mark.parametrize("name", ["flexkv-longer-than-kept", "other"])
 def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=name):
         NamedThread(name, print)
 
 
