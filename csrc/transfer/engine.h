@@ -30,9 +30,8 @@ struct EngineOptions {
 // fork. In a child they throw ClosedError, except closing and destroying, which do nothing there.
 class TransferEngine {
  public:
-  // Throws ConfigError for options out of range.
-  // `lanes` are run besides the host copies, or in their
-  // place if one of them is a device's. Throws ContractError when two are for one kind.
+  // `lanes` are run besides the host copies, or in their place if one of them is a device's. Throws
+  // ConfigError for options out of range, ContractError when two lanes are for one kind.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
   // Closes. Threads whose bytes still move then go on alone, with the memory that they use.
@@ -40,14 +39,14 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`, its run digests
-  // are kept at `digest_offset`. Throws GeometryError when
-  // it does not fit, or shares bytes with another group's view otherwise than block by block (block i of one
-  // with block i of the other, as hybrid models alias them), ContractError when the group has a view.
+  // The stripe of `group` at `stripe_offset` of `pool`'s slots is moved by `view`, its run digests are kept
+  // at `digest_offset`. Throws GeometryError when it does not fit, or shares bytes with another group's view
+  // otherwise than block by block (block i of one with block i of the other, as hybrid models alias them),
+  // ContractError when the group has a view.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
-  // Ops in flight keep using the view. Throws ContractError for an unknown group.
-  // Returns the view's number among those detached, for released_views().
+  // Ops in flight keep using the view. Returns its number among those detached, for released_views(). Throws
+  // ContractError for an unknown group.
   int64_t detach_view(int32_t group);
   // Numbers of detached views that no op uses any more: their memory may go. Each is told once.
   std::vector<int64_t> released_views();

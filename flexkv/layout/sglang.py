@@ -1,9 +1,10 @@
 """SGLang's KV pools: token slots per layer, page = slot // page size, page 0 reserved.
 
-    SglangHandler(page_size=64, k_buffers=pool.k_buffer, v_buffers=pool.v_buffer)             # MHA
-    SglangHandler(page_size=64, kv_buffers=pool.kv_buffer,                                    # MLA with an
-                  indexer sidecars=[SglangSidecar("indexer", tuple(pool.index_k_with_scale_buffer),
-                  rows_per_page=1)])
+    # MHA
+    SglangHandler(page_size=64, k_buffers=pool.k_buffer, v_buffers=pool.v_buffer)
+    # MLA with an indexer
+    indexer = SglangSidecar("indexer", tuple(pool.index_k_with_scale_buffer), rows_per_page=1)
+    SglangHandler(page_size=64, kv_buffers=pool.kv_buffer, sidecars=[indexer])
 
 Blocks are SGLang's pages: block id = slot // page_size.
 """

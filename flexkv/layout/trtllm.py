@@ -70,8 +70,7 @@ class TrtllmHandler(GroupTable):
         """The primary pool, shape [num_blocks, layers, kv_factor, block_elems], C-contiguous.
 
         Raises:
-            GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the
-                model's
+            GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the model's
                 KV: the rest would be lost without a word.
         """
         _refuse_partial(model)
