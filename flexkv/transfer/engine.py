@@ -18,7 +18,7 @@ from flexkv.transfer.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
 
-NO_DIGESTS = -1
+NO_DIGEST_AREA = -1
 """What the native engine takes for "this slot keeps no digests"."""
 
 AT_EXIT_S = 2.0
@@ -133,7 +133,11 @@ class TransferEngine(DataPlane):
             ClosedError: the engine or the pool was closed.
         """
         self._native.attach_view(
-            group, view, pool.native, stripe_offset, NO_DIGESTS if digest_offset is None else digest_offset
+            group,
+            view,
+            pool.native,
+            stripe_offset,
+            NO_DIGEST_AREA if digest_offset is None else digest_offset,
         )
         self._owners[group] = tuple(owners)
 

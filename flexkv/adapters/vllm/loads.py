@@ -37,9 +37,9 @@ class Loads:
         Returns:
             What the workers are to load; None when the engine takes nothing.
         """
-        if external_tokens == 0 and tracker.lookup is None:
+        if external_tokens == 0 and tracker.promise is None:
             return None
-        promised = tracker.lookup is not None
+        promised = tracker.promise is not None
         graph = self._lookups.begin_load(tracker, blocks, external_tokens)
         if graph is not None:
             if self._by_layer:

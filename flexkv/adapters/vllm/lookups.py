@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.extra_keys import tail_extra
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.request import Lookup, RequestTracker
+from flexkv.adapters.vllm.request import Promise, RequestTracker
 from flexkv.cache.base import CacheManager, MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
 from flexkv.observe import Counters
@@ -50,7 +50,7 @@ class Lookups:
         request = tracker.request
         # The engine has to compute at least one token to sample from.
         wanted_end = request.num_tokens - 1
-        tracker.lookup = None
+        tracker.promise = None
         if (
             request.skip_reading_prefix_cache
             or computed_tokens % self._block_tokens
@@ -78,24 +78,24 @@ class Lookups:
         if tokens <= 0:
             self._manager.release(tracker.request_id)
             return 0
-        tracker.lookup = Lookup(start, tokens, match)
+        tracker.promise = Promise(start, tokens, match)
         return tokens
 
     def begin_load(
         self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int
     ) -> TransferGraph | None:
         """The load that fills the blocks which the engine allocated for `external_tokens` of the last promise."""
-        lookup, tracker.lookup = tracker.lookup, None
-        if lookup is None or external_tokens <= 0:
+        promise, tracker.promise = tracker.promise, None
+        if promise is None or external_tokens <= 0:
             self._manager.release(tracker.request_id)
             return None
         # The engine may take less than it was promised; the last block may be needed in part only.
-        pages = min(-(-external_tokens // self._block_tokens), _promised_pages(lookup.match))
+        pages = min(-(-external_tokens // self._block_tokens), _promised_pages(promise.match))
         self._counters.add("flexkv_hit_tokens_total", external_tokens)
         table = blocks.get_block_ids()[GROUP]
         tracker.block_ids[:] = table
-        targets = tracker.blocks(lookup.start_block, lookup.start_block + pages)
-        with_tail = pages > lookup.match.blocks
+        targets = tracker.blocks(promise.start_block, promise.start_block + pages)
+        with_tail = pages > promise.match.blocks
         return self._manager.begin_load(tracker.request_id, [targets], tail=with_tail)
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:

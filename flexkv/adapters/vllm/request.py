@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
-    """The last answer given to the engine for a request.
+class Promise:
+    """The last answer given to the engine for a request, if it was not "nothing".
 
     Attributes:
         start_block: whole blocks that the engine had itself when it asked.
@@ -53,7 +53,7 @@ class RequestTracker:
     block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
     retry_step: int = 0
-    lookup: Lookup | None = None
+    promise: Promise | None = None
     loading: OpId | None = None
     stale: bool = False
     suspect_from: int | None = None

@@ -261,7 +261,7 @@ class SchedulerSide:
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests:
             tracker.stale = bool(tracker.block_ids)
-            tracker.lookup = None
+            tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
         parts.stores.reset(
             {b.block_id: b.block_hash for b in parts.watch.pool.blocks if b.block_hash is not None}
