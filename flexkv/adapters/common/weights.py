@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from flexkv.errors import ConfigError
 
@@ -48,6 +49,17 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
             )
         return f"hub:{model}@{commit_of_hub}"
     return sampled_identity(path)
+
+
+def resolved_commit(model: Any) -> str | None:
+    """The hub's commit that an engine has found at load, which a branch's name does not tell; None where it says none.
+
+    Args:
+        model: an engine's configuration of the model, which has transformers' own in `hf_text_config`, and mostly in
+            `hf_config` as well.
+    """
+    configs = (model.hf_text_config, getattr(model, "hf_config", None))
+    return next((commit for config in configs if (commit := getattr(config, "_commit_hash", None))), None)
 
 
 def sampled_identity(path: Path) -> str:

@@ -21,7 +21,7 @@ from flexkv.adapters.common.common_keys import (
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import content_before, process_start_ns
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.common.weights import resolved_commit, weights_identity
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.cache.keys import namespace_digest
@@ -122,11 +122,7 @@ def _shared_model(
 
 
 def _weights_of(model: ModelConfig) -> str:
-    """For a model of the hub the commit that was resolved at load, which a branch's name does not tell."""
-    commit = getattr(model.hf_text_config, "_commit_hash", None) or getattr(
-        getattr(model, "hf_config", None), "_commit_hash", None
-    )
-    return weights_identity(model.model_path, model.revision, commit)
+    return weights_identity(model.model_path, model.revision, resolved_commit(model))
 
 
 def _adapters() -> dict[str, str]:

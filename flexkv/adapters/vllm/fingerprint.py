@@ -14,7 +14,7 @@ from flexkv.adapters.common.common_keys import (
 )
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
-from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.common.weights import resolved_commit, weights_identity
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-RUN_BYTES = 16
+RUN_NAME_BYTES = 16
 """Random bytes that tell one run from all others."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
@@ -116,7 +116,7 @@ def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig)
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers],
-        "run": os.urandom(RUN_BYTES) if _scales_of_the_run(config) else None,
+        "run": os.urandom(RUN_NAME_BYTES) if _scales_of_the_run(config) else None,
         "layers": list(geometry.layer_names),
         "block_tokens": geometry.block_tokens,
         "hash": cache.prefix_caching_hash_algo,
@@ -132,12 +132,10 @@ def _scales_of_the_run(config: VllmConfig) -> bool:
 
 
 def _weights_of(model: ModelConfig) -> str:
-    """For a model of the hub the commit that was resolved at load, which a branch's name does not tell."""
-    commit = getattr(model.hf_text_config, "_commit_hash", None) or getattr(
-        getattr(model, "hf_config", None), "_commit_hash", None
+    # Without a commit the revision's name stands in: there is no setting that would name a draft's weights.
+    return weights_identity(
+        model.model, model.revision, resolved_commit(model) or model.revision or "default"
     )
-    # Without one the revision's name stands in: there is no setting that would name a draft's weights.
-    return weights_identity(model.model, model.revision, commit or model.revision or "default")
 
 
 def _draft(speculative: SpeculativeConfig) -> dict[str, Any]:
