@@ -19,7 +19,7 @@ from flexkv.storage.base import DiskOptions
 from flexkv.storage.gathering import GATHER_S, QUIET_S, gather
 from flexkv.storage.journal import Journal, Record, Use
 from flexkv.storage.unit import DiskUnit
-from tests.unit.storage.disk_world import GENEROUS_S, IDENTITY, ids, make_group
+from tests.unit.storage.disk_world import GENEROUS_S, IDENTITY, MakeDisks, ids, key_of, make_group
 
 MOST_WAITS = 10_000
 
@@ -203,3 +203,39 @@ def test_a_journal_that_has_failed_lags_behind_nothing(
     assert [lost.disk for lost in unit.poll().lost] == [0]
     assert unit.alive == (False,)
     unit.close(GENEROUS_S)
+
+
+def test_what_was_overwritten_before_its_commit_is_not_called_durable(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its publish, its eviction and the publish of what came after it are in one commit."""
+    began, go_on, write = threading.Event(), threading.Event(), Journal._write
+
+    def held_up(self: Journal, batch: Sequence[Record]) -> None:
+        began.set()
+        assert go_on.wait(GENEROUS_S)
+        write(self, batch)
+
+    world = make_disks()
+    monkeypatch.setattr(Journal, "_write", held_up)
+    world.write([9], [5])
+    assert began.wait(GENEROUS_S)
+    _, former = world.write([1], [0])
+    world.unit.record_evict(0, ids([0]), former)
+    _, latter = world.write([2], [0])
+    go_on.set()
+    world.wait_durable([0], latter)
+    assert (0, int(former[0])) not in world.durable
+
+
+def test_an_eviction_that_comes_late_leaves_the_page_that_came_after(make_disks: MakeDisks) -> None:
+    world = make_disks()
+    _, former = world.write([1], [0])
+    _, latter = world.write([2], [0])
+    world.unit.record_evict(0, ids([0]), former)
+    world.wait_durable([0], latter)
+    assert world.close()
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert rows.places.tolist() == [0]
+    np.testing.assert_array_equal(rows.keys[0], key_of(2))

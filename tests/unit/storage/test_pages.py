@@ -151,3 +151,13 @@ def test_pages_go_past_the_page_cache_whatever_their_geometry(
     member = world.unit._members[0]
     assert member is not None
     assert member.slabs[0].direct == possible
+
+
+def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
+    make_disks: MakeDisks,
+) -> None:
+    world = make_disks()
+    _, former = world.write([1], [0])
+    _, latter = world.write([1], [0])
+    assert "disk miss (generation)" in world.read([1], [0], former).reason
+    assert world.read([1], [0], latter).status is OpStatus.OK
