@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,12 @@ REQUIREMENTS = ROOT / "requirements"
 
 SHOWN_LINES = 60
 """Of what pip said, where it fails."""
+SHOWN_COLUMNS = 60
+"""Of the line that pip said last, while it works."""
+SAY_EVERY_S = 20.0
+"""Between two lines of a log while pip works."""
+TAIL_BYTES = 4096
+"""Of what pip said, to find its last line in."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -137,7 +144,7 @@ def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) 
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         with subprocess.Popen(command, env=environ, stdout=said, stderr=subprocess.STDOUT) as pip:
-            late = not _wait_visibly(pip, title, give_up_s)
+            late = not _wait_visibly(pip, title, give_up_s, said.fileno())
             if late:
                 pip.kill()
         if pip.returncode == 0:
@@ -151,9 +158,10 @@ def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) 
     fail(f"{title} failed; the command was: {' '.join(command)}{hint}")
 
 
-def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None) -> bool:
-    """False when the process has not ended after `give_up_s`. On a terminal a clock runs meanwhile."""
-    began = time.monotonic()
+def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:
+    """False when the process has not ended after `give_up_s`. Meanwhile a clock runs on a terminal, and a log gets a
+    line now and then, both with the last line in the file `output`."""
+    began = said = time.monotonic()
     shown = sys.stdout.isatty()
     if not shown:
         say(f"{title} ...")
@@ -162,14 +170,31 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
             try:
                 process.wait(1.0)
             except subprocess.TimeoutExpired:
+                now = time.monotonic()
+                text = f"{title} ... {now - began:.0f} s{_last_line(output)}"
                 if shown:
-                    print(f"\rflexkv: {title} ... {time.monotonic() - began:.0f} s", end="", flush=True)
+                    # A line that wraps would not be overwritten by the next.
+                    line = f"flexkv: {text}"[: shutil.get_terminal_size().columns - 1]
+                    print(f"\r\x1b[K{line}", end="", flush=True)
+                elif now - said >= SAY_EVERY_S:
+                    said = now
+                    say(text)
             else:
                 return True
         return False
     finally:
         if shown:
             print("\r\x1b[K", end="", flush=True)
+
+
+def _last_line(output: int) -> str:
+    """ ": " and what was said last, cut to fit beside a title; "" where nothing was said."""
+    # pread leaves the position alone, which pip's own writes go by.
+    tail = os.pread(output, TAIL_BYTES, max(0, os.fstat(output).st_size - TAIL_BYTES))
+    lines = tail.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    shortened = last if len(last) <= SHOWN_COLUMNS else f"{last[: SHOWN_COLUMNS - 3]}..."
+    return f": {shortened}" if shortened else ""
 
 
 def _note_large_torch(python: Path, folder: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import IO
 
 from build_support.console import say
 
 EVERY_S = 15.0
 """Between two lines of a log."""
+SILENCE_S = 1.0
+"""Without a word of ninja's, after which it is seen whether a line is due: one file of CUDA can take minutes."""
 
 STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
 NOISE = ("ninja: Entering directory", "ninja: no work to do")
@@ -37,17 +42,38 @@ def run_ninja(command: Sequence[str], name: str) -> None:
         command, env=environ, stdout=subprocess.PIPE, text=True, errors="replace", bufsize=1
     ) as ninja:
         assert ninja.stdout is not None
-        for line in ninja.stdout:
+        for line in _lines(ninja.stdout):
             status = STATUS.match(line)
-            if status is None:
-                if not line.startswith(NOISE):
-                    print(line, end="", flush=True)
-                continue
-            done, total = int(status[1]), int(status[2])
-            if time.monotonic() - said >= EVERY_S:
+            if status is not None:
+                done, total = int(status[1]), int(status[2])
+            elif line and not line.startswith(NOISE):
+                print(line, end="", flush=True)
+            if (status is not None or not line) and time.monotonic() - said >= EVERY_S:
                 said = time.monotonic()
-                say(f"{name}: {done} of {total} files, {said - began:.0f} s")
+                how_far = f"{done} of {total} files" if total else "the first file"
+                say(f"{name}: {how_far}, {said - began:.0f} s")
     if ninja.returncode != 0:
         raise subprocess.CalledProcessError(ninja.returncode, command)
     if total:
         say(f"{name}: {done} of {total} files, {time.monotonic() - began:.0f} s")
+
+
+def _lines(stream: IO[str]) -> Iterator[str]:
+    """What comes, and an empty string each `SILENCE_S` in which nothing does."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=SILENCE_S)
+        except queue.Empty:
+            yield ""
+        else:
+            if line is None:
+                return
+            yield line

@@ -104,6 +104,18 @@ def test_what_pip_says_is_shown_only_when_it_fails(tmp_path: Path, capfd: pytest
         assert part in said.err
 
 
+def test_a_long_step_says_how_far_pip_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "SAY_EVERY_S", 0.0)
+    program = "echo Collecting a-package-whose-name-is-far-too-long-to-be-shown-beside-a-clock; sleep 1.5"
+    environment._pip_install(fake_pip(tmp_path, program), Step("some", ()), "[1/2] some", None)
+    assert capfd.readouterr().out.splitlines()[:2] == [
+        "flexkv: [1/2] some ...",
+        "flexkv: [1/2] some ... 1 s: Collecting a-package-whose-name-is-far-too-long-to-be-sho...",
+    ]
+
+
 def test_a_step_that_hangs_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         environment._pip_install(fake_pip(tmp_path, "exec sleep 600"), Step("some", ()), "some", 0.5)

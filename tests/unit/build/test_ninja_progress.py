@@ -34,6 +34,21 @@ def test_a_log_has_a_line_now_and_then_and_one_at_the_end(
     assert capfd.readouterr().out == "", "nothing was to be done"
 
 
+def test_a_file_that_takes_long_is_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = write(tmp_path, "sleep 1 && touch out0", "sleep 1 && touch out1")
+    monkeypatch.setattr(ninja_progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(ninja_progress, "SILENCE_S", 0.1)
+    run_ninja(command, "compiling x")
+    said = [line.partition(",")[0] for line in capfd.readouterr().out.splitlines()]
+    first = "flexkv: compiling x: the first file"
+    second = "flexkv: compiling x: 1 of 2 files"
+    assert said.count(first) > 1, said
+    assert said.count(second) > 1, said
+    assert list(dict.fromkeys(said)) == [first, second, "flexkv: compiling x: 2 of 2 files"]
+
+
 def test_warnings_and_errors_are_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = write(tmp_path, "echo a warning && touch out0", "echo an error && false")
     with pytest.raises(subprocess.CalledProcessError):
