@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from flexkv.config.expected import expected
 from flexkv.config.model import SECTIONS, FlexKVConfig, environment_name, setting_fields
 from flexkv.config.names import ALIASES, shown, unknown_setting
 from flexkv.config.sources import (
@@ -149,12 +150,13 @@ def _check_value(key: str, value: object) -> object:
         ValueError: says what is allowed.
     """
     section, name = key.split(".")
+    model = SECTIONS[section]
     try:
-        model = SECTIONS[section].model_validate({name: value})
+        return getattr(model.model_validate({name: value}), name)
     except ValidationError as error:
-        reasons = dict.fromkeys(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        field = model.model_fields[name]
+        reasons = dict.fromkeys(expected(fault, name, field) for fault in error.errors())
         raise ValueError("; or ".join(reasons)) from error
-    return getattr(model, name)
 
 
 def _unmet_needs(config: FlexKVConfig) -> list[ConfigError]:

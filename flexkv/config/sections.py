@@ -209,8 +209,8 @@ class DiskConfig(Section):
 
     folders: Folders = Field(
         (),
-        description="Absolute paths joined by `:`, one a disk; blocks are striped over them, and a disk that fails is "
-        "taken out. Unset: no disk tier.",
+        description="Absolute paths joined by `:` (or a list of them in YAML and the extra config), one a disk; blocks "
+        "are striped over them, and a disk that fails is taken out. Unset: no disk tier.",
     )
     bytes_per_folder: OptionalSizeBytes = Field(
         None,

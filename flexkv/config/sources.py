@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
             return
         yield from _walk(loader, root, path, "")
     except yaml.YAMLError as error:
-        raise ConfigError(f"file {path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"file {path}{_problem(error)}") from error
     finally:
         loader.dispose()
 
@@ -128,10 +128,19 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
             # `host:` with nothing under it is an empty section, which sets nothing.
             if not (value is None and not where and "." not in name and value_node.value == ""):
                 yield RawSetting(name, value, _at(path, key_node))
+        elif all(isinstance(part, yaml.ScalarNode) for part in value_node.value):
+            parts = [loader.construct_object(part) for part in value_node.value]
+            yield RawSetting(name, parts, _at(path, key_node))
         else:
-            raise ConfigError(
-                f"{_at(path, value_node)}: {name!r} takes a single value, got a {value_node.id}"
-            )
+            raise ConfigError(f"{_at(path, value_node)}: {name!r} takes a value or a list of values")
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Where the parser stopped and why, without the excerpt that it draws over several lines."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f" line {mark.line + 1} column {mark.column + 1}: not valid YAML: {error.problem}"
+    return f": not valid YAML: {' '.join(str(error).split())}"
 
 
 def _line(node: yaml.Node) -> int:

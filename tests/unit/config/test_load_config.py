@@ -106,12 +106,17 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host": {"bytes": {"x": 1}}}, ["'host.bytes.x'"]),
         ({"host": 3}, ["'host'", "section", "memory_share"]),
         ({"host.bytes": "40G"}, ["'host.bytes'", "'40G'", "GiB"]),
-        ({"host.bytes": 0}, ["'host.bytes'", "value 0", "greater than or equal to 1"]),
+        ({"host.bytes": 0}, ["'host.bytes'", "value 0", "expected 1 or more"]),
         ({"host.bytes": "0.3B"}, ["'host.bytes'", "0.3"]),
-        ({"host.memory_share": 1.5}, ["'host.memory_share'", "1.5", "less than or equal to 1"]),
+        ({"host.memory_share": 1.5}, ["'host.memory_share'", "1.5", "expected at most 1"]),
         ({"host.units_per_node": True}, ["'host.units_per_node'", "True", "expected a number"]),
         ({"host.extent_bytes": "3MB"}, ["'host.extent_bytes'", "multiple of 2097152"]),
-        ({"host.extent_bytes": "2GiB"}, ["'host.extent_bytes'", "less than or equal to 1073741824"]),
+        ({"host.extent_bytes": "2GiB"}, ["'host.extent_bytes'", "expected at most 1073741824"]),
+        ({"host.memory_share": "50%"}, ["'50%': expected a number, more than 0, at most 1"]),
+        ({"host.verify": "maybe"}, ["'maybe': expected true or false"]),
+        ({"disk.ttl_s": "1 day"}, ["'1 day': expected a whole number of seconds"]),
+        ({"load.deadline_s": -1}, ["value -1: expected more than 0"]),
+        ({"load.prefetch_layers": "x"}, ["expected a whole number, 2 or more, at most 16"]),
         ({"store.mode": "eagre"}, ["'store.mode'", "'eagre'", "'eager', 'lazy' or 'layerwise'"]),
         ({"lazy_offload": "perhaps"}, ["'lazy_offload'", "'perhaps'", "true or false"]),
         ({"load.deadline_s": float("nan")}, ["'load.deadline_s'", "nan"]),
@@ -171,7 +176,10 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         ("host:\n  byts: 1\n", ["line 2", "'host.byts'", "'host.bytes'"]),
         ("host: 5\n", ["'host'", "line 1", "section"]),
         ("- host\n", ["line 1", "expected a mapping", "sequence"]),
-        ("host:\n  bytes: [1, 2]\n", ["line 2", "'host.bytes'", "single value"]),
+        ("host:\n  bytes: [1, 2]\n", ["line 2", "'host.bytes'", "[1, 2]", "a whole number"]),
+        ("disk:\n  folders: [{a: 1}]\n", ["line 2", "'disk.folders'", "a list of values"]),
+        ("disk:\n  folders: [/a, b]\n", ["line 2", "'disk.folders'", "absolute paths, got 'b'"]),
+        ("host:\n bytes: 1\n  x: 2\n", ["line 3 column 4: not valid YAML: mapping values are not allowed"]),
         ("host:\n  bytes:\n    x: 1\n", ["line 3", "'host.bytes'", "mapping"]),
         ("a: &a\n  b: *a\n", ["line 1"]),
         ("[1]: 2\n", ["line 1", "strings"]),
@@ -185,6 +193,12 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path, text: str, parts: list[str
         load_config(None, write(tmp_path, text))
     for part in (*parts, "flexkv.yaml"):
         assert part in str(caught.value)
+
+
+def test_folders_may_be_a_list_in_yaml(tmp_path: Path) -> None:
+    config = load_config(None, write(tmp_path, "disk:\n  folders:\n    - /a\n    - /b\n"))
+    assert config.disk.folders == ("/a", "/b")
+    assert config.origin("disk.folders") == f"file {tmp_path}/flexkv.yaml line 2"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -267,7 +281,7 @@ def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})
     assert f"{key!r} from engine extra config has the value {1 << 62}: " in str(caught.value)
-    assert re.search("less than|from 1 to 64", str(caught.value))
+    assert re.search("less than|at most|from 1 to 64", str(caught.value))
 
 
 def test_copy_threads_auto_leaves_small_machines_to_the_engine() -> None:

@@ -1,0 +1,60 @@
+"""What a setting takes, in the words of this package rather than those of the library that checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+WORDS = {
+    "literal_error": "expected {expected}",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "finite_number": "expected a finite number",
+    "string_type": "expected a string (in YAML, put it in quotes)",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected {ge} or more",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le}",
+    "multiple_of": "expected a multiple of {multiple_of}",
+}
+"""Kind of pydantic's error -> what is said, with the values of its context."""
+
+NUMBERS = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+}
+"""Kinds of errors where no number was found to hold against the bounds, so they are said as well."""
+
+
+def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
+    """What was expected, of one fault that pydantic found; a validator's own words stay as they are.
+
+    Args:
+        fault: as in pydantic's `ValidationError.errors()`.
+        name: the field's, whose end says the unit.
+    """
+    kind = fault["type"]
+    if kind in NUMBERS:
+        unit = " of seconds" if name.endswith("_s") else ""
+        return ", ".join([f"expected {NUMBERS[kind]}{unit}", *_bounds(field)])
+    if kind in WORDS:
+        return WORDS[kind].format(**fault.get("ctx", {}))
+    return str(fault["msg"]).removeprefix("Value error, ")
+
+
+def _bounds(field: FieldInfo) -> list[str]:
+    """The narrowest of each side; none of a field that may also be unset, whose bounds lie deeper."""
+
+    def given(name: str) -> list[float]:
+        return [getattr(part, name) for part in field.metadata if hasattr(part, name)]
+
+    low, above, high = given("ge"), given("gt"), given("le")
+    said = [f"{max(low)} or more"] if low else []
+    said += [f"more than {max(above)}"] if above else []
+    return said + ([f"at most {min(high)}"] if high else [])
