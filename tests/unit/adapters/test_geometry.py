@@ -65,7 +65,9 @@ def test_the_device_of_the_tensors_decides_which_lanes_an_engine_has() -> None:
 
 def test_foreign_tensors_are_refused() -> None:
     caches = make_caches(kv_config(9))
-    with pytest.raises(GeometryError):
+    with pytest.raises(
+        GeometryError, match=r"layer\.0: its allocation has 4608 bytes, its placement says 8192"
+    ):
         build_view(caches, kv_config(16), 1)
     with pytest.raises(GeometryError, match="no KV tensor"):
         build_view({"other": caches["layer.0"]}, kv_config(9), 1)

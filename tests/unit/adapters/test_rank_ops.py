@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -81,5 +82,25 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
         ops.close()
         results = {result.op_id: result.status for result in ops.reports.take_results()}
         assert results == {op.op_id: OpStatus.CANCELLED for op in both}
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
+    """Its last layer moves when the wait is over, so that nothing of it can be recalled."""
+    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
+    try:
+        ops = RankOps(load_config({}, {}), 0, Counters())
+        ops.engine = world.engine
+        job = LoadJob("one", TransferGraph((world.op(OpKind.H2D, [3], layerwise=True),)), True)
+        ops.submit_load(job)
+        assert world.mover.wait_stalled(1, 60.0)
+        if in_time:
+            world.mover.release()
+        assert ops.wait_layer(job, 3, time.monotonic() + (60.0 if in_time else 0.05)) is in_time
+        world.mover.release()
+        ops.finish_load(job)
+        assert ops.reports.take_failed_blocks() == (set() if in_time else {3})
     finally:
         world.close()

@@ -215,6 +215,8 @@ def test_buffers_are_checked() -> None:
     rewrite = c_ext.PageConversion((2, 2, 2, 1), 8, order((64, 8, 16, 8), 32), order((64, 16, 32, 8), 8))
     assert rewrite.stripe_bytes == 128
     page = np.zeros(256, np.uint8)
-    for source, target in [(page[:127], page[128:]), (page[:128], page[128:255]), (page[:128], page[64:192])]:
-        with pytest.raises(GeometryError):
+    for source, target in [(page[:127], page[128:]), (page[:128], page[128:255])]:
+        with pytest.raises(GeometryError, match="the buffer has 127 bytes: the stripe has 128"):
             rewrite.convert(source, target)
+    with pytest.raises(GeometryError, match="source and target share bytes"):
+        rewrite.convert(page[:128], page[64:192])

@@ -23,7 +23,7 @@ def test_the_module_says_what_it_is() -> None:
 
 
 def test_runs_must_be_int64_rows_of_five() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
         c_ext.KvView(np.zeros((1, 5), np.float64), 4, 64)  # type: ignore[arg-type]
     with pytest.raises(GeometryError, match="shape"):
         c_ext.KvView(np.zeros((1, 4), np.int64), 4, 64)
@@ -43,9 +43,11 @@ def test_buffers_must_fit() -> None:
     pool = np.zeros(4 * 64, np.uint8)
     view = c_ext.KvView(np.array([[pool.ctypes.data, 64, 64, 0, 0]]), 4, 64)
     good = np.zeros(64, np.uint8)
-    for wrong in (np.zeros(63, np.uint8), np.zeros(128, np.uint8)[::2], b"x" * 63):
-        with pytest.raises(GeometryError):
-            c_ext.scatter(view, 0, wrong)
+    for short in (np.zeros(63, np.uint8), b"x" * 63):
+        with pytest.raises(GeometryError, match="the buffer has 63 bytes: the stripe has 64"):
+            c_ext.scatter(view, 0, short)
+    with pytest.raises(GeometryError, match="a C-contiguous buffer is needed"):
+        c_ext.scatter(view, 0, np.zeros(128, np.uint8)[::2])
     with pytest.raises(GeometryError, match="writable"):
         c_ext.gather(view, 0, bytes(64))
     with pytest.raises(BlockRangeError, match=r"layers \[1, 1\)"):
@@ -61,7 +63,7 @@ def test_errors_are_flexkv_errors_and_builtin_ones() -> None:
     image = c_ext.SlotImage([1, 5000], 10)
     assert (image.stripe_offset(1), image.trailer_offset, image.total_bytes) == (4096, 12288, 16384)
     assert image == c_ext.SlotImage([1, 5000], 10)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="rank 2: the slot image has ranks"):
         image.stripe_offset(2)
 
 

@@ -16,7 +16,7 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
     slab, generations = filled(make_disks)
     index = slab.parent / "index.sqlite"
     index.write_bytes(b"no database at all" * 300)
-    with pytest.raises(DamagedIndexError):
+    with pytest.raises(DamagedIndexError, match=r"index\.sqlite: file is not a database"):
         SlotIndex(index, [32])
     world = make_disks()
     rows = world.unit.rows(0)

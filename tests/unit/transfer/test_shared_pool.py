@@ -105,7 +105,7 @@ def test_a_load_waits_for_slots_that_another_process_fills() -> None:
     assert worker.exitcode == 0
     with pytest.raises(ContractError, match="read 0"):
         pool.fail_read(ids([1]), 0)
-    with pytest.raises(BlockRangeError):
+    with pytest.raises(BlockRangeError, match=f"slot {SLOTS}: allowed are"):
         pool.fail_read(ids([SLOTS]), 10)
     pool.close()
 
@@ -182,7 +182,7 @@ def test_numbers_that_name_something_else_now_are_refused() -> None:
         HostPool.attach(dataclasses.replace(descriptor, token=b"short"))
     pool.close()
     other.close()
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="is not the pool any more"):
         HostPool.attach(descriptor)
 
 
