@@ -104,3 +104,25 @@ def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: 
         assert ops.reports.take_failed_blocks() == (set() if in_time else {3})
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(in_time: bool) -> None:
+    """The engine may have written its blocks in between."""
+    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
+    try:
+        ops = RankOps(load_config({"transfer.stuck_s": 60.0 if in_time else 0.05}, {}), 0, Counters())
+        ops.engine = world.engine
+        graph = TransferGraph((world.op(OpKind.D2H, [3, 4]),))
+        ops.submit_store(graph)
+        assert world.mover.wait_stalled(1, 60.0)
+        if in_time:
+            world.mover.release()
+        ops.finish_stores([graph])
+        world.mover.release()
+        ops.close()
+        [result] = ops.reports.take_results()
+        assert result.status is (OpStatus.OK if in_time else OpStatus.FAILED)
+        assert result.failed.tolist() == ([] if in_time else [0, 1])
+    finally:
+        world.close()
