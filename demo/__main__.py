@@ -44,12 +44,17 @@ def main() -> int:
         console.print(f"[red]The engine failed:[/] {error}", markup=True, highlight=False)
         return 1
     console.print(report.table(turns, reference))
+    console.print(report.LEGEND, highlight=False)
     found = list(problems(turns, reference))
     facts |= {"problems": found, "seconds": time.monotonic() - started}
     report.write_json(arguments.out / "demo.json", facts, turns, reference)
     report.draw(turns, reference, arguments.out / "demo.png")
-    console.print(f"{facts['model']}; {facts['prompt']}")
-    console.print(f"wrote {arguments.out / 'demo.png'}, {arguments.out / 'demo.json'}; log {facts['log']}")
+    console.print(f"{facts['model']}; {facts['prompt']}", highlight=False)
+    # Paths stay whole for copying.
+    console.print(
+        f"wrote {arguments.out / 'demo.png'}, {arguments.out / 'demo.json'}; log {facts['log']}",
+        soft_wrap=True,
+    )
     for problem in found:
         console.print(f"[red]FAILED[/] {problem}")
     if found:
@@ -82,20 +87,30 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
     )
     with bar:
         task = bar.add_task(f"writing a random {arguments.model} Llama", total=turn_count() + 4)
+        said: set[str] = set()
+
+        def now(description: str, line: str | None = None) -> None:
+            """What begins; where no bar moves, as in a log, `line` (default: the same) says it, once."""
+            bar.update(task, description=description, advance=1)
+            line = line or description
+            if not console.is_terminal and line not in said:
+                said.add(line)
+                console.print(line)
+
         model = write_model(arguments.out / "models", arguments.model)
         environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with ExitStack() as stack:
             engines = []
             for name, connector in (("with flexkv", flexkv), ("alone", None)):
-                bar.update(task, description=f"starting vLLM {name}", advance=1)
+                now(f"starting vLLM {name}")
                 engine = EngineProcess(_engine_arguments(model, connector), log, environment=environment)
                 engines.append(stack.enter_context(engine))
 
             def advance(turn: str) -> None:
-                bar.update(task, description=f"both engines: {turn}", advance=1)
+                now(f"both engines: {turn}", f"both engines: {turn.split()[0]}")
 
             def restart() -> EngineProcess:
-                bar.update(task, description="starting vLLM with flexkv again", advance=1)
+                now("starting vLLM with flexkv again")
                 engines[0].close()
                 again = EngineProcess(_engine_arguments(model, flexkv), log, environment=environment)
                 return stack.enter_context(again)

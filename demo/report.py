@@ -11,6 +11,16 @@ from rich.table import Table
 
 from demo.conversation import Turn, as_json
 
+LEGEND = """\
+turn   phase, then conversation.number
+cold   nobody has asked this before; turns 0.1 and 0.2 find their start in the engine's own cache
+warm   the same prompts, after the engine dropped its own cache
+crowd  more conversations in rotation than the engine's pool holds; each turn .1 continues its turn .0
+disk   the cold prompts again, asked of a new engine process: host memory is empty, the disk tier is not
+TTFT   time to the first token; alone / flexkv: how many times sooner it comes, where flexkv served tokens
+load   bytes that came back, over the time from asking for them until the engine saw them"""
+"""Of the table and the chart."""
+
 MIB = 1 << 20
 GIGA = 1e9
 
@@ -68,6 +78,9 @@ def draw(turns: list[Turn], reference: list[Turn], path: Path) -> None:
     times.bar(
         [p + width / 2 for p in positions], [1e3 * t.ttft_s for t in turns], width, label="vLLM with flexkv"
     )
+    times.set_title(
+        "cold: new prompts; warm: the same, own cache dropped; crowd: too many for it; disk: a new process"
+    )
     times.set_ylabel("time to first token, ms")
     times.legend()
     served = [turn.served for turn in turns]
@@ -77,6 +90,7 @@ def draw(turns: list[Turn], reference: list[Turn], path: Path) -> None:
         positions, rest, bottom=served, label="computed, or in the engine's own cache", color="lightgray"
     )
     sources.set_ylabel("prompt tokens")
+    sources.set_xlabel("turn: phase conversation.number")
     sources.set_xticks(list(positions), [turn.name for turn in turns], rotation=60, ha="right")
     sources.legend()
     figure.savefig(path, dpi=110)

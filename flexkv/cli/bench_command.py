@@ -20,6 +20,11 @@ from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config.sizes import format_size
 
 KIB = 1 << 10
+LEGEND = """\
+A block of the engine's pool lies there in one run a layer; each row copies the same bytes in runs of that length.
+H2D: host memory to the pool, a load. D2H: pool to host memory, a store. Both: one beside the other, added up.
+of one copy: beside a single contiguous copy, more than 1 where the lane is faster than that.
+both / one way: beside the faster direction alone. a call a run: GB/s of a driver's call for each run."""
 
 
 @click.group()
@@ -27,7 +32,25 @@ def command() -> None:
     """Measure what this machine's copies reach."""
 
 
-@command.command("transfer")
+def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """A result that finds no place is known before it is measured, which takes minutes.
+
+    Raises:
+        BadParameter: no file can be written there.
+    """
+    if path is None:
+        return None
+    if path.is_dir():
+        raise click.BadParameter(f"{path} is a folder; name a file")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise click.BadParameter(f"the folder {folder} does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise click.BadParameter(f"no permission to write {path}")
+    return path
+
+
+@command.command("transfer", short_help="Copies between an engine's pool and a host pool.")
 @click.option(
     "--device", type=int, default=None, help="CUDA device; the first one, or plain memory without any."
 )
@@ -42,8 +65,20 @@ def command() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
     help="On a disk to measure too: pages from there to the pool, by every way.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows there.")
-@click.option("--png", "png_file", type=click.Path(path_type=Path), help="Also draw them (needs matplotlib).")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Also write the rows there.",
+)
+@click.option(
+    "--png",
+    "png_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Also draw them (needs matplotlib).",
+)
 def transfer(
     device: int | None,
     megabytes: int,
@@ -54,6 +89,8 @@ def transfer(
 ) -> None:
     """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is."""
     console = Console(width=160)
+    if png_file is not None:
+        _need_matplotlib()
     found = c_ext.cuda_info()
     if device is None and found["device_count"]:
         device = 0
@@ -66,6 +103,7 @@ def transfer(
     with console.status("copying"):
         rows = bench.run()
     console.print(_table(rows, bench.limit_gbps))
+    console.print(LEGEND, highlight=False)
     with console.status("comparing"):
         compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
         with bench.storing() as store:
@@ -77,8 +115,9 @@ def transfer(
     console.print(_comparison_table(compared))
     load = os.getloadavg()[0]
     console.print(f"load average {load:.1f} on {os.cpu_count()} CPUs", highlight=False)
-    for name, value in c_ext.CUDA_THRESHOLDS.items():
-        console.print(f"{name} = {value}", highlight=False)
+    if device is not None:
+        for name, value in c_ext.CUDA_THRESHOLDS.items():
+            console.print(f"{name} = {value}", highlight=False)
     if json_file is not None:
         content = {
             "device": device,
@@ -95,14 +134,14 @@ def transfer(
 
 def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
     limits = ", ".join(f"{name} {rate:.1f}" for name, rate in limit_gbps.items())
-    table = Table(title=f"GB/s, median; contiguous limit: {limits}")
+    table = Table(title=f"GB/s, median; one contiguous copy: {limits}")
     for heading in (
         "run",
         "direction",
         "path",
         "multiprocessors",
         "GB/s",
-        "of limit",
+        "of one copy",
         "both / one way",
         "a call a run",
     ):
@@ -145,12 +184,17 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _draw(rows: list[TransferRow], compared: list[ComparisonRow], path: Path) -> None:
-    """Raises UsageError without matplotlib."""
+def _need_matplotlib() -> None:
+    """Raises UsageError without it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise click.UsageError("--png needs matplotlib: pip install flexkv[plots]") from error
+
+
+def _draw(rows: list[TransferRow], compared: list[ComparisonRow], path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(14, 5), layout="constrained")
     axes, others = figure.subplots(1, 2)
     for direction in dict.fromkeys(row.direction for row in rows):

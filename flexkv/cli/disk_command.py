@@ -32,6 +32,11 @@ def ls(folder: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(entries, indent=2))
         return
+    if not entries:
+        click.echo(
+            f"{folder}: nothing of the disk tier lies under it; a disk's folder is one of disk.folders"
+        )
+        return
     table = Table(box=None, pad_edge=False)
     for heading in ("folder", "model", "format", "size", "created", "last used", "state"):
         table.add_column(heading)

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from flexkv import c_ext
+from flexkv.cli import bench_command
 from flexkv.cli.bench_command import command
 
 
@@ -30,7 +31,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "say nothing of a GPU" in done.output
-    assert "most_batch_copies = 4096" in done.output
+    assert "H2D: host memory to the pool" in done.output
+    assert "most_batch_copies" not in done.output, "a threshold of GPUs, of which there is none"
     content = json.loads(out.read_text())
     assert content["device"] is None
     rows = content["rows"]
@@ -85,6 +87,22 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     done = CliRunner().invoke(command, ["transfer", "--device", missing])
     assert done.exit_code != 0
     assert "CUDA device" in str(done.exception)
+
+
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_a_result_that_finds_no_place_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(bench_command, "TransferBench", measured)
+    for path, reason in ((tmp_path / "no" / "rows", "does not exist"), (tmp_path, "is a folder")):
+        done = CliRunner().invoke(command, ["transfer", option, str(path)])
+        assert done.exit_code == 2, (done.output, done.exception)
+        assert reason in " ".join(done.output.split())
+    done = CliRunner().invoke(command, ["transfer", option, str(tmp_path / "rows")])
+    assert str(done.exception) == "measured"
 
 
 def test_the_rows_are_drawn(tmp_path: Path) -> None:

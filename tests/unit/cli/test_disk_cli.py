@@ -64,6 +64,13 @@ def test_ls_shows_models_sizes_and_ages(
     assert capsys.readouterr().out.count("2.0 d ago") == 2
 
 
+def test_ls_says_that_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    assert f"{tmp_path}: nothing of the disk tier" in capsys.readouterr().out
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_drop_deletes_a_unit_and_no_other(
     slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

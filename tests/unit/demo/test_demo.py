@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from demo import __main__ as demo
-from demo.conversation import CROWD, CROWD_TURNS, TURNS, Turn, problems, turn_count, whole_blocks
+from demo.conversation import CROWD, CROWD_TURNS, PHASES, TURNS, Turn, problems, turn_count, whole_blocks
 from demo.engine_process import EngineError
 from tests.unit.demo.scripted_engine import ScriptedEngine
 
@@ -44,6 +44,12 @@ def test_a_good_run_is_told_drawn_and_written(
     assert run() == 0
     said = capsys.readouterr().out
     assert f"OK {turn_count()} answers equal those without flexkv" in said
+    # No terminal here: a line a phase instead of a bar.
+    steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
+    assert [step for step in steps if step not in said.splitlines()] == []
+    assert said.count("both engines: ") == len(PHASES)
+    explained = {line.split()[0] for line in said.partition("turn   phase")[2].splitlines() if line.strip()}
+    assert {phase.play.__name__ for phase in PHASES} < explained, "the legend"
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["problems"] == []
