@@ -48,7 +48,7 @@ def ls(folder: Path, as_json: bool) -> None:
             format_size(int(str(entry["bytes"]))),
             _age(entry["created"]),
             _age(entry["last_used"]),
-            "in use" if entry["in_use"] else "",
+            "; ".join(filter(None, ("in use" if entry["in_use"] else "", str(entry["damage"])))),
         )
     print_table(table)
 
@@ -78,12 +78,13 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
         "created": 0,
         "last_used": int(max((path.stat().st_mtime for path in unit.iterdir()), default=0)),
         "in_use": is_in_use(unit),
+        "damage": "",
     }
     for slab in sorted(unit.glob("group*.slab")):
         try:
             header = read_header(str(slab))
         except DiskError as error:
-            entry["model"] = str(error)
+            entry["damage"] = str(error).removeprefix(f"{unit}/")
             continue
         entry.update(model=header.model, format=header.format_id, created=header.created)
     return entry

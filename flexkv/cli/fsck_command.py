@@ -16,6 +16,9 @@ from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder
 
 NOT_CLEAN_EXIT_CODE = 1
 
+DAMAGED = "damaged: not what was written there. Such a page is never served; a later write takes its slot."
+MISSING = "missing: the index names a page that is not whole: a miss. --repair takes it out of the index."
+
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -36,6 +39,11 @@ def command(folder: Path, repair: bool, as_json: bool) -> int:
         console = Console(markup=False, highlight=False, soft_wrap=True)
         for report in reports:
             _show(console, report)
+        slabs = [slab for report in reports for slab in report.slabs]
+        if any(slab.damaged for slab in slabs):
+            console.print(DAMAGED)
+        if any(slab.missing for slab in slabs) and not repair:
+            console.print(MISSING)
     return 0 if all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE
 
 

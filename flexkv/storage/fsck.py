@@ -90,7 +90,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         try:
             header, group = read_group(str(path))
         except DamagedHeaderError as error:
-            report.problems.append(str(error))
+            report.problems.append(f"{error}: nothing says whose pages it holds; the next start replaces it")
             continue
         slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
         slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)

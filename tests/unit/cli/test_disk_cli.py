@@ -122,14 +122,35 @@ def test_fsck_names_damage_and_repairs_the_index(
     assert "NOT CLEAN" in shown
     assert "slot 2: damaged run 0 (layer 0)" in shown
     assert "missing: 2" in shown
+    assert "damaged: not what was written there" in shown
+    assert "missing: the index names a page" in shown
     assert main(["fsck", str(tmp_path), "--repair", "--json"]) == 1  # the slot is still damaged
     (report,) = json.loads(capsys.readouterr().out)
     assert report["repaired"]
+    assert main(["fsck", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "a later write takes its slot" in shown, "what remains asks for nothing"
+    assert "--repair" not in shown
     assert main(["fsck", str(tmp_path), "--json"]) == 1
     (report,) = json.loads(capsys.readouterr().out)
     assert report["slabs"][0]["missing"] == []
     assert report["slabs"][0]["good"] == 3
     assert [slot for slot, _ in report["slabs"][0]["damaged"]] == [2]
+
+
+def test_a_damaged_header_is_a_state_of_its_unit(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(slab, "r+b") as file:
+        file.seek(16)
+        file.write(b"!" * 64)
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["model"], entry["damage"]) == ("?", "group0.slab: damaged slab header")
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    assert "group0.slab: damaged slab header" in capsys.readouterr().out
+    assert main(["fsck", str(tmp_path)]) == 1
+    assert "the next start replaces it" in capsys.readouterr().out
 
 
 def test_repair_of_what_was_never_written_leaves_a_clean_folder(
