@@ -24,6 +24,7 @@ from tests.unit.storage.sealed_world import SealedWorld
 
 SLOTS = 24
 NUMBERS = 40
+SETTLE_S = 30.0
 GROUP = make_group(layers=2, run_bytes=4096, kv=1)
 
 
@@ -160,6 +161,15 @@ class Child:
         assert self.world.close()
         self.open()
 
+    def pause(self) -> None:
+        """Lets the journal get ahead, or not, or until nothing waits for it: however fast the machine is."""
+        if self.rng.random() < 0.5:
+            return time.sleep(self.rng.random() * 0.05)
+        ends_s = time.monotonic() + SETTLE_S
+        while self.world.unit.stats().journal_lag_s:
+            assert time.monotonic() < ends_s, "the journal has not written what waits"
+            time.sleep(0.001)
+
     def step(self) -> None:
         chosen = self.rng.random()
         if chosen < 0.6:
@@ -169,7 +179,7 @@ class Child:
         elif chosen < 0.9:
             self.evict(self.rng.sample(sorted(self.held), min(2, len(self.held))))
         elif chosen < 0.97:
-            time.sleep(self.rng.random() * 0.05)  # lets the journal get ahead, or not
+            self.pause()
         elif chosen < 0.985:
             self.reset()
         else:

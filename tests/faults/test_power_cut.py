@@ -119,7 +119,7 @@ def test_what_was_durable_survives_and_nothing_is_wrong(
     assert log.marks[-1][1] == "end"
     promised, broken = cut(log, memory_folder, IMAGES, soak_round, disks)
     assert broken == []
-    assert promised > IMAGES
+    assert promised > IMAGES / 2, "too little was durable at the cuts to show anything"
 
 
 @variants
