@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk_index import DiskIndex
+from flexkv.storage.folder import read_epoch, write_epoch
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
 
@@ -134,3 +137,24 @@ def test_pages_of_another_epoch_are_not_served(make_disks: MakeDisks) -> None:
     _, generations = world.write([1], [0])
     world.unit.reset(1)
     assert "disk miss (epoch)" in world.read([1], [0], generations).reason
+
+
+def test_an_epoch_is_durable_before_it_takes_its_name_and_its_name_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, replace = os.fsync, os.replace
+    done: list[str] = []
+
+    def synced(fd: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    def named(old: Path, new: Path) -> None:
+        done.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    write_epoch(tmp_path, 7)
+    assert done == ["file", "name", "folder"]
+    assert read_epoch(tmp_path) == 7
