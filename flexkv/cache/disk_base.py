@@ -132,8 +132,8 @@ class DiskCounts:
         lost: pages that left host memory before they were written.
         read: pages brought up to host memory and verified.
         failed_reads: pages that were not: damaged, torn, of another write, or the disk failed.
-        unread: pages whose read was planned and never issued, failed by no fault of theirs, or whose weights are gone;
-            of loads without a page of host memory also those that the disk failed.
+        unread: pages whose read was planned and never issued, failed by no fault of theirs or the disk's, or whose
+            weights are gone.
         expired: pages found past their time to live.
         evicted: pages that left the disk to make room.
         gone: pages lost with a disk.

@@ -137,7 +137,7 @@ class GdsLoads(LoadRoute):
     def end(self, op: InflightOp, current: bool) -> None:
         if not current:
             # What the places held was forgotten by the reset; a failure says nothing about what is there now.
-            op.suspect[:] = False
+            op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
             # Perhaps not the disk's fault but the way's: then the next ones would go as these did.
             self._rest("; ".join(op.reasons) or "all of a load failed")
@@ -147,8 +147,10 @@ class GdsLoads(LoadRoute):
             self._rates.gds.see(op.ahead + len(op.entries), now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
-        counts.failed_reads += int(np.count_nonzero(op.suspect))
-        counts.unread += int(np.count_nonzero(op.failed & ~op.suspect))
+        # What a disk does not give is kept: the manager's own lane judges the disk. The operator hears of it at once.
+        of_disk = op.suspect | op.withheld
+        counts.failed_reads += int(np.count_nonzero(of_disk))
+        counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
         self._disk.end_read(op.group, op.entries, op.plan.places, op.suspect)
 
     def _rest(self, reason: str) -> None:

@@ -41,6 +41,7 @@ class InflightOp:
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
         damaged: failed pages whose content may be at fault, as far as ranks say.
+        withheld: of a load from disk, failed pages that a disk did not give; it is counted, and the page is kept.
         astray: of a load from disk, the disk or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
     """
@@ -61,11 +62,13 @@ class InflightOp:
     suspect: NDArray[np.bool_] = field(init=False)
     barred: NDArray[np.bool_] = field(init=False)
     damaged: NDArray[np.bool_] = field(init=False)
+    withheld: NDArray[np.bool_] = field(init=False)
     astray: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.failed, self.suspect, self.barred, self.damaged = np.zeros((4, len(self.entries)), np.bool_)
+        marks = np.zeros((5, len(self.entries)), np.bool_)
+        self.failed, self.suspect, self.barred, self.damaged, self.withheld = marks
 
     @property
     def op_id(self) -> OpId:
@@ -119,6 +122,7 @@ class InflightOp:
         self.damaged |= bad & (blamed <= Blame.PAGE)
         if self.in_disk_index:
             self.suspect |= bad & (blamed <= Blame.PAGE)
+            self.withheld |= bad & (blamed == Blame.DISK)
             self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())
         elif result.status is not OpStatus.CANCELLED:
             # Whoever is to blame, host memory has no other way to an engine: a page that stayed would fail again.
