@@ -147,7 +147,7 @@ class SegmentDisk:
         ends_s = time.monotonic() + deadline_s
         self._flow.offer_all()
         while self._driver.busy or not self._driver.look_durable():
-            if time.monotonic() >= ends_s or self._driver.undurable_pages or self._flow.down:
+            if time.monotonic() >= ends_s or self._flow.down:
                 return False
             self._flow.writes.flush()
             self.pump()

@@ -56,18 +56,19 @@ class DiskDriver:
         self._watch_at_s = 0.0
         self._say_left_at_s = 0.0
         self._siblings_down = False
-        self._closed = False
+        self._given_up_pages = 0
+        self._closed: bool | None = None
+        """What the close said; None before it."""
         self.durable_pages = 0
-        self.undurable_pages = 0
 
     @property
     def busy(self) -> bool:
         """Whether there is something to submit or to wait for."""
-        return not self._closed and self._flow.busy
+        return self._closed is None and self._flow.busy
 
     def pump(self) -> None:
         """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
-        if self._closed:
+        if self._closed is not None:
             return
         if self._flow.moving:
             self._take_results()
@@ -84,15 +85,12 @@ class DiskDriver:
             self._watch()
 
     def look_durable(self) -> bool:
-        """Whether all that was written until now would survive a crash; asks the disks for news first.
-
-        For good not where the journal had no room for pages: they serve until the end of the process only.
-        """
-        if self._tier.stats().journal_lag_s > 0:
-            return False
-        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here.
+        """Whether all that was written until now would survive a crash; asks the disks for news first."""
+        stats = self._tier.stats()
+        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here. What journals
+        # had no room for is given to them here, too, and lags from then on.
         self._watch()
-        return not self.undurable_pages
+        return not (stats.journal_lag_s > 0 or stats.owed_pages)
 
     def _submit(self, graph: TransferGraph) -> None:
         reason = "the disk lane's queue is full"
@@ -121,7 +119,6 @@ class DiskDriver:
     def _watch(self) -> None:
         events = self._tier.poll()
         self.durable_pages += sum(len(pages.places) for pages in events.durable)
-        self.undurable_pages += events.dropped_rows
         for lost in events.lost:
             logger.error(
                 "disk %s is out of use, what it held is computed again: %s", lost.folder, lost.reason
@@ -163,12 +160,12 @@ class DiskDriver:
     def close(self, deadline_s: float) -> bool:
         """Writes what waits and what only host memory has, ends the lane, and makes all of it durable.
 
-        False: after `deadline_s` seconds something still moved or was not durable. What was not written is lost, and
-        nothing else. New writes begin within `FLUSH_SHARE` of the time only, so that those under way can end and
-        become durable.
+        False: after `deadline_s` seconds something still moved, or was not written, or not durable. What was not
+        written is lost, and nothing else. New writes begin within `FLUSH_SHARE` of the time only, so that those under
+        way can end and become durable. Further calls say the same again.
         """
-        if self._closed:
-            return True
+        if self._closed is not None:
+            return self._closed
         ends_s = time.monotonic() + deadline_s
         flush_ends_s = time.monotonic() + FLUSH_SHARE * deadline_s
         self._flow.offer_all()
@@ -186,15 +183,16 @@ class DiskDriver:
         if self._reader is not None:
             ended &= self._reader.close(max(0.0, ends_s - time.monotonic()))
         self._take_results()
-        self._closed = True
         durable = self._tier.close(max(0.0, ends_s - time.monotonic()))
+        self._closed = ended and durable and not self._given_up_pages
         if not (ended and durable):
             logger.warning(
                 "the disk tier did not end within %.1f s: what was not durable is computed again",
                 deadline_s,
             )
-        return ended and durable
+        return self._closed
 
     def _give_up_writes(self, deadline_s: float) -> None:
         if left := self._flow.writes.give_up_waiting():
+            self._given_up_pages += left
             logger.warning("the disk tier did not write %d pages within %.1f s", left, deadline_s)

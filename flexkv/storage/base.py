@@ -87,7 +87,7 @@ class DiskOptions:
         io: `auto` takes io_uring where the kernel lets it, else threads.
         depth: I/Os under way at once on one disk.
         stuck_s: a disk with an I/O that takes longer is taken out.
-        journal_rows: rows that may wait to be made durable; beyond it they are dropped and counted.
+        journal_rows: rows that may wait in a journal; publishes beyond it come later, evictions and uses are dropped.
         preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
             the pages while the disk is idle.
         register_buffers: io_uring keeps the host pool's pages pinned. Where it is refused that, which `memlock` limits
@@ -152,12 +152,10 @@ class DiskEvents:
 
     Attributes:
         lost: each disk once.
-        dropped_rows: publishes that found no place in the journal: they serve until the end of the process only.
     """
 
     durable: tuple[DurablePages, ...] = ()
     lost: tuple[LostDisk, ...] = ()
-    dropped_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,8 @@ class DiskStats:
 
     Attributes:
         misses: reads that failed, by reason (see docs/disk-storage.md).
-        journal_lag_s: age of the oldest publish that is not durable yet, seconds; 0 when there is none.
+        journal_lag_s: age of the oldest publish in a journal that is not durable yet, seconds; 0 when there is none.
+        owed_pages: now, pages that can be read and whose journal was full: they are published when it has room.
     """
 
     read_pages: int = 0
@@ -176,6 +175,7 @@ class DiskStats:
     misses: Mapping[str, int] = field(default_factory=dict)
     write_errors: int = 0
     journal_lag_s: float = 0.0
+    owed_pages: int = 0
 
 
 class StoredPages(ABC):
@@ -248,7 +248,8 @@ class DiskTier(StoredPages):
     ) -> bool:
         """These pages were written and their ops ended OK: make them durable. Never blocks.
 
-        False when the journal is full and the rows were dropped: the pages can be read until the process ends.
+        False when a journal is full: the pages can be read, and are published when it has room, at a `poll`; until then
+        a crash loses them. False also for a disk that is lost.
         """
 
     @abstractmethod

@@ -156,6 +156,12 @@ class Journal:
         return True
 
     @property
+    def room(self) -> int:
+        """How many rows it would take now."""
+        with self._lock:
+            return self._most_rows - self._waiting_rows
+
+    @property
     def lag_s(self) -> float:
         """Age of the oldest publish that is to become durable and is not yet, seconds; 0 when there is none."""
         with self._lock:

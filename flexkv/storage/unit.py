@@ -34,6 +34,7 @@ from flexkv.storage.header import codec_of
 from flexkv.storage.index import Rows
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
+from flexkv.storage.owed import OwedPublishes
 from flexkv.storage.rows import index_rows
 from flexkv.storage.striping import parts_by_disk, places_of
 from flexkv.transfer.host_pool import HostPool
@@ -42,6 +43,9 @@ from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow
 logger = logging.getLogger(__name__)
 
 NO_EVENTS = DiskEvents()
+
+OWED_LOOK_S = 0.005
+"""How often a close looks whether a journal has room again; a group commit takes about as long."""
 
 
 class DiskUnit(DiskTier):
@@ -66,7 +70,8 @@ class DiskUnit(DiskTier):
         """What was said of each disk's backend."""
         self._untold: list[LostDisk] = []
         self._durable: deque[DurablePages] = deque()
-        self._dropped_rows = 0
+        self._owed: dict[int, OwedPublishes] = {}
+        """Of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
         self._closed = False
         self._start_use()
@@ -134,9 +139,9 @@ class DiskUnit(DiskTier):
                 self._rows.append([None] * len(self._codecs))
                 continue
             self._rows.append([rows[: self._slots].copy() for rows in member.index.rows])
-            self._journals[disk] = Journal(
-                member.index, member.slabs, self._on_durable(disk), self._options.journal_rows
-            )
+            journal = Journal(member.index, member.slabs, self._on_durable(disk), self._options.journal_rows)
+            self._journals[disk] = journal
+            self._owed[disk] = OwedPublishes(journal, [self._slots] * len(self._codecs))
         if not any(self._journals):
             raise DiskError("no disk can be used: " + "; ".join(self._lost.values()))
 
@@ -233,15 +238,16 @@ class DiskUnit(DiskTier):
         taken = True
         now = time.monotonic()
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
+            owed = self._owed.get(disk)
             record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
-            if not self._put(disk, record):
-                self._dropped_rows += len(slots)
-                taken = False
+            taken &= owed is not None and owed.publish(record)
         return taken
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         self._require_group(group)
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
+            if disk in self._owed:
+                self._owed[disk].settle(group, slots, generations[at])
             self._put(disk, Evict(group, slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
@@ -261,6 +267,7 @@ class DiskUnit(DiskTier):
         if disk in self._lost:
             return
         self._lost[disk] = reason
+        self._owed.pop(disk, None)
         folder = self._folders[disk]
         self._untold.append(LostDisk(disk, folder, reason))
         logger.error("disk %d (%s) was taken out, its pages are misses: %s", disk, folder, reason)
@@ -284,17 +291,19 @@ class DiskUnit(DiskTier):
 
     def poll(self) -> DiskEvents:
         self._find_lost()
-        if not self._durable and not self._untold and not self._dropped_rows:
+        for owed in self._owed.values():
+            owed.pay()
+        if not self._durable and not self._untold:
             return NO_EVENTS
         durable = tuple(self._durable.popleft() for _ in range(len(self._durable)))
         lost, self._untold = tuple(self._untold), []
-        dropped, self._dropped_rows = self._dropped_rows, 0
-        return DiskEvents(durable, lost, dropped)
+        return DiskEvents(durable, lost)
 
     def stats(self) -> DiskStats:
         lag_s = max(journal.lag_s for journal in self._journals if journal is not None)
+        owed_pages = sum(owed.pages for owed in self._owed.values())
         if self._lane is None:
-            return DiskStats(journal_lag_s=lag_s)
+            return DiskStats(journal_lag_s=lag_s, owed_pages=owed_pages)
         counts = [self._lane.counts(disk) for disk in range(self.disks)]
         misses = {name: sum(c["misses"][name] for c in counts) for name in counts[0]["misses"]}
         return DiskStats(
@@ -305,6 +314,7 @@ class DiskUnit(DiskTier):
             misses=misses,
             write_errors=sum(c["write_errors"] for c in counts),
             journal_lag_s=lag_s,
+            owed_pages=owed_pages,
         )
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
@@ -322,7 +332,10 @@ class DiskUnit(DiskTier):
                 self._lose(disk, f"a reset was not durable after {deadline_s:g} s")
             elif journal.failure:
                 self._lose(disk, journal.failure)
-        self._durable.clear()  # what they name is gone with the former epoch, as is what was there at the start
+        # What they name is gone with the former epoch, as is what was there at the start.
+        self._durable.clear()
+        for owed in self._owed.values():
+            owed.clear()
         self._rows = [[None] * len(self._codecs) for _ in self._members]
 
     def close(self, deadline_s: float) -> bool:
@@ -330,7 +343,12 @@ class DiskUnit(DiskTier):
             return True
         deadline = time.monotonic() + deadline_s
         self._find_lost()
-        all_done = True
+        while any(owed.waits for owed in self._owed.values()) and time.monotonic() < deadline:
+            self._find_lost()
+            for owed in list(self._owed.values()):
+                owed.pay()
+            time.sleep(OWED_LOOK_S)
+        all_done = not any(owed.pages for owed in self._owed.values())
         for disk, (member, journal) in enumerate(zip(self._members, self._journals, strict=True)):
             if member is None or journal is None:
                 continue

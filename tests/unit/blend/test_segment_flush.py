@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -131,6 +132,28 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
     assert not cache.flush()
     assert cache.manager.disk.counts.dropped_writes >= dropped
     assert not cache.close()
+
+
+def test_a_flush_waits_for_room_in_the_journal(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are written faster than they are entered are durable a little later, and not never."""
+    first, second = texts(2)
+    open_unit = DiskUnit.open
+
+    def with_a_small_journal(folders, identity, groups, options):
+        return open_unit(folders, identity, groups, replace(options, journal_rows=1))
+
+    monkeypatch.setattr(DiskUnit, "open", with_a_small_journal)
+    cache = opened(mode="evict")
+    put(cache, first)
+    assert cache.flush()
+    put(cache, second)
+    assert cache.flush()
+    assert cache.disk is not None
+    assert cache.disk.tier.stats().owed_pages == 0
+    assert cache.close()
+    assert opened().cached_tokens(second) == len(second)
 
 
 def test_a_flush_says_that_there_was_no_place(opened: Callable[..., SegmentCache]) -> None:

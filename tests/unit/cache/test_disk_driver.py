@@ -228,4 +228,17 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
     driver, _ = make(world, steps=10**9)
     world.store(chain(2))
     assert not driver.close(0.05)
-    assert "did not end" in caplog.text
+    assert caplog.text.count("did not end") == 1
+    assert not driver.close(0.05), "nothing has become durable since"
+    assert caplog.text.count("did not end") == 1
+
+
+def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it began end well, so the lane ends in time and the journal too."""
+    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    driver, _ = make(world)
+    world.store(chain(6))
+    monkeypatch.setattr("flexkv.cache.disk_driver.FLUSH_SHARE", 0.0)
+    assert not driver.close(30.0)
+    assert world.manager.disk.counts.lost == 4
+    assert not driver.close(30.0)

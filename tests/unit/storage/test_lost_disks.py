@@ -168,17 +168,6 @@ def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
     assert lost_of(world) == []
 
 
-def test_a_full_journal_drops_rows_and_says_so(make_disks: MakeDisks) -> None:
-    world = make_disks(journal_rows=3)
-    result, generations = world.write(range(8), range(8), publish=False)
-    assert result.status is OpStatus.OK
-    assert not world.unit.record_publish(
-        0, keys_of(range(8)), ids(range(8)), generations, np.full(8, 16, np.int32)
-    )
-    assert world.unit.poll().dropped_rows == 8
-    assert world.read(range(8), range(8), generations).status is OpStatus.OK
-
-
 def test_a_disk_that_cannot_be_opened_is_lost_and_the_other_serves(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     world = DiskWorld([tmp_path / "good", tmp_path / "file"])

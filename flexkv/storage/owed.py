@@ -1,0 +1,100 @@
+"""Publishes that one disk's journal had no room for, kept until it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.storage.index import ROW, Rows
+from flexkv.storage.journal import Journal, Publish
+from flexkv.storage.striping import Slots
+
+
+class OwedPublishes:
+    """In front of a journal: at most one publish for each slot of the disk, so that they need no bound of their own.
+
+    What they are kept in is made when the first one comes: a journal that keeps up costs nothing.
+
+    Args:
+        slots: of each group on this disk.
+
+    Attributes:
+        pages: that are owed.
+    """
+
+    def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
+        self._journal = journal
+        self._slots = list(slots)
+        self._rows: dict[int, Rows] = {}
+        self.pages = 0
+
+    def publish(self, record: Publish) -> bool:
+        """Whether the journal took it; if not, it is owed, unless the journal has failed."""
+        self.settle(record.group, record.slots)
+        if self._journal.put(record):
+            return True
+        if not self._journal.failure:
+            self._add(record)
+        return False
+
+    def settle(self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None) -> None:
+        """What is owed of these slots, or of these generations of theirs, is not to be published any more."""
+        if group not in self._rows:
+            return
+        held = self._rows[group]["generation"]
+        owed = held[slots] != 0
+        if generations is not None:
+            owed &= held[slots] == generations
+        held[slots[owed]] = 0
+        self.pages -= int(np.count_nonzero(owed))
+
+    def pay(self) -> None:
+        """Gives the journal what it has room for by now."""
+        if not self.pages:
+            return
+        for record in self._take(self._journal.room):
+            if not self._journal.put(record):
+                self._add(record)
+
+    def clear(self) -> None:
+        """Everything on the disk was forgotten."""
+        self._rows.clear()
+        self.pages = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is owed that can still be paid."""
+        return self.pages > 0 and not self._journal.ended
+
+    def _add(self, record: Publish) -> None:
+        rows = self._rows.get(record.group)
+        if rows is None:
+            rows = self._rows[record.group] = np.zeros(self._slots[record.group], ROW)
+        rows["key"][record.slots] = record.keys
+        rows["generation"][record.slots] = record.generations
+        rows["expiry"][record.slots] = record.expiries
+        rows["tokens"][record.slots] = record.tokens
+        self.pages += record.rows
+
+    def _take(self, most: int) -> Iterator[Publish]:
+        """Publishes of at most `most` rows in all, which are then owed no more."""
+        for group, rows in self._rows.items():
+            slots = np.flatnonzero(rows["generation"])[: max(0, most)]
+            if not len(slots):
+                continue
+            most -= len(slots)
+            taken = rows[slots]
+            rows["generation"][slots] = 0
+            self.pages -= len(slots)
+            yield Publish(
+                group,
+                slots,
+                np.ascontiguousarray(taken["key"]),
+                taken["generation"].copy(),
+                taken["expiry"].copy(),
+                taken["tokens"].astype(np.int32),
+                time.monotonic(),
+            )

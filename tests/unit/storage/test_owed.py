@@ -1,0 +1,147 @@
+"""What a full journal had no room for: it serves, is durable when there is room, and is forgotten with its page."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flexkv.storage.journal import Journal, Record
+from flexkv.transfer.graph import OpStatus
+from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, DiskWorld, ids, keys_of
+
+MakeDisks = Callable[..., DiskWorld]
+FULL = {"journal_rows": 3}
+"""Of pages published together, more than this find no room."""
+
+
+def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.uint64]) -> bool:
+    """Block n at place n."""
+    return world.unit.record_publish(
+        0, keys_of(numbers), ids(numbers), generations, np.full(len(numbers), BLOCK_TOKENS, np.int32)
+    )
+
+
+def owed(world: DiskWorld) -> int:
+    return world.unit.stats().owed_pages
+
+
+def write_owed(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
+    """Writes blocks that the journal then has no room for."""
+    result, generations = world.write(numbers, numbers, publish=False)
+    assert result.status is OpStatus.OK
+    assert not publish(world, numbers, generations)
+    return generations
+
+
+def blocks_after_restart(make_disks: MakeDisks) -> list[int]:
+    again = make_disks()
+    return sorted(int.from_bytes(key.tobytes(), "big") for key in again.unit.rows(0).keys)
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Journals that write nothing until this is set."""
+    go_on, write = threading.Event(), Journal._write
+
+    def wait_and_write(self: Journal, batch: Sequence[Record]) -> None:
+        assert go_on.wait(GENEROUS_S)
+        write(self, batch)
+
+    monkeypatch.setattr(Journal, "_write", wait_and_write)
+    yield go_on
+    go_on.set()
+
+
+def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    generations = write_owed(world, range(8))
+    assert owed(world) == 8
+    assert world.read(range(8), range(8), generations).status is OpStatus.OK
+    world.wait_durable(range(8), generations)
+    assert owed(world) == 0
+    assert world.close()
+    assert blocks_after_restart(make_disks) == list(range(8))
+
+
+def test_a_close_waits_for_room(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    write_owed(world, range(8))
+    assert world.close()
+    assert blocks_after_restart(make_disks) == list(range(8))
+
+
+def test_a_close_that_finds_no_room_says_so(make_disks: MakeDisks, held_up: threading.Event) -> None:
+    world = make_disks(**FULL)
+    result, generations = world.write(range(8), range(8), publish=False)
+    assert result.status is OpStatus.OK
+    assert publish(world, range(3), generations[:3])
+    assert not publish(world, range(3, 8), generations[3:])
+    assert world.engine.close(GENEROUS_S)
+    assert not world.unit.close(0.05)
+    assert owed(world) == 5
+    held_up.set()
+    assert not world.unit.close(GENEROUS_S), "the journal takes nothing more"
+
+
+def test_what_left_the_disk_is_not_published(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    generations = write_owed(world, range(8))
+    world.unit.record_evict(0, ids([1, 2]), generations[1:3])
+    world.unit.record_evict(0, ids([3]), generations[4:5])
+    assert owed(world) == 6, "another generation than the one that is owed"
+    world.wait_durable([0, 3, 4, 5, 6, 7], generations[[0, 3, 4, 5, 6, 7]])
+    assert world.close()
+    assert blocks_after_restart(make_disks) == [0, 3, 4, 5, 6, 7]
+
+
+def test_a_place_that_was_written_again_owes_its_new_page_alone(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    first = write_owed(world, range(8))
+    second = world.unit.next_generations(8)
+    assert (second > first).all()
+    assert not publish(world, range(8), second)
+    assert owed(world) == 8
+    assert publish(world, [0], second[:1])
+    assert owed(world) == 7
+    world.wait_durable(range(8), second)
+    assert not {(place, generation) for place, generation in enumerate(first.tolist())} & world.durable
+
+
+def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Event) -> None:
+    world = make_disks(disks=2, **FULL)
+    result, generations = world.write(range(8), range(8), publish=False)
+    assert result.status is OpStatus.OK
+    assert not publish(world, range(8), generations)
+    assert owed(world) == 8
+    world.unit._lose(1, "for the test")
+    assert owed(world) == 4
+    assert not publish(world, range(8), generations)
+    assert owed(world) == 4
+    held_up.set()
+    world.wait_durable(range(0, 8, 2), generations[::2])
+    assert owed(world) == 0
+
+
+def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
+    """Before the disk is found lost, too."""
+    world = make_disks(**FULL)
+    result, generations = world.write(range(8), range(8), publish=False)
+    assert result.status is OpStatus.OK
+    for journal in world.unit._journals:
+        assert journal is not None
+        journal.fail("for the test")
+    assert not publish(world, range(8), generations)
+    assert owed(world) == 0
+
+
+def test_a_reset_forgets_what_is_owed(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    write_owed(world, range(8))
+    world.unit.reset(world.unit.epoch + 1)
+    assert owed(world) == 0
+    assert world.close()
+    assert blocks_after_restart(make_disks) == []
