@@ -57,8 +57,7 @@ std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std
                            .stuck_s = stuck_s,
                            .io = to_io_backend(io)};
   const py::gil_scoped_release release;
-  return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream),
-                                      &choose_io);
+  return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream));
 }
 
 BackendType to_backend(int32_t gpu_block_type) {

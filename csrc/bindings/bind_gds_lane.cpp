@@ -48,12 +48,12 @@ std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCod
                            .max_staging_blocks = max_staging_blocks,
                            .max_staging_bytes = max_staging_bytes,
                            .deadline_s = kLongestWaitS,
-                           .stuck_s = kLongestWaitS,
-                           .io = to_io_backend(io)};
+                           .stuck_s = kLongestWaitS};
+  const IoBackend backend = to_io_backend(io);
   const py::gil_scoped_release release;
   const auto device = choose_device(gpu_device_id, 0);
   auto files = std::make_shared<const RawFiles>(paths, OpenFiles::kExisting);
-  auto file_io = choose_io(files, device, options.io);
+  auto file_io = choose_io(files, device, backend);
   auto manager = std::make_shared<GDSManager>(std::move(files), options, device, std::move(file_io));
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }

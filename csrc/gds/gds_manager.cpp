@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "gds/posix_file_io.h"
+#include "gds/io_choice.h"
 
 namespace flexkv {
 namespace {
@@ -13,10 +13,11 @@ namespace {
 // Unit: pages a thread. Keeps a thread's next page queued while it does one.
 constexpr int32_t kDirectPagesPerThread = 2;
 
+void refuse(const char* name, const std::string& value, const char* allowed) {
+  throw ConfigError(std::string(name) + " is " + value + ": allowed is " + allowed);
+}
+
 const GdsOptions& checked(const GdsOptions& options) {
-  const auto refuse = [](const char* name, const std::string& value, const char* allowed) {
-    throw ConfigError(std::string(name) + " is " + value + ": allowed is " + allowed);
-  };
   if (options.round_robin < 1) refuse("round_robin", std::to_string(options.round_robin), "1 and more");
   if (options.max_staging_blocks < 1) {
     refuse("max_staging_blocks", std::to_string(options.max_staging_blocks), "1 and more");
@@ -51,9 +52,9 @@ class GDSManager::Running {
 };
 
 GDSManager::GDSManager(const std::vector<std::vector<std::string>>& paths_by_device,
-                       const GdsOptions& options, std::shared_ptr<TransformDevice> device, MakeIo make_io)
+                       const GdsOptions& options, std::shared_ptr<TransformDevice> device)
     : options_(checked(options)), files_(std::make_shared<RawFiles>(paths_by_device)) {
-  parts_.io = make_io ? make_io(files_, device, options_.io) : std::make_shared<PosixFileIo>(files_);
+  parts_.io = choose_io(files_, device, options_.io);
   parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);
@@ -62,6 +63,10 @@ GDSManager::GDSManager(const std::vector<std::vector<std::string>>& paths_by_dev
 GDSManager::GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
                        std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io)
     : options_(checked(options)), files_(std::move(files)) {
+  if (options_.io != IoBackend::kAuto) {
+    refuse("io", options_.io == IoBackend::kUring ? "'uring'" : "'threads'",
+           "'auto' where the caller makes the I/O");
+  }
   parts_.io = std::move(io);
   parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });

@@ -33,7 +33,7 @@ struct GdsOptions {
   int64_t max_staging_bytes = kDefaultStagingBytes;
   double deadline_s = 600;  // of one transfer
   double stuck_s = 60;
-  IoBackend io = IoBackend::kAuto;  // of plain memory
+  IoBackend io = IoBackend::kAuto;  // of plain memory, where the manager makes its own I/O
 };
 
 struct GdsTotals {
@@ -48,13 +48,12 @@ struct GdsTotals {
 
 class FLEXKV_EXPORT GDSManager {
  public:
-  // `device` has the pool and gets the staging; `make_io` (POSIX if null) makes the I/O over the open files.
+  // `device` has the pool and gets the staging; the I/O is what `choose_io` makes of it and of `options.io`.
   // Throws ConfigError for files that cannot be opened and options that are not allowed.
-  using MakeIo = std::shared_ptr<FileIo> (*)(std::shared_ptr<const RawFiles>,
-                                             const std::shared_ptr<TransformDevice>&, IoBackend);
   GDSManager(const std::vector<std::vector<std::string>>& paths_by_device, const GdsOptions& options,
-             std::shared_ptr<TransformDevice> device, MakeIo make_io = nullptr);
-  // The same with I/O of the caller's, over files it opened: for decorators.
+             std::shared_ptr<TransformDevice> device);
+  // The same with I/O of the caller's, over files it opened: for decorators. Throws ConfigError also where
+  // `options.io` asks for another.
   GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
              std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io);
   ~GDSManager();

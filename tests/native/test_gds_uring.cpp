@@ -75,6 +75,37 @@ TEST_CASE("a ring moves more calls than it has places, and finishes what came sh
   CHECK(world.io->transfer(call).bytes == 0);
 }
 
+TEST_CASE("a manager makes the I/O that its options ask for") {
+  const TemporaryFolder folder;
+  const std::vector<std::vector<std::string>> paths{{folder.file("a")}};
+  const auto described = [&](IoBackend backend) {
+    GdsOptions options;
+    options.io = backend;
+    return GDSManager(paths, options, host_transform_device()).describe();
+  };
+  CHECK(described(IoBackend::kThreads) == "posix to host");
+  if (uring_refusal().empty()) {
+    CHECK(described(IoBackend::kUring) == "io_uring to host");
+    CHECK(described(IoBackend::kAuto) == "io_uring to host");
+  } else {
+    CHECK_THROWS_AS(described(IoBackend::kUring), ConfigError);
+    CHECK(described(IoBackend::kAuto) == "posix to host");
+  }
+}
+
+TEST_CASE("a manager that is given its I/O refuses options that ask for another") {
+  const TemporaryFolder folder;
+  const auto files =
+      std::make_shared<const RawFiles>(std::vector<std::vector<std::string>>{{folder.file("a")}});
+  for (const IoBackend backend : {IoBackend::kUring, IoBackend::kThreads}) {
+    GdsOptions options;
+    options.io = backend;
+    CHECK_THROWS_WITH_AS(
+        GDSManager(files, options, host_transform_device(), std::make_shared<PosixFileIo>(files)),
+        doctest::Contains("where the caller makes the I/O"), ConfigError);
+  }
+}
+
 TEST_CASE("calls that break off leave nothing under way, and the next ones hear of none of them") {
   if (!uring_refusal().empty()) return;
   // Takes `left` requests, then is out of memory once.

@@ -44,7 +44,7 @@ struct Pool {
 // Stores and loads blocks of the backend's pool; 0 if every byte came back and no other changed.
 template <BackendType Type>
 int round_trip(const std::string& path) {
-  flexkv::GDSManager manager({{path}}, {}, flexkv::choose_device(flexkv::kHostDevice, 0), &flexkv::choose_io);
+  flexkv::GDSManager manager({{path}}, {}, flexkv::choose_device(flexkv::kHostDevice, 0));
   Pool<Type> pool;
   const torch::Tensor content = pool.by_block().clone();
   std::vector<int64_t*> pointers = pool.pointers();
