@@ -282,8 +282,7 @@ void DiskLane::take_out(int32_t disk, const std::string& reason) {
 std::vector<DiskState> DiskLane::states() const {
   std::vector<DiskState> states;
   for (const auto& disk : shared_->disks) {
-    states.push_back(
-        {disk->lost(), disk->lost_reason(), disk->backend(), disk->backend_note(), disk->queued()});
+    states.push_back({disk->lost(), disk->lost_reason(), disk->backend(), disk->backend_note()});
   }
   return states;
 }

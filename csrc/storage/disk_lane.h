@@ -16,7 +16,6 @@ struct DiskState {
   std::string reason = {};   // why it was taken out
   std::string backend = {};  // "io_uring" or "threads"; empty before first use
   std::string note = {};     // what keeps it from being what was asked for
-  size_t queued = 0;         // pages that were not begun
 };
 
 class DiskLane : public Lane {

@@ -1,6 +1,7 @@
 // Transfers over rings, with faults below them: what the ring says, and what is made of it.
 #include <doctest/doctest.h>
 
+#include "base/error.h"
 #include "gds/uring_file_io.h"
 #include "gds_world.h"
 #include "io/faulty_queue.h"

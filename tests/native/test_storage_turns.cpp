@@ -1,11 +1,8 @@
 // Who goes first on one disk: reads before writes, and a write that waits for many reads all the same.
 #include <doctest/doctest.h>
 
-#include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -13,10 +10,8 @@
 
 #include "io/io_queue.h"
 #include "page_world.h"
-#include "storage/disk_lane.h"
-#include "transfer/deadline.h"
-#include "transfer/engine.h"
-#include "transfer/host_mover.h"
+#include "storage/disk.h"
+#include "transfer/scheduler.h"
 
 namespace flexkv {
 namespace {
@@ -29,35 +24,15 @@ constexpr double kWaitS = 60;
 // Of disk_io.cpp: so many reads go before a write that waits.
 constexpr size_t kReadsBeforeWrite = 16;
 
-// Holds the first I/O back until it is let go, and writes down what each of them is.
-struct Turns {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool open = false;
-  std::string order;  // 'r' or 'w'
-
-  void note(bool write) {
-    std::unique_lock lock(mutex);
-    order += write ? 'w' : 'r';
-    CHECK(changed.wait_until(lock, deadline_in(kWaitS), [this] { return open; }));
-  }
-  void let_go() {
-    {
-      const std::lock_guard lock(mutex);
-      open = true;
-    }
-    changed.notify_all();
-  }
-};
-
+// Writes down what each I/O is, in the order in which they are begun.
 class NotingQueue final : public IoQueue {
  public:
-  NotingQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<Turns> turns)
-      : inner_(std::move(inner)), turns_(std::move(turns)) {}
+  NotingQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<std::string> order)
+      : inner_(std::move(inner)), order_(std::move(order)) {}
   const char* name() const override { return inner_->name(); }
   int32_t depth() const override { return inner_->depth(); }
   void submit(const IoRequest& request) override {
-    turns_->note(request.write);
+    *order_ += request.write ? 'w' : 'r';
     inner_->submit(request);
   }
   void wait(std::vector<IoDone>& done) override { inner_->wait(done); }
@@ -66,7 +41,18 @@ class NotingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> inner_;
-  std::shared_ptr<Turns> turns_;
+  std::shared_ptr<std::string> order_;  // 'r' or 'w'; of the disk's thread while that runs
+};
+
+// Takes nothing by itself: the test hands its pages to the disk.
+class IdleLane final : public Lane {
+ public:
+  const char* name() const override { return "idle"; }
+  KindSet kinds() const override { return kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite); }
+  int32_t concurrency() const override { return 1; }
+  void start(std::shared_ptr<WorkSource>, int32_t) override {}
+  void join() override {}
+  void abandon() override {}
 };
 
 // What is wrong with an order of turns that was taken while all of them waited; empty if nothing is.
@@ -96,22 +82,22 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   REQUIRE(pool->wait_ready(kPlaces, kWaitS));
   const std::string path = "slab-turns";
   const SlabShape shape = make_slab(path, *codec, kPlaces, 1);
-  std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs;
-  slabs.push_back({std::make_shared<SlabFile>(path, shape, -1)});
   std::vector<DiskGroup> groups;
   groups.push_back({codec, {}, pool});
-  const auto turns = std::make_shared<Turns>();
-  const WrapQueue wrap = [turns](std::unique_ptr<IoQueue> queue, int32_t) {
-    return std::make_unique<NotingQueue>(std::move(queue), turns);
+  const auto order = std::make_shared<std::string>();
+  const WrapQueue wrap = [order](std::unique_ptr<IoQueue> queue, int32_t) {
+    return std::make_unique<NotingQueue>(std::move(queue), order);
   };
   // One at a time, so that the order is the order of the choices.
-  const auto lane = std::make_shared<DiskLane>(std::move(groups), std::move(slabs),
-                                               DiskOptions{IoBackend::kAuto, 1, 0}, wrap);
-  TransferEngine engine(std::make_shared<HostMover>(), EngineOptions{},
-                        std::vector<std::shared_ptr<Lane>>{lane});
+  Disk disk(0, {std::make_shared<SlabFile>(path, shape, -1)},
+            std::make_shared<const std::vector<DiskGroup>>(std::move(groups)),
+            DiskOptions{IoBackend::kAuto, 1, 0}, wrap, [] {});
+  const auto scheduler = std::make_shared<Scheduler>(kPlaces, 0);
+  scheduler->add_lane(std::make_shared<IdleLane>());
   int64_t next_op = 1;
-  const auto submit = [&](OpKind kind, int32_t first, int32_t pages) {
-    OpSpec op;
+  const auto push = [&](OpKind kind, int32_t first, int32_t pages) {
+    GraphSpec graph;
+    OpSpec& op = graph.ops.emplace_back();
     op.op_id = next_op++;
     op.kind = kind;
     op.priority = kind == OpKind::kDiskRead ? Priority::kLoad : Priority::kStore;
@@ -120,32 +106,29 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
       op.places.push_back(i);
       add_tag(op, i);
     }
-    return submit_op(engine, std::move(op));
-  };
-  const auto until_queued = [&](size_t pages) {
-    const auto ends = deadline_in(kWaitS);
-    while (lane->states()[0].queued != pages) {
-      REQUIRE(Clock::now() < ends);
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto ticket = scheduler->submit(std::move(graph), {nullptr}, {{codec->image_bytes(), 1}});
+    REQUIRE(ticket);
+    while (const auto piece = scheduler->try_take(0, kind_bit(kind))) {
+      std::vector<PageTask> tasks;
+      for (size_t i = 0; i < piece->positions().size(); ++i) {
+        const PageMove move = piece->page(i);
+        tasks.push_back({piece, i, move, move.place});
+      }
+      disk.push(std::move(tasks), *scheduler);
     }
+    return *ticket;
   };
-  // The first is under way while the others come: writes before reads.
-  std::vector<int64_t> tickets{submit(OpKind::kDiskWrite, 0, 1)};
-  const auto begun = [&] {
-    const std::lock_guard lock(turns->mutex);
-    return !turns->order.empty();
-  };
-  const auto ends = deadline_in(kWaitS);
-  while (!begun()) REQUIRE(Clock::now() < ends);
-  tickets.push_back(submit(OpKind::kDiskWrite, 1, kWrites));
-  until_queued(kWrites);
-  tickets.push_back(submit(OpKind::kDiskRead, kWrites + 1, kReads));
-  until_queued(kWrites + kReads);
-  turns->let_go();
-  for (const int64_t ticket : tickets) REQUIRE(engine.wait(ticket, kWaitS));
-  REQUIRE(turns->order.size() == 1 + kWrites + kReads);
-  CHECK(wrong_turn(turns->order.substr(1)) == "");
-  CHECK(engine.close(kWaitS));
+  // All of them wait when the disk begins: the writes came first.
+  const std::vector<int64_t> tickets{push(OpKind::kDiskWrite, 0, kWrites),
+                                     push(OpKind::kDiskRead, kWrites, kReads)};
+  REQUIRE(disk.queued() == kWrites + kReads);
+  std::thread thread([&] { disk.run(scheduler); });
+  for (const int64_t ticket : tickets) CHECK(scheduler->wait(ticket, kWaitS));
+  disk.stop();
+  thread.join();
+  CHECK(wrong_turn(*order) == "");
+  scheduler->begin_close();
+  disk.close_files();
   std::remove(path.c_str());
 }
 
