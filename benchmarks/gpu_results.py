@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,9 @@ from flexkv import c_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
+README = ROOT / "README.md"
+NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
+"""So the README says that something waits for a GPU."""
 KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
 """In the note of a row: how `GDSManager.describe` names it, and nothing else."""
@@ -197,6 +201,21 @@ def _said(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def waiting_rows(readme: str) -> list[str]:
+    """The first cells of those rows of the README's table that say `NOT_YET`."""
+    rows = [line for line in readme.splitlines() if line.startswith("| ") and NOT_YET.search(line)]
+    return [row.split("|")[1].strip() for row in rows]
+
+
+def closing_words(readme: str) -> str:
+    """What whoever has the GPU does now."""
+    lines = [
+        f"{PAGE}: commit it. In docs/gpu.md say what has run; in README.md, of these rows, those that have:"
+    ]
+    lines += [f'  "{row}"' for row in waiting_rows(readme)]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", type=int, default=0)
@@ -219,7 +238,7 @@ def main() -> None:
         bench += [] if arguments.folder is None else ["--folder", str(arguments.folder)]
         subprocess.run(bench, cwd=ROOT, check=True)
         PAGE.write_text(render(describe(arguments.device), outcomes(junit), json.loads(results.read_text())))
-    print(f"{PAGE}: commit it, and say in README.md and docs/gpu.md what has run")
+    print(closing_words(README.read_text()))
     raise SystemExit(failed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_results import Goal, goals, outcomes, render
+from benchmarks.gpu_results import README, Goal, closing_words, goals, outcomes, render, waiting_rows
 from flexkv import c_ext
 
 MACHINE = {"date": "2026-01-01", "GPU": "none, made up for a test"}
@@ -106,6 +106,30 @@ def test_the_tests_are_counted(tmp_path: Path) -> None:
         '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"></testsuite></testsuites>'
     )
     assert outcomes(report) == {"passed": 3, "failed": 3, "skipped": 3}
+
+
+def test_the_closing_words_name_the_rows_of_the_readme_that_wait() -> None:
+    readme = README.read_text()
+    waiting = [
+        line for line in readme.splitlines() if line.startswith("| ") and "not yet" in line and "GPU" in line
+    ]
+    words = closing_words(readme)
+    for line in waiting:
+        assert f'"{line.split("|")[1].strip()}"' in words
+
+
+def test_rows_that_have_run_are_named_no_more() -> None:
+    said = (
+        "not yet run on a GPU",
+        "**not yet on a GPU**",
+        "has not been run on one",
+        "has not yet run on a GPU",
+    )
+    table = "\n".join(
+        f"| row {number} | works; {words} ([page](page.md)) |" for number, words in enumerate(said)
+    )
+    assert waiting_rows(table) == ["row 0", "row 1", "row 2", "row 3"]
+    assert waiting_rows(table.replace("**not yet on a GPU**", "runs on a GPU")) == ["row 0", "row 2", "row 3"]
 
 
 def test_without_a_gpu_nothing_is_written() -> None:
