@@ -45,7 +45,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """Nobody waits for the request's load any more; what was not issued is dropped."""
+    """Nobody waits for the request's load any more; what was not issued is dropped, and no load of this id follows."""
 
     request_id: int
 

@@ -51,7 +51,10 @@ class Tracked:
         spent: of a load between steps ranks may have an order that the engine never names, or hear late that it was
             taken back. The engine names a load by this id alone, so the order of a second one could be mistaken for
             that of the first on a rank that lags: there is no second.
-        prompt_tokens: that the request had when the engine last asked for it.
+        unsettled: the engine was promised a load between steps that was never ordered. It may wait for its end, and
+            name the request to the ranks, all the same.
+        told: tokens that it was promised when it last asked; None before it has.
+        prompt_tokens: that the request had then.
     """
 
     request_id: int
@@ -63,12 +66,19 @@ class Tracked:
     load: OpId | None = None
     loading: range = NO_TOKENS
     spent: bool = False
+    unsettled: bool = False
+    told: int | None = None
     prompt_tokens: int = 0
 
     @property
     def ordered(self) -> bool:
         """Whether ranks may have to do with a load of this id yet."""
         return self.spent or self.load is not None
+
+    @property
+    def may_be_named(self) -> bool:
+        """Whether the engine may yet wait for a load of this id."""
+        return self.ordered or self.unsettled
 
 
 def tokens_of(blocks: range, block_tokens: int) -> range:
@@ -100,7 +110,7 @@ def still_wanted(tokens: range, start: int, end: int) -> range:
 
 
 class RequestTable:
-    """The live requests, and of those that were reset whether their ids are spent: until they end.
+    """The live requests, and of those that were reset whether their ids are spent or unsettled: until they end.
 
     Holds no more than the engine does, which says of each request that it has ended.
     """
@@ -110,6 +120,7 @@ class RequestTable:
         self._namespace = namespace
         self._tracked: dict[int, Tracked] = {}
         self._spent: set[int] = set()
+        self._unsettled: set[int] = set()
 
     def of(self, request: Any) -> Tracked:
         """The request's entry, made when it is met first."""
@@ -118,19 +129,31 @@ class RequestTable:
         if tracked is None:
             namespace = request_namespace(self._namespace, request)
             keys = None if namespace is None else RequestKeys(self._block_tokens, namespace)
-            tracked = self._tracked[request_id] = Tracked(request_id, keys, spent=request_id in self._spent)
+            tracked = self._tracked[request_id] = Tracked(
+                request_id,
+                keys,
+                spent=request_id in self._spent,
+                unsettled=request_id in self._unsettled,
+            )
         return tracked
 
     def get(self, request_id: int) -> Tracked | None:
         return self._tracked.get(request_id)
 
     def reset(self, request_id: int) -> None:
-        """The request starts again: forgets all but that its id is spent, if it is."""
+        """The request starts again: forgets all but whether its id is spent or unsettled."""
         tracked = self._tracked.pop(request_id, None)
-        if tracked is not None and tracked.ordered:
+        if tracked is None:
+            return
+        if tracked.ordered:
             self._spent.add(request_id)
+        if tracked.unsettled:
+            self._unsettled.add(request_id)
+        else:
+            self._unsettled.discard(request_id)
 
     def pop(self, request_id: int) -> None:
         """The request has ended, and its id is not heard of again."""
         self._tracked.pop(request_id, None)
         self._spent.discard(request_id)
+        self._unsettled.discard(request_id)

@@ -249,19 +249,17 @@ class WorkerSide(RankWorker):
     def _cancel(self, request_id: int) -> None:
         order = self._inbox.loads.pop(request_id, None)
         if order is not None:
-            # Not issued here, and never will be. The engine may name the request later than we hear of its end.
+            # Not issued here, and never will be.
             self._dropped(order.job.ops, "the request ended first")
-            load = self._loads.get(request_id)
-            if load is None:
-                self._cancelled.add(request_id)
-            else:
-                load.started = load.cancelled = True
-            return
         load = self._loads.get(request_id)
-        if load is not None:
-            load.cancelled = True
-            for op_id in load.open:
-                self._ops.give_up(op_id, "the request ended")
+        if load is None:
+            # The engine may name the request later than we hear of its end.
+            self._cancelled.add(request_id)
+            return
+        # An order that has not come by now never will: nothing is sent for an id after this.
+        load.started = load.cancelled = True
+        for op_id in load.open:
+            self._ops.give_up(op_id, "the request ended")
 
     def _dropped(self, ops: Iterable[TransferOp], reason: str) -> None:
         self._report(tuple(OpResult.cancelled(op.op_id, op.pages, reason) for op in ops))

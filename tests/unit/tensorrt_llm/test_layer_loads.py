@@ -41,7 +41,7 @@ def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **option
 def test_with_several_ranks_loads_end_before_the_forward(ranks: int, hooked: bool) -> None:
     """A rank that lost a layer could not tell the others before they sample."""
     given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
-    assert SchedulerSide(load_config({}, TRUSTING), given)._by_layer is hooked
+    assert SchedulerSide(load_config({}, TRUSTING), given).by_layer is hooked
 
 
 @pytest.mark.parametrize("version", [FLAT, BY_GROUP], ids=["flat", "by group"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.late import LateOrders
 from tests.unit.tensorrt_llm.request import Request
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stored
+from tests.unit.tensorrt_llm.world import end as world_end
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 First = Callable[[World, LateOrders, Request], None]
@@ -94,19 +96,14 @@ def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, li
 
 def end(world: World, request: Request) -> None:
     """The request ends; nothing of it is left behind on either side."""
-    assert world.scheduler.request_finished(request, request.blocks), "ranks may have to do with its load yet"
-    ends_s = time.monotonic() + LONG_S
-    saved: list[int] = world.worker.get_finished([900], [])[0]
-    while not saved:
-        assert time.monotonic() < ends_s, "its blocks do not come back"
-        time.sleep(0.001)
-        saved = world.worker.get_finished([], [])[0]
-    assert saved == [900]
+    table = world.scheduler.side.ranks.joined.requests
+    assert table.of(request).may_be_named, "ranks may have to do with its load yet"
+    world_end(world, request)
     world.executor.free += request.blocks
-    rank, side = world.worker.side, world.scheduler.side
+    rank = world.worker.side
     assert (rank._inbox.loads, rank._inbox.saves, rank._cancelled) == ({}, {}, set())
-    assert (side._requests._spent, side._requests.get(900)) == (set(), None)
-    assert side.unit.manager.inflight_ops() == 0
+    assert (table._spent, table._unsettled, table.get(900)) == (set(), set(), None)
+    assert world.scheduler.side.unit.manager.inflight_ops() == 0
 
 
 @pytest.mark.parametrize("first", FIRST)
@@ -134,8 +131,10 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     late = LateOrders(world)
     request, _ = promised(world)
     first(world, late, request)
-    side = world.scheduler.side
-    side._requests = RequestTable(side._block_tokens, side._requests._namespace)
+    ranks = world.scheduler.side.ranks
+    assert ranks.joined is not None
+    table = RequestTable(ranks.joined.block_tokens, ranks.joined.requests._namespace)
+    ranks.joined = replace(ranks.joined, requests=table)
     tokens, wrong = ask_again(world, late, request)
     assert tokens == WHOLE
     assert wrong == list(range(WHOLE))
@@ -198,7 +197,7 @@ def ask_named(world: World) -> list[int]:
     """Names the load, and waits until the rank has returned it and the scheduler has heard of it."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
-    while not loaded or world.scheduler.side._requests.get(900).load is not None:
+    while not loaded or world.scheduler.side.ranks.joined.requests.get(900).load is not None:
         assert time.monotonic() < ends_s
         time.sleep(0.001)
         loaded += world.worker.get_finished([], [])[1]

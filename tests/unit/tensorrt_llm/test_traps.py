@@ -8,14 +8,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flexkv.adapters.tensorrt_llm.scheduler import present_runs
+from flexkv.adapters.tensorrt_llm.request_stores import present_runs
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import Version
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.request import Request
-from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, promised, stalled_load, steps, stored
+from tests.unit.tensorrt_llm.world import (
+    PROMPT,
+    WHOLE,
+    Make,
+    World,
+    end,
+    promised,
+    stalled_load,
+    steps,
+    stored,
+)
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 
@@ -85,7 +95,7 @@ def test_blocks_that_the_engine_has_in_part_are_not_looked_up(make_world: Make) 
     world = stored(make_world)
     assert world.scheduler.get_num_new_matched_tokens(Request(1, list(PROMPT)), 3) == (0, False)
     assert world.scheduler.get_num_new_matched_tokens(Request(1, list(PROMPT)), 8) == (WHOLE - 8, True)
-    assert not world.scheduler.request_finished(Request(1, list(PROMPT)), [])
+    end(world, Request(1, list(PROMPT)))
     world.check()
 
 
@@ -149,7 +159,7 @@ def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
     )
     world.worker.start_load_kv(None)
     side = world.scheduler.side
-    tracked = side._requests.of(request)
+    tracked = side.ranks.joined.requests.of(request)
     assert tracked.computed == 28, "24 + 28 would be 52, of which 20 were never computed"
     assert not world.scheduler.request_finished(request, blocks), "the 7 blocks are stored already"
 

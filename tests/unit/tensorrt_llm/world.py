@@ -149,7 +149,7 @@ def promised(world: World) -> tuple[Request, list[int]]:
     """A request 900 that was promised PROMPT, and eight blocks for it that hold garbage."""
     request = Request(900, list(PROMPT))
     assert world.scheduler is not None
-    is_async = not world.scheduler.side._sync
+    is_async = not world.scheduler.side.sync
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, is_async)
     request.blocks = [world.executor.free.pop() for _ in range(8)]
     return request, request.blocks
@@ -175,8 +175,22 @@ def lookup(world: World) -> int:
     request = Request(99, list(PROMPT))
     assert world.scheduler is not None
     tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
-    assert not world.scheduler.request_finished(request, [])
+    end(world, request)
     return int(tokens)
+
+
+def end(world: World, request: Request) -> None:
+    """A request that is not the executor's ends, while that has none of its own that wait."""
+    assert world.scheduler is not None
+    if not world.scheduler.request_finished(request, request.blocks):
+        return
+    ends_s = time.monotonic() + LONG_S
+    saved: list[int] = world.worker.get_finished([request.request_id], [])[0]
+    while not saved:
+        assert time.monotonic() < ends_s, "its blocks do not come back"
+        time.sleep(0.001)
+        saved = world.worker.get_finished([], [])[0]
+    assert saved == [request.request_id]
 
 
 def wait_for_the_disk(world: World) -> None:

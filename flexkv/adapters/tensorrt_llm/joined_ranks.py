@@ -1,0 +1,146 @@
+"""The ranks as rank 0's scheduler knows them: who has joined, what they say, and what they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexkv.adapters.common.base import RankFacts, UnitOwner
+from flexkv.adapters.common.host_unit import HostUnit
+from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace
+from flexkv.adapters.tensorrt_llm.link import Listener
+from flexkv.adapters.tensorrt_llm.messages import Order, RankReport
+from flexkv.adapters.tensorrt_llm.requests import RequestTable
+from flexkv.cache.base import OpRole
+from flexkv.config import FlexKVConfig
+from flexkv.errors import FlexKVError, GeometryError
+from flexkv.observe import Counters, get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What there is once every rank has said what its pool is.
+
+    Attributes:
+        requests: the live requests.
+        block_tokens: of every rank's pool.
+    """
+
+    unit: HostUnit
+    requests: RequestTable
+    block_tokens: int
+
+
+class JoinedRanks:
+    """Hears the ranks, makes the unit of them, and sends them orders. Never waits for one.
+
+    Attributes:
+        joined: None until every rank has said what its pool is, and for good where that cannot be served.
+    """
+
+    def __init__(self, config: FlexKVConfig, arguments: EngineArguments, counters: Counters) -> None:
+        self._config = config
+        self._arguments = arguments
+        self._counters = counters
+        self._listener = Listener()
+        self._facts: dict[int, tuple[RankFacts, int]] = {}
+        self._ready: set[int] = set()
+        self._off = ""
+        self.joined: Joined | None = None
+
+    @property
+    def address(self) -> str:
+        """Where ranks find this."""
+        return self._listener.address
+
+    @property
+    def usable(self) -> bool:
+        """Whether promises can be made: every rank has the host pool."""
+        return (
+            self.joined is not None and self.joined.unit.usable and len(self._ready) == self._arguments.ranks
+        )
+
+    def order(self, order: Order) -> None:
+        """To every rank."""
+        self._listener.broadcast(order)
+
+    def poll(self) -> None:
+        """Takes what the ranks said, and gives the disks what there is to do."""
+        self.hear()
+        if self.joined is None:
+            return
+        unit = self.joined.unit
+        if self._listener.broken and unit.usable:
+            unit.disable(-1, f"a rank is gone: {self._listener.broken}")
+        unit.pump()
+        unit.expire_if_due(self._counters)
+
+    def hear(self) -> None:
+        """Takes what the ranks said."""
+        for report in self._listener.poll():
+            self._take(report)
+
+    def _take(self, report: RankReport) -> None:
+        if report.facts is not None:
+            self._facts[report.rank] = (report.facts, report.block_tokens)
+            if len(self._facts) == self._arguments.ranks and self.joined is None and not self._off:
+                self._join()
+        if self.joined is None:
+            return
+        unit = self.joined.unit
+        if report.error:
+            unit.disable(report.rank, report.error)
+        if report.ready is not None and report.ready >= 0:
+            unit.heard({report.rank: report.ready})
+            self._ready.add(report.rank)
+        for result in report.results:
+            done = unit.manager.complete(report.rank, result)
+            if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
+                # A load that failed is reported nowhere, so its request still waits for it.
+                continue
+            tracked = self.joined.requests.get(int(done.request_id))
+            if tracked is not None and tracked.load == done.op_id:
+                tracked.load = None
+
+    def _join(self) -> None:
+        try:
+            tokens = {tokens for _, tokens in self._facts.values()}
+            if len(tokens) != 1:
+                raise GeometryError(f"the ranks have blocks of {sorted(tokens)} tokens")
+            block_tokens = tokens.pop()
+            facts = {rank: said for rank, (said, _) in self._facts.items()}
+            namespace = engine_namespace(self._arguments, self._config, block_tokens, facts[0].dtype)
+            unit = HostUnit.create(
+                self._config,
+                block_tokens,
+                facts[0].num_blocks,
+                facts,
+                True,
+                None,
+                UnitOwner(self._arguments.model, namespace, "rank0"),
+            )
+        except FlexKVError as error:
+            # The engine is serving by now and can live without a cache.
+            self._off = f"{type(error).__name__}: {error}"
+            logger.error("nothing is cached: %s", self._off)
+            return
+        logger.warning(
+            "TensorRT-LLM does not say when weights change: never update them in a running engine with this connector, "
+            "or KV of the old ones is served; restart it with the new ones"
+        )
+        self.joined = Joined(unit, RequestTable(block_tokens, namespace), block_tokens)
+        self.order(unit.make_grant(on_device=True))
+
+    def close(self) -> None:
+        """Ends disks and host pool; says what the cache has done. Idempotent."""
+        if self.joined is not None:
+            # What has ended on all ranks is stored, and so goes to disk.
+            self.hear()
+            unit = self.joined.unit
+            unit.count(self._counters)
+            logger.info("rank 0: %s", unit.manager.stats())
+            unit.close()
+            self.joined = None
+        self._listener.close()

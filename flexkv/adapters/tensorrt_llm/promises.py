@@ -1,0 +1,186 @@
+"""What the engine is told that it need not compute, and the loads that keep it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.tensorrt_llm.joined_ranks import Joined, JoinedRanks
+from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder
+from flexkv.adapters.tensorrt_llm.requests import (
+    NO_BLOCKS,
+    NO_TOKENS,
+    Tracked,
+    blocks_of,
+    still_wanted,
+    tokens_of,
+)
+from flexkv.cache.base import NO_BLOCK
+from flexkv.errors import TransferError
+from flexkv.observe import Counters
+
+
+class Promises:
+    """Lookups and loads of one unit.
+
+    Args:
+        sync: loads run inside the step that needs them, not between steps.
+        by_layer: such a step waits for each layer when it comes to it.
+        lease_s: `load.lease_s`.
+    """
+
+    def __init__(
+        self, ranks: JoinedRanks, counters: Counters, sync: bool, by_layer: bool, lease_s: float
+    ) -> None:
+        self._ranks = ranks
+        self._counters = counters
+        self._sync = sync
+        self._by_layer = by_layer
+        self._lease_s = lease_s
+        self._planned: list[LoadJob] = []
+        """Loads inside the next step, of which no rank was told."""
+
+    # --- lookups ---
+
+    def match(self, joined: Joined, request: Any, computed_tokens: int) -> int:
+        """Tokens that can be loaded beyond `computed_tokens`.
+
+        Only what is verified in host memory. What lies on disk is brought up meanwhile, for whoever asks next: the
+        engine cannot be told to ask again. Nothing where ranks may have to do with an earlier load of the request yet:
+        see `Tracked.spent`.
+        """
+        tracked = joined.requests.of(request)
+        # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
+        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
+        tracked.step_loaded = tracked.computed = 0
+        tokens = request.get_tokens(0)
+        tracked.prompt_tokens = len(tokens)
+        tracked.offer = self._look_up(joined, tracked, tokens, computed_tokens)
+        tracked.wanted = tokens_of(tracked.offer, joined.block_tokens)
+        tracked.told = len(tracked.wanted)
+        tracked.unsettled |= bool(tracked.told) and not self._sync
+        return tracked.told
+
+    def _look_up(
+        self, joined: Joined, tracked: Tracked, tokens: Sequence[int], computed_tokens: int
+    ) -> range:
+        """The blocks that are promised; they are leased."""
+        if not self._ranks.usable or tracked.keys is None or computed_tokens % joined.block_tokens:
+            return NO_BLOCKS
+        if tracked.ordered:
+            return NO_BLOCKS
+        unit, request_id = joined.unit, str(tracked.request_id)
+        unit.grow()
+        # The engine has to compute at least one token to sample from.
+        end = (len(tokens) - 1) // joined.block_tokens
+        start = computed_tokens // joined.block_tokens
+        if start >= end:
+            return NO_BLOCKS
+        keys = tracked.keys.of(tokens)[:end]
+        match = unit.manager.match(request_id, [keys], start)
+        self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
+        unit.pump()
+        if not match.blocks:
+            unit.manager.release(request_id)
+        return range(start, start + match.blocks)
+
+    # --- loads ---
+
+    def allocated(self, joined: Joined, request: Any, block_ids: list[int]) -> None:
+        """The engine gave the request its blocks: orders the load that was promised.
+
+        An async load goes to the ranks at once: its request is in no step's metadata, and there may be no step.
+
+        Raises:
+            TransferError: see `_renew`.
+        """
+        tracked = joined.requests.of(request)
+        offer, taken = tracked.offer, tracked.wanted
+        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
+        wanted = blocks_of(taken, joined.block_tokens)
+        if not wanted:
+            # Handed back whole; or asked again, the engine was told of nothing more. What it counts on otherwise, a
+            # promise that a reset took away, would be garbage: of that one nobody says that it is there.
+            if offer or (tracked.unsettled and tracked.told == 0):
+                self._excuse(tracked)
+            return
+        self._renew(joined, tracked, request, offer)
+        # The engine may have found memory for less than it takes.
+        given = block_ids[wanted.start : wanted.stop]
+        targets = np.full(len(offer), NO_BLOCK, np.int32)
+        first = wanted.start - offer.start
+        targets[first : first + len(given)] = given
+        graph = joined.unit.manager.begin_load(str(tracked.request_id), [targets])
+        self._counters.add("flexkv_hit_tokens_total", len(given) * joined.block_tokens)
+        if self._sync:
+            if graph is not None:
+                graph = graph.layerwise() if self._by_layer else graph
+                self._planned.append(LoadJob(str(tracked.request_id), graph, sync=True))
+            tracked.step_loaded = (wanted.start + len(given)) * joined.block_tokens
+            return
+        if graph is not None:
+            tracked.load, tracked.loading = graph.ops[0].op_id, taken
+        else:
+            # No rank will say that it has ended this one.
+            tracked.spent = True
+        tracked.unsettled = False
+        job = LoadJob(str(tracked.request_id), graph, sync=False)
+        self._ranks.order(LoadOrder(tracked.request_id, job))
+
+    def _excuse(self, tracked: Tracked) -> None:
+        """Nothing is loaded. Of a promise of a load between steps the engine may wait for the end all the same."""
+        if not self._sync:
+            tracked.spent, tracked.unsettled = True, False
+            job = LoadJob(str(tracked.request_id), None, sync=False)
+            self._ranks.order(LoadOrder(tracked.request_id, job))
+
+    def _renew(self, joined: Joined, tracked: Tracked, request: Any, offer: range) -> None:
+        """Finds again what was promised, where the engine kept the offer for longer than its lease lives.
+
+        Raises:
+            TransferError: it is gone. The engine counts the tokens as loaded and knows no other way.
+        """
+        assert tracked.keys is not None
+        manager, request_id = joined.unit.manager, str(tracked.request_id)
+        if manager.leased_pages(request_id):
+            return
+        keys = tracked.keys.of(request.get_tokens(0))[: offer.stop]
+        if manager.match(request_id, [keys], offer.start).blocks < len(offer):
+            manager.release(request_id)
+            raise TransferError(
+                f"request {request_id}: the engine took up a promise of {len(offer)} blocks after more than "
+                f"load.lease_s={self._lease_s:g} s, and they are not in host memory any more"
+            )
+
+    def take_planned(self) -> tuple[LoadJob, ...]:
+        """The loads inside the next step, once."""
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    # --- taken back ---
+
+    def cancel(self, joined: Joined, tracked: Tracked, start: int, end: int | None) -> None:
+        """The engine will not take prompt tokens [start, end) of what it was promised; None for all from `start` on.
+
+        A load under way can be taken back whole only: its blocks stay in use until the ranks return its id.
+        """
+        end = sys.maxsize if end is None else end
+        if tracked.offer:
+            tracked.wanted = still_wanted(tracked.wanted, start, end)
+            if not tracked.wanted:
+                joined.unit.manager.release(str(tracked.request_id))
+        elif tracked.load is not None:
+            tracked.loading = still_wanted(tracked.loading, start, end)
+            if not tracked.loading:
+                tracked.spent = True
+                self._ranks.order(CancelOrder(tracked.request_id))
+
+    def drop_planned(self, request_id: int) -> list[LoadJob]:
+        """Loads of the request inside the next step, which never were: their blocks are freed."""
+        mine = [job for job in self._planned if job.request_id == str(request_id)]
+        self._planned = [job for job in self._planned if job.request_id != str(request_id)]
+        return mine
