@@ -19,6 +19,7 @@ class SimDiskLane:
         set_slot: puts symbols into a slot.
 
     Attributes:
+        missing: by op, the pages of a read that their places do not hold.
         slot_states: of a group and host slot, the read that ended it last and whether its page is good.
         rank_ops: by the ranks themselves, whose places nobody else may touch meanwhile, or write.
     """
@@ -35,6 +36,7 @@ class SimDiskLane:
         self.left: dict[int, list[int]] = {}
         self.ops: dict[int, TransferOp] = {}
         self.failed: dict[int, list[int]] = {}
+        self.missing: dict[int, set[int]] = {}
         self.slot_states: dict[tuple[int, int], tuple[int, bool]] = {}
         self.rank_ops: dict[int, TransferOp] = {}
 
@@ -44,6 +46,7 @@ class SimDiskLane:
         self.ops[op.op_id] = op
         self.left[op.op_id] = list(range(op.pages))
         self.failed[op.op_id] = []
+        self.missing[op.op_id] = set()
 
     def submit_of_ranks(self, op: TransferOp) -> None:
         """The same for one that the ranks carry out."""
@@ -78,6 +81,8 @@ class SimDiskLane:
             slot = int(op.slots[page])
             symbols = None if fails else self._tier.read(op.group, place, identity)
             done = symbols is not None
+            if not (done or fails):
+                self.missing[op_id].add(page)
             self._set_slot(op.group, slot, symbols)
             self.slot_states[op.group, slot] = op_id, done
         if fails or not done:
@@ -95,4 +100,5 @@ class SimDiskLane:
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False
         self.left.pop(op_id, None)
+        del self.missing[op_id]
         return self.ops.pop(op_id), self.failed.pop(op_id)

@@ -6,10 +6,11 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.simulation.base import NO_SLOT, Key, require
+from flexkv.simulation.blames import blames_of, said_of
 from flexkv.simulation.disk_tier import identities
 from flexkv.simulation.model import ModelOp
 from flexkv.simulation.world import World
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
+from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferOp
 
 SAME_PACE_S = 5.0
 """How long the engine computes at one pace; 500 steps."""
@@ -53,12 +54,18 @@ class DiskMoves:
             self._started.add(op_id)
             for _ in range(world.random.randint(1, 4)):
                 if world.disk_lane.move_page(op_id, world.random.random() < world.config.failure_rate):
+                    missing = world.disk_lane.missing[op_id]
                     op, failed = world.disk_lane.end(op_id)
-                    status = OpStatus.FAILED if failed else OpStatus.OK
-                    reason = "page failed" if failed else ""
-                    self._outbox.append(OpResult(OpId(op_id), status, np.array(failed, np.int32), reason))
+                    self._outbox.append(self._result(op, failed, missing))
                     world.disk_ended[op_id] = op
                     break
+
+    def _result(self, op: TransferOp, failed: list[int], missing: set[int]) -> OpResult:
+        pages = np.array(failed, np.int32)
+        if not failed:
+            return OpResult(op.op_id, OpStatus.OK, pages)
+        blames = blames_of(self.world.random, op.kind, failed, missing, 0.0)
+        return OpResult(op.op_id, OpStatus.FAILED, pages, "page failed", blames=blames)
 
     def cancel(self) -> None:
         """Drops an op that the disks have not begun."""
@@ -78,10 +85,13 @@ class DiskMoves:
         result = self._outbox.pop(world.random.randrange(len(self._outbox)))
         op = world.disk_ended.pop(result.op_id)
         self._started.discard(result.op_id)
+        named = world.disk.named(op) if op.kind is OpKind.DISK_READ else set()
         world.manager.disk.complete(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
-        if op.kind is OpKind.DISK_READ and result.status is OpStatus.FAILED:
-            world.disk.require_forgotten(op, result.failed.tolist())
+        if op.kind is OpKind.DISK_READ:
+            blamed = {page for page, blame in said_of(result).items() if blame <= Blame.DISK}
+            world.disk.require_forgotten(op, blamed)
+            world.disk.require_kept(op, named - blamed)
 
     def measure_step(self) -> None:
         """A few of the engine's prefill steps were measured: this minute a token takes long, the next it does not."""
@@ -102,7 +112,7 @@ class DiskMoves:
             world.manager.disk.index.lose(lost.disk)
             for op_id, op in world.disk_lane.rank_ops.items():
                 on_it = np.flatnonzero(op.places % world.disk.disks == lost.disk)
-                world.model.ops[op_id].gone.update(on_it.tolist())
+                world.model.lose(op_id, on_it.tolist())
 
     @property
     def busy(self) -> bool:

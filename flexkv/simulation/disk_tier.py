@@ -198,6 +198,16 @@ class SimDiskTier(DiskTier):
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
+    def named(self, op: TransferOp) -> set[int]:
+        """Those of an op's pages that the index which survives a crash has where the op looks for them."""
+        rows = [self.journal[op.group].get(place) for place in op.places.tolist()]
+        wanted = zip(rows, identities(op) if rows else (), strict=True)
+        return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
+
+    def require_kept(self, op: TransferOp, pages: set[int]) -> None:
+        """These pages of an op were there, and nobody blames them for what became of it."""
+        require(pages <= self.named(op), "a page that nobody blames was forgotten on disk")
+
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
         """These pages of an op did not hold what it asked for: nothing may say that they do."""
         wanted = identities(op)

@@ -27,12 +27,19 @@ class Compute:
 
 @dataclass
 class Movement:
-    """An op on one rank. `left` are the pages still to move; `arrived` is what each moved page brought."""
+    """An op on one rank.
+
+    Attributes:
+        left: the pages still to move.
+        missing: those that failed because their place on disk holds something else.
+        arrived: what each moved page brought.
+    """
 
     op: TransferOp
     is_load: bool
     left: list[int]
     failed: list[int] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
     arrived: dict[int, Symbol] = field(default_factory=dict)
     started: bool = False
 

@@ -139,7 +139,9 @@ class Lookups:
         graph = world.manager.begin_load(request.request_id, [np.array(t, np.int32) for t in targets], tail)
         world.model.release(request.request_id)
         request.computed = request.start + taken
-        request.tail_loaded = request.promised_tail if tail else 0
+        # A tail that was asked for at another block than the path ends with is of no use to the engine.
+        at_the_end = request.computed == len(request.path)
+        request.tail_loaded = request.promised_tail if tail and at_the_end else 0
         sync = world.random.random() < 0.4
         request.state = "running" if sync or graph is None else "loading"
         for op in graph.ops if graph is not None else ():

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from flexkv.cache.base import Completion, GroupPolicy, GroupSpec, ManagerLimits, OpRole
 from flexkv.simulation.base import NO_SLOT, Key, require
-from flexkv.transfer.graph import OpResult, OpStatus
+from flexkv.simulation.blames import said_of
+from flexkv.transfer.graph import Blame, OpResult, OpStatus
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ModelOp:
     gone: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     suspect: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
     reports: int = 0
 
 
@@ -221,8 +223,12 @@ class Model:
             if result.status is OpStatus.FAILED:
                 pages = {int(i) for i in result.failed}
             op.failed |= pages
-            if result.status is not OpStatus.CANCELLED:
-                op.suspect |= pages
+            at_fault = {page for page, blame in said_of(result).items() if blame <= Blame.PAGE}
+            op.damaged |= at_fault
+            for page in pages if result.status is not OpStatus.CANCELLED else ():
+                # From host memory there is no other way: whoever is to blame, a page that stayed would fail again.
+                if op.slots[page] != NO_SLOT or page in at_fault:
+                    op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
             self.bar(op.request_id, min(op.numbers[i] for i in op.failed))
 
@@ -242,7 +248,7 @@ class Model:
             require(sorted(bad) == sorted(evicted), "a failed load forgot other pages than its failed ones")
             for key in bad:
                 del self.visible[key]
-            for i in op.suspect:
+            for i in op.suspect & op.damaged:
                 # What was wrong in host memory is forgotten on disk too, also where it is just being stored.
                 if op.slots[i] != NO_SLOT:
                     self._forget_store_on_disk(op.keys[i])
@@ -310,6 +316,13 @@ class Model:
             self._drop_pending(key, result.op_id)
             if i in good:
                 self.visible[key] = op.slots[i]
+
+    def lose(self, op_id: int, pages: list[int]) -> None:
+        """These pages of an op of the ranks lie on a disk that is gone; their keys may be stored again elsewhere."""
+        op = self.ops[op_id]
+        op.gone.update(pages)
+        for page in pages:
+            self._drop_pending(op.keys[page], op_id)
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,13 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.simulation.base import require
+from flexkv.simulation.blames import blames_of
 from flexkv.simulation.disk_tier import identities, stripe_digest
 from flexkv.simulation.engine import Compute, Movement, Rank
 from flexkv.simulation.model import ModelOp
 from flexkv.simulation.requests import Requests
 from flexkv.simulation.world import World
-from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
+from flexkv.transfer.graph import NO_BLAMES, NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
 
 
 class Ranks:
@@ -97,6 +98,7 @@ class Ranks:
         symbols = world.disk.read(op.group, int(op.places[page]), identities(op)[page])
         if symbols is None:
             world.engine.fail_page(movement, page)
+            movement.missing.add(page)
             return
         fails = world.random.random() < world.config.failure_rate
         symbol = symbols[world.engine.ranks.index(rank)]
@@ -118,16 +120,20 @@ class Ranks:
         return np.array(digests, np.uint64).reshape(-1, 1)
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
-        status, failed, reason = OpStatus.OK, movement.failed, ""
+        status, failed, reason, blames = OpStatus.OK, movement.failed, "", NO_BLAMES
         # A lane that is down would end all loads from disk places for the rest of the run.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
         elif failed:
             status, reason = OpStatus.FAILED, "page failed"
+            blames = blames_of(
+                self.world.random, movement.op.kind, failed, movement.missing, self.world.config.astray_rate
+            )
         reports = movement.op.kind is OpKind.GDS_WRITE and status is not OpStatus.LANE_DOWN
         digests = self._digests(rank, movement) if reports else NO_DIGESTS
-        rank.outbox.append(OpResult(movement.op.op_id, status, np.array(failed, np.int32), reason, digests))
+        pages = np.array(failed, np.int32)
+        rank.outbox.append(OpResult(movement.op.op_id, status, pages, reason, digests, blames))
 
     def _deliver_from(self, number: int) -> None:
         world = self.world
@@ -137,16 +143,18 @@ class Ranks:
         result = outbox.pop(0 if world.config.ordered_reports else world.random.randrange(len(outbox)))
         op_id = result.op_id
         world.model.report(result)
-        model_op = world.model.ops[op_id]
+        model_op, op = world.model.ops[op_id], world.ops[op_id]
+        named = world.disk.named(op) if model_op.role is OpRole.LOAD else set()
         completion = world.manager.complete(number, result)
         world.model.end_op(op_id, completion, world.recorder.take_evicted(), world.recorder.take_published())
         if completion is None:
             return
-        op = world.ops.pop(op_id)
+        del world.ops[op_id]
         of_ranks = world.disk_lane.rank_ops.pop(op_id, None) is not None
         self.requests.lookups.orders_planned()  # the seal of what was stored on disk
         if of_ranks and model_op.role is OpRole.LOAD and model_op.epoch == world.model.epoch:
             world.disk.require_forgotten(op, model_op.suspect)
+            world.disk.require_kept(op, named - model_op.suspect)
         require(completion.blocks.tolist() == op.blocks.tolist(), "a completion names other blocks")
         if model_op.role is OpRole.LOAD:
             self._load_ended(model_op, op, completion.failed_blocks.tolist())

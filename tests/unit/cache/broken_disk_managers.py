@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from flexkv.cache.disk_reads import DiskReads
 from flexkv.cache.disk_writes import DiskWrites
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.transfer.graph import OpResult, OpStatus
+from flexkv.transfer.graph import NO_BLAMES, OpResult, OpStatus
 
 
 class PromisesBeforeVerified(LocalCacheManager):
@@ -169,7 +170,22 @@ class ForgetsInHostAlone(LocalCacheManager):
             self._disk = disk
 
 
+class ForgetsWhatNobodyBlames(LocalCacheManager):
+    """A page that failed is forgotten on disk, whoever was to blame for that."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reads = self.disk.reads
+        reads.complete = (  # type: ignore[method-assign]
+            lambda result: DiskReads.complete(reads, replace(result, blames=NO_BLAMES))
+        )
+
+    def complete(self, rank: int, result: OpResult) -> Any:
+        return super().complete(rank, replace(result, blames=NO_BLAMES))
+
+
 BROKEN = [
+    ForgetsWhatNobodyBlames,
     PromisesBeforeVerified,
     PublishesFailedReads,
     PublishesOnDiskBeforeTheWriteEnds,

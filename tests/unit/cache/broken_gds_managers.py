@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
-from tests.unit.cache.broken_disk_managers import KeepsDamagedPages, OverwritesUnannounced
+from flexkv.transfer.graph import Blame, OpResult, OpStatus, TransferOp
+from tests.unit.cache.broken_disk_managers import (
+    ForgetsWhatNobodyBlames,
+    KeepsDamagedPages,
+    OverwritesUnannounced,
+)
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
@@ -139,6 +143,15 @@ class KeepsFailedSeals(BrokenGdsStores):
         )
 
 
+class KeepsWhatIsBlamed(LocalCacheManager):
+    """A page that did not hold what it should is taken for one that nobody blames."""
+
+    def complete(self, rank: int, result: OpResult) -> Any:
+        if self._inflight.get(result.op_id).in_disk_index and result.status is OpStatus.FAILED:
+            result = replace(result, blames=np.full(len(result.failed), Blame.NOBODY, np.uint8))
+        return super().complete(rank, result)
+
+
 BROKEN_GDS_STORES = [
     SealsFailedStripes,
     SealsWhatWasBarred,
@@ -150,6 +163,8 @@ BROKEN_GDS_STORES = [
     OverwritesUnannounced,
 ]
 BROKEN_GDS_LOADS = [
+    ForgetsWhatNobodyBlames,
+    KeepsWhatIsBlamed,
     ReusesPlacesBeingLoaded,
     TakesFailedLoadsFromDiskAsGood,
     LoadsOnePageIntoAnothersBlock,

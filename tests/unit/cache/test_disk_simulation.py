@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from flexkv.cache.disk_base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
+from flexkv.transfer.graph import Blame, OpResult
 from tests.soak import soak_rounds
 from tests.unit.cache.broken_disk_managers import BROKEN
 from tests.unit.cache.broken_gds_managers import BROKEN_GDS_LOADS, BROKEN_GDS_STORES
@@ -67,6 +69,35 @@ def test_every_action_and_outcome_occurs() -> None:
     )
     for name in (*outcomes, "waits", "lost"):
         assert sum(getattr(report.disk, name) for report in reports) > 0, name
+
+
+def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
+    """Pages in host memory, pages on disk and pages between engine and disk."""
+    said: dict[str, set[int]] = {}
+
+    class Hears(LocalCacheManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            complete = self.disk.complete
+
+            def of_disk(result: OpResult) -> None:
+                said.setdefault("disk", set()).update(result.blames.tolist())
+                complete(result)
+
+            self.disk.complete = of_disk  # type: ignore[method-assign]
+
+        def complete(self, rank: int, result: OpResult) -> Any:
+            kind = self._inflight.get(result.op_id).kind.name
+            said.setdefault(kind, set()).update(result.blames.tolist())
+            return super().complete(rank, result)
+
+    for seed in range(8):
+        gds = dataclasses.replace(
+            config(seed, "one group", DiskMode.THROUGH), gds_loads=seed > 0, failure_rate=0.1, astray_rate=0.5
+        )
+        Simulation(gds, Hears).run()
+    for of_whom in ("disk", "H2D", "GDS_READ"):
+        assert said[of_whom] == set(Blame), of_whom
 
 
 def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
