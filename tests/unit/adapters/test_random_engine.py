@@ -1,0 +1,114 @@
+"""Engines that do everything at any moment: no forward reads a wrong number, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv import c_ext
+from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.storage.unit import DiskUnit
+from tests.soak import soak_rounds
+from tests.unit.adapters.faulty_worker import faulty_worker
+from tests.unit.adapters.random_engine import RandomEngine
+from tests.unit.transfer.transfer_world import CORRUPT, FAIL
+
+ACTS = 200
+BLOCKS = 24
+H2D, D2H = 0, 1
+FAILS = pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
+Make = Callable[..., RandomEngine]
+
+
+@pytest.fixture
+def make_random() -> Iterator[Make]:
+    engines: list[RandomEngine] = []
+
+    def make(seed: int, **options: Any) -> RandomEngine:
+        engines.append(RandomEngine(seed, blocks=BLOCKS, use=Use(recomputes=True), **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def failing_copies() -> type[WorkerSide]:
+    """Some loads and some stores fail, each at one page."""
+    numbers = [(kind, number) for kind in (H2D, D2H) for number in range(2, 40, 5)]
+    return faulty_worker(
+        *(c_ext.FaultRule(FAIL, kind=kind, nth_op=n, page=n % 3, times=1) for kind, n in numbers)
+    )
+
+
+def run(engine: RandomEngine) -> None:
+    for _ in range(ACTS):
+        engine.act()
+    assert {"only_ask", "admit", "compute", "end_one", "take_blocks"} <= set(engine.acts)
+    engine.settle()
+
+
+@pytest.mark.soak
+@soak_rounds(1)
+@FAILS
+@pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
+@pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
+def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
+    """Few slots, so that what is promised, loaded and stored is evicted too; one rank, or two apart."""
+    engine = make_random(
+        7 + soak_round,
+        ranks=1 + fails,
+        remote=fails,
+        worker_class=failing_copies() if fails else WorkerSide,
+        **{"load.mode": load, "store.mode": store, "host.bytes": "256KiB"},
+    )
+    run(engine)
+
+
+DISKS: list[dict[str, object]] = [
+    {},
+    {"disk.stream": True},
+    {"disk.stream": True, "load.mode": "layerwise"},
+    {"disk.stream": True, "store.mode": "lazy"},
+    {"disk.gds": "on"},
+    {"disk.gds": "on", "disk.gds_stores": True},
+    {"disk.mode": "evict"},
+    {"disk.mode": "back"},
+    {"load.mode": "sync"},
+]
+
+
+@pytest.mark.soak
+@soak_rounds(1)
+@FAILS
+@pytest.mark.parametrize("settings", DISKS, ids=str)
+def test_disks(
+    make_random: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    fails: bool,
+    soak_round: int,
+) -> None:
+    """Host memory for 16 blocks, so that most of what is served comes up from disk."""
+    if fails:
+        rules = [c_ext.IoFaultRule(0, write=False, times=3), c_ext.IoFaultRule(0, write=True, times=2)]
+        monkeypatch.setattr(DiskUnit, "open", partial(DiskUnit.open, faults=c_ext.IoFaults(rules)))
+    disk = {
+        "disk.folders": str(tmp_path / "disk"),
+        "disk.bytes_per_folder": 4 << 20,
+        "disk.compute_if_faster": False,
+        "host.bytes": "64KiB",
+    }
+    run(make_random(12 + soak_round, **disk | settings))
+
+
+def test_control_corrupted_copies_are_seen(make_random: Make) -> None:
+    worker = faulty_worker(c_ext.FaultRule(CORRUPT, kind=H2D))
+    with pytest.raises(AssertionError, match="tokens"):
+        run(make_random(7, worker_class=worker, **{"host.verify": False}))
