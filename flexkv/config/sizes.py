@@ -34,7 +34,7 @@ def parse_size(value: object) -> object:
         raise ValueError(f"expected {ALLOWED}")
     size = Fraction(match[1]) * unit
     if size.denominator != 1:
-        raise ValueError(f"{value!r} is {float(size)} bytes; expected {ALLOWED}")
+        raise ValueError(f"that is no whole number of bytes; expected {ALLOWED}")
     return int(size)
 
 

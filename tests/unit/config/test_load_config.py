@@ -108,6 +108,7 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host.bytes": "40G"}, ["'host.bytes'", "'40G'", "GiB"]),
         ({"host.bytes": 0}, ["'host.bytes'", "value 0", "expected 1 or more"]),
         ({"host.bytes": "0.3B"}, ["'host.bytes'", "0.3"]),
+        ({"host.bytes": "1" + 400 * "0" + ".5 B"}, ["'host.bytes'", "no whole number of bytes"]),
         ({"host.memory_share": 1.5}, ["'host.memory_share'", "1.5", "expected at most 1"]),
         ({"host.units_per_node": True}, ["'host.units_per_node'", "True", "expected a number"]),
         ({"host.extent_bytes": "3MB"}, ["'host.extent_bytes'", "multiple of 2097152"]),
