@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -100,17 +102,17 @@ def transfer(
         )
     total_bytes = megabytes << 20
     bench = TransferBench(device, total_bytes, repeats)
-    with console.status("copying"):
+    with _doing(console, "copying"):
         rows = bench.run()
     console.print(_table(rows, bench.limit_gbps))
     console.print(LEGEND, highlight=False)
-    with console.status("comparing"):
+    with _doing(console, "comparing"):
         compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
         with bench.storing() as store:
             compared += small_copy_rows(device, store)
         compared += transform_rows(device, bench.multiprocessors, total_bytes, repeats)
-    with console.status("reading from disk"):
-        if folder is not None:
+    if folder is not None:
+        with _doing(console, "reading from disk"):
             compared += disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats)
     console.print(_comparison_table(compared))
     load = os.getloadavg()[0]
@@ -130,6 +132,17 @@ def transfer(
         json_file.write_text(json.dumps(content, indent=1))
     if png_file is not None:
         _draw(rows, compared, png_file)
+
+
+@contextmanager
+def _doing(console: Console, what: str) -> Iterator[None]:
+    """Says what goes on: with a spinner, or a line where nothing can spin, as in a log."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(f"{what} ...", highlight=False)
+        yield
 
 
 def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:

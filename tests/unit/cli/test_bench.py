@@ -31,6 +31,11 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "say nothing of a GPU" in done.output
+    assert [line for line in done.output.splitlines() if line.endswith(" ...")] == [
+        "copying ...",
+        "comparing ...",
+        "reading from disk ...",
+    ]
     assert "H2D: host memory to the pool" in done.output
     assert "most_batch_copies" not in done.output, "a threshold of GPUs, of which there is none"
     content = json.loads(out.read_text())
