@@ -21,6 +21,10 @@ LOCK_NAME = "lock"
 INDEX_NAME = "index.sqlite"
 DAMAGED_INDEX_NAME = "index.damaged"
 EPOCH_NAME = "epoch"
+MOST_EPOCH = (1 << 32) - 1
+"""Trailers have 32 bits for it."""
+EPOCH_DIGITS = len(str(MOST_EPOCH))
+
 DIGEST_DIGITS = 16
 """Hex digits of a digest in a folder's name; the header holds all of it."""
 
@@ -220,12 +224,12 @@ def read_epoch(folder: Path) -> int:
     """
     path = folder / EPOCH_NAME
     try:
-        text = path.read_text().strip()
+        text = path.read_text("ascii", "replace").strip()
     except FileNotFoundError:
         return 0
     except OSError as error:
         raise DiskError(f"{path}: {error.strerror}") from error
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) <= EPOCH_DIGITS and int(text) <= MOST_EPOCH):
         raise DiskError(
             f"{path}: {text[:40]!r} is no epoch; remove the folder, its pages may be of other weights"
         )

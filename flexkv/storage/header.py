@@ -175,9 +175,11 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, DiskGroup]:
     lengths = fields[18:21]
     if magic != MAGIC:
         raise DamagedHeaderError(f"{path}: no slab of ours (it starts with {magic!r})")
+    if not SECTOR_BYTES <= header_bytes <= len(raw):
+        raise DamagedHeaderError(f"{path}: a slab header of {header_bytes} bytes in {len(raw)}")
     zeroed = bytearray(raw[:header_bytes])
     struct.pack_into("<Q", zeroed, DIGEST_AT, 0)
-    if len(raw) < header_bytes or c_ext.run_digest(bytes(zeroed)) != digest:
+    if c_ext.run_digest(bytes(zeroed)) != digest:
         raise DamagedHeaderError(f"{path}: damaged slab header")
     if version != VERSION or page_version != c_ext.PAGE_VERSION:
         raise DiskError(

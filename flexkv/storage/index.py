@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import DiskError
-from flexkv.storage.folder import write_epoch
+from flexkv.storage.folder import MOST_EPOCH, write_epoch
+from flexkv.storage.generations import MOST_OPENS
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +115,16 @@ class SlotIndex:
         version = meta.get("version", SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
             raise DiskError(f"{self.path}: index format {version}; this version reads {SCHEMA_VERSION}")
-        self.epoch = meta.get("epoch", 0)
-        self.opens = meta.get("opens", 0)
+        self.epoch = self._number(meta, "epoch", MOST_EPOCH)
+        self.opens = self._number(meta, "opens", MOST_OPENS - 1)
         self._slab_ids = [meta.get(f"slab{group}") for group in range(len(self.slots))]
         for group, rows in enumerate(self.rows):
             chunks = len(rows) // CHUNK_SLOTS
             self._db.execute(f"DELETE FROM rows{group} WHERE chunk < 0 OR chunk >= ?", (chunks,))
             for chunk, content in self._db.execute(f"SELECT chunk, content FROM rows{group}"):
+                # SQLite keeps any type in any column.
+                if not isinstance(content, bytes):
+                    raise DamagedIndexError(f"{self.path}: chunk {chunk} of group {group} is {content!r:.40}")
                 if len(content) != CHUNK_SLOTS * ROW.itemsize:
                     raise DamagedIndexError(
                         f"{self.path}: chunk {chunk} of group {group} has {len(content)} bytes"
@@ -129,6 +133,16 @@ class SlotIndex:
             if rows["generation"][self.slots[group] :].any():  # the slab was larger
                 rows[self.slots[group] :] = np.zeros((), ROW)
                 self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
+
+    def _number(self, meta: dict[str, object], name: str, most: int) -> int:
+        """
+        Raises:
+            DamagedIndexError: it is none in [0, most].
+        """
+        value = meta.get(name, 0)
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise DamagedIndexError(f"{self.path}: {name} is {value!r:.40}; allowed is [0, {most}]")
+        return value
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
         """Forgets the rows of groups whose slab is another one than they were written for."""
