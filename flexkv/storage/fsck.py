@@ -10,7 +10,7 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.folder import DAMAGED_INDEX_NAME, INDEX_NAME, FolderLock, read_epoch
+from flexkv.storage.folder import DAMAGED_INDEX_NAME, INDEX_NAME, FolderLock, read_epoch, slab_name
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of, read_group
 from flexkv.storage.index import DamagedIndexError, Rows, SlotIndex
@@ -91,6 +91,9 @@ def _check(folder: Path, repair: bool) -> FsckReport:
             header, group = read_group(str(path))
         except DamagedHeaderError as error:
             report.problems.append(f"{error}: nothing says whose pages it holds; the next start replaces it")
+            continue
+        if path.name != slab_name(header.group):
+            report.problems.append(f"{path} is the slab of group {header.group}: it is not looked at")
             continue
         slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
         slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)

@@ -82,6 +82,7 @@ class SlotIndex:
         self.opens = 0
         self.is_new = False
         self._slab_ids: list[int | None] = []
+        self._written: list[tuple[int, int]] = []
         try:
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -254,6 +255,24 @@ class SlotIndex:
         for group, dirty in enumerate(self._dirty):
             self._used[group] -= dirty
             dirty.clear()
+        if not self._written:
+            self._written = self._named()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether database and log are still the files that the first commit was written to: what goes to others, or to
+        none that has a name, nobody will find again."""
+        return not self._written or self._named() == self._written
+
+    def _named(self) -> list[tuple[int, int]]:
+        """Device and inode of database and log; empty if one of them is gone."""
+        try:
+            found = [path.stat() for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DiskError(f"{self.path}: {error.strerror}") from error
+        return [(file.st_dev, file.st_ino) for file in found]
 
     def close(self) -> None:
         """Folds the log into the database and lets it go.

@@ -266,8 +266,8 @@ class Journal:
         for slab in self._slabs:
             if not slab.in_place:
                 raise DiskError("a slab was deleted or replaced while in use")
-        if not self._index.path.exists():
-            raise DiskError(f"{self._index.path} was deleted while in use")
+        if not self._index.in_place:
+            raise DiskError(f"{self._index.path} or its log was deleted or replaced while in use")
 
     def _sync_data(self, groups: set[int]) -> None:
         for group in groups:

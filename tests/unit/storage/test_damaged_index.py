@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from flexkv.errors import DiskError
+from flexkv.storage.fsck import check_folder
 from flexkv.storage.index import DamagedIndexError, SlotIndex
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import MakeDisks
@@ -47,3 +48,53 @@ def test_writes_recorded_at_the_last_moment_are_durable(make_disks: MakeDisks) -
     world.write(range(8), range(8))
     assert world.close()
     assert len(make_disks().unit.rows(0)) == 8
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "UPDATE meta SET value = 'x' WHERE name = 'epoch'",
+        "UPDATE meta SET value = NULL WHERE name = 'opens'",
+        "UPDATE meta SET value = -1 WHERE name = 'opens'",
+        "UPDATE meta SET value = 16777215 WHERE name = 'opens'",  # there is no next one
+        "UPDATE meta SET value = 4294967296 WHERE name = 'epoch'",
+        "UPDATE rows0 SET content = 5",
+        "UPDATE rows0 SET content = 'text'",
+    ],
+)
+def test_an_index_with_values_of_no_use_is_made_anew_from_the_slabs(make_disks: MakeDisks, lie: str) -> None:
+    slab, generations = filled(make_disks)
+    other = sqlite3.connect(slab.parent / "index.sqlite")
+    with other:
+        assert other.execute(lie).rowcount == 1
+    other.close()
+    assert any("index.sqlite: " in problem for problem in check_folder(slab.parent).problems)
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == list(range(6))
+    assert world.read_rows(rows) == {}
+    assert world.unit.next_generations(1)[0] > generations.max()
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_called_durable_in_an_index_that_has_no_name(
+    make_disks: MakeDisks, name: str, replaced: bool
+) -> None:
+    world = make_disks(2)
+    _, generations = world.write([1, 2], [0, 1])
+    world.wait_durable([0, 1], generations)
+    path = world.folder / name
+    if replaced:
+        copy = path.with_name("copy")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+    else:
+        path.unlink()
+    _, late = world.write([3], [2])
+    world.until(lambda: not world.unit.alive[0], "it was not noticed")
+    assert (2, int(late[0])) not in world.durable
+    (lost,) = [lost for events in world.events for lost in events.lost]
+    assert "deleted or replaced" in lost.reason
+    _, more = world.write([4], [3])  # the other disk goes on
+    world.wait_durable([3], more)

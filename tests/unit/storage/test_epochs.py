@@ -12,6 +12,7 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk_index import DiskIndex
+from flexkv.errors import DiskError
 from flexkv.storage.folder import read_epoch, write_epoch
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
@@ -158,3 +159,11 @@ def test_an_epoch_is_durable_before_it_takes_its_name_and_its_name_before_anybod
     write_epoch(tmp_path, 7)
     assert done == ["file", "name", "folder"]
     assert read_epoch(tmp_path) == 7
+
+
+@pytest.mark.parametrize("text", [b"", b"-1", b"4294967296", b"9" * 5000, "\u0661".encode(), b"\xff\xfe"])
+def test_an_epoch_that_is_none_is_refused_by_name(make_disks: MakeDisks, text: bytes) -> None:
+    slab, _ = filled(make_disks)
+    (slab.parent / "epoch").write_bytes(text)
+    with pytest.raises(DiskError, match="is no epoch"):
+        make_disks()

@@ -57,3 +57,12 @@ def test_fsck_brings_orphans_back(make_disks: MakeDisks) -> None:
     assert len(rows) == 6
     assert world.read_rows(rows) == {}
     assert world.unit.next_generations(1)[0] > generations.max()
+
+
+def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    (slab.parent / "group1.slab").write_bytes(slab.read_bytes())
+    report = check_folder(slab.parent)
+    assert [found.good for found in report.slabs] == [6]
+    (problem,) = report.problems
+    assert "group1.slab is the slab of group 0" in problem

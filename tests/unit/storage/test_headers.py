@@ -86,3 +86,14 @@ def test_another_version_is_left_alone(make_disks: MakeDisks) -> None:
     with pytest.raises(DiskError, match=r"slab format 2\.1; this version reads 1\.1"):
         make_disks()
     assert slab.read_bytes() == raw
+
+
+@pytest.mark.parametrize("header_bytes", [0, 47, 4095, 8192, 1 << 26, (1 << 32) - 1])
+def test_a_header_that_lies_about_its_size_is_a_damaged_one(make_disks: MakeDisks, header_bytes: int) -> None:
+    slab, _ = filled(make_disks)
+    with open(slab, "r+b") as file:
+        file.seek(12)
+        file.write(header_bytes.to_bytes(4, "little"))
+    assert any("slab header" in problem for problem in check_folder(slab.parent).problems)
+    world = make_disks()
+    assert len(world.unit.rows(0)) == 0
