@@ -10,6 +10,8 @@
 #include <cstring>
 #include <map>
 #include <new>
+#include <string>
+#include <system_error>
 
 #include "base/error.h"
 #include "transfer/deadline.h"
@@ -75,7 +77,11 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const P
     const std::lock_guard lock(registry_mutex);
     registry()[pool->header_->token] = pool;
   }
-  pool->bring_up_thread_ = std::thread(&HostPool::bring_up, pool.get());
+  try {
+    pool->bring_up_thread_ = std::thread(&HostPool::bring_up, pool.get());
+  } catch (const std::system_error& error) {
+    throw CapacityError(std::string("host pool: no thread to bring its memory up: ") + error.what());
+  }
   pthread_setname_np(pool->bring_up_thread_.native_handle(), "flexkv-bringup");
   return pool;
 }

@@ -176,7 +176,9 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, DiskGroup]:
     if magic != MAGIC:
         raise DamagedHeaderError(f"{path}: no slab of ours (it starts with {magic!r})")
     if not SECTOR_BYTES <= header_bytes <= len(raw):
-        raise DamagedHeaderError(f"{path}: a slab header of {header_bytes} bytes in {len(raw)}")
+        raise DamagedHeaderError(
+            f"{path}: damaged slab header: it says {header_bytes} bytes, {len(raw)} are there"
+        )
     zeroed = bytearray(raw[:header_bytes])
     struct.pack_into("<Q", zeroed, DIGEST_AT, 0)
     if c_ext.run_digest(bytes(zeroed)) != digest:

@@ -74,11 +74,11 @@ class DiskMember:
 
     def _remove_unfinished(self) -> None:
         """Files that an earlier process was still making under another name."""
-        for path in self.folder.glob("*.new"):
-            try:
+        try:
+            for path in self.folder.glob("*.new"):
                 path.unlink()
-            except OSError as error:
-                raise DiskError(f"{path}: {error.strerror}") from error
+        except OSError as error:
+            raise DiskError(f"{error.filename}: {error.strerror}") from error
 
     def _open_index(self, slots: Sequence[int]) -> SlotIndex:
         path = self.folder / INDEX_NAME

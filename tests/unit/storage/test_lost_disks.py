@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,3 +282,23 @@ def test_a_deleted_slab_is_found_and_nothing_more_is_called_durable(make_disks: 
     assert "was taken out" in result.reason
     _, more = world.write([20], [21])  # the other disk goes on
     world.wait_durable([21], more)
+
+
+def test_a_folder_that_cannot_be_listed_is_lost_and_the_other_serves(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    glob = Path.glob
+
+    def fail(self: Path, pattern: str) -> Iterator[Path]:
+        if "disk0" in self.parts:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return glob(self, pattern)
+
+    monkeypatch.setattr(Path, "glob", fail)
+    world = make_disks(2)
+    assert world.unit.alive == (False, True)
+    (lost,) = lost_of(world)
+    assert "disk0" in lost.reason
+    assert "Input/output error" in lost.reason
+    _, generations = world.write([1], [1])
+    world.wait_durable([1], generations)

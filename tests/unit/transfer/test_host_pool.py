@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -221,3 +222,30 @@ def test_a_descriptor_is_picklable() -> None:
     assert HostPool.attach(descriptor).native is pool.native
     np.testing.assert_equal(descriptor.pid, os.getpid())
     pool.close()
+
+
+def test_a_pool_without_a_thread_is_refused_by_name() -> None:
+    """A stack that no address space holds, so that the system starts no thread."""
+    code = (
+        "from flexkv.errors import CapacityError\n"
+        "from flexkv.transfer.host_pool import HostPool\n"
+        "try: HostPool(4096, 4)\n"
+        "except CapacityError as error: print(error)\n"
+    )
+
+    def lower_limits() -> None:
+        hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 47, hard))
+
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        preexec_fn=lower_limits,
+        capture_output=True,
+        text=True,
+        timeout=GENEROUS_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "no thread to bring its memory up" in ran.stdout
