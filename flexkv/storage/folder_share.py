@@ -35,7 +35,8 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
             continue
         rooms.append(share_bytes(free, own, others, disk.space_share, units))
     if not rooms:
-        raise DiskError(f"no disk can be used: {'; '.join(reasons)}")
+        allowed = "disk.folders takes folders that are there or can be made"
+        raise DiskError(f"no disk can be used: {'; '.join(reasons)}; {allowed}")
     return min(rooms)
 
 

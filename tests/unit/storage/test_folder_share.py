@@ -46,7 +46,9 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
         return bytes_per_folder(config.disk, 1, IDENTITY, make_group())
 
     assert size(bad, good) == size(good)
-    with pytest.raises(DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory"):
+    with pytest.raises(
+        DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory; disk.folders "
+    ):
         size(bad)
 
 
