@@ -173,6 +173,10 @@ class Ranks:
                 all(symbol == wanted for symbol in world.engine.arrived(op, page)),
                 "a load delivered another block's bytes",
             )
+        for request_id, table in world.retired:
+            bad = [n for n, block in enumerate(table[op.group]) if block in failed]
+            if bad:
+                self.requests.bar_from(request_id, bad[0])
         for request in list(world.live):
             request.unverified.discard(op.op_id)
             for group, blocks in enumerate(request.blocks):

@@ -171,6 +171,13 @@ class Requests:
         world.free_blocks(request)
         request.state = "new"
 
+    def bar_from(self, request_id: str, number: int) -> None:
+        """What the request stores of block `number` and later ones was computed from a load that failed."""
+        require(
+            self.world.manager.discard_from(request_id, number) == self.world.model.bar(request_id, number),
+            "discard_from barred another number of pages",
+        )
+
     def recompute_from(self, request: SimRequest, number: int) -> None:
         """The engine learns that block `number` holds no KV: nothing computed from it counts.
 
@@ -180,11 +187,7 @@ class Requests:
         groups = range(len(world.config.groups))
         while not all(request.has[g][n] for g in groups for n in world.model.needed(g, 0, number)):
             number -= 1
-        barred = world.manager.discard_from(request.request_id, number)
-        require(
-            barred == world.model.bar(request.request_id, number),
-            "discard_from barred another number of pages",
-        )
+        self.bar_from(request.request_id, number)
         request.computed = min(request.computed, number)
         request.offered = min(request.offered, number)
         for has in request.has:

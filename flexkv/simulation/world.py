@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 
 from flexkv.cache.base import ManagerLimits, OpRole
 from flexkv.cache.disk_base import DiskLimits, GdsUse
@@ -15,6 +16,9 @@ from flexkv.simulation.model import Model, ModelOp
 from flexkv.simulation.recorder import Recorder
 from flexkv.simulation.request import SimRequest
 from flexkv.transfer.graph import OpKind, TransferOp
+
+RETIRED = 64
+"""Lost block tables that are remembered; a load ends long before so many requests have."""
 
 
 def block_key(*parts: object) -> bytes:
@@ -64,6 +68,8 @@ class World:
         self.disk_lane = SimDiskLane(self.disk, self.engine.slot_content, self.engine.fill_slot)
         self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
+        self.retired: deque[tuple[str, list[list[int]]]] = deque(maxlen=RETIRED)
+        """Block tables that requests have lost: a load into one of the blocks may yet fail."""
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
@@ -88,6 +94,8 @@ class World:
         request.has[group].append(has)
 
     def free_blocks(self, request: SimRequest) -> None:
+        if request.blocks:
+            self.retired.append((request.request_id, request.blocks))
         for group, blocks in enumerate(request.blocks):
             for block in blocks:
                 self.engine.pool.drop((group, block))
