@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -76,7 +77,7 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
         "format": "?",
         "bytes": held_bytes(unit),
         "created": 0,
-        "last_used": int(max((path.stat().st_mtime for path in unit.iterdir()), default=0)),
+        "last_used": _last_used(unit),
         "in_use": is_in_use(unit),
         "damage": "",
     }
@@ -88,6 +89,15 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
             continue
         entry.update(model=header.model, format=header.format_id, created=header.created)
     return entry
+
+
+def _last_used(unit: Path) -> int:
+    """Unix seconds. What a running unit takes away while it is looked at (its log, a new epoch) says nothing."""
+    last = 0.0
+    for path in unit.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            last = max(last, path.lstat().st_mtime)
+    return int(last)
 
 
 def _age(when: object) -> str:

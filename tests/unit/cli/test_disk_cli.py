@@ -6,6 +6,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,3 +182,19 @@ def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no slabs" in capsys.readouterr().err
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_ls_goes_on_where_a_file_is_gone_before_it_is_looked_at(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.iterdir
+
+    def with_one_that_is_gone(self: Path) -> Iterator[Path]:
+        yield from listed(self)
+        if self == slab.parent:
+            yield self / "index.sqlite-wal"
+
+    monkeypatch.setattr(Path, "iterdir", with_one_that_is_gone)
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["last_used"] > 0
