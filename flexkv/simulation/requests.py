@@ -183,6 +183,11 @@ class Requests:
 
         It goes back to the last boundary before which it has what every group needs to go on.
         """
+        if request.state == "matched":
+            # Its promise begins behind blocks of the engine's own cache, which are among those: the engine asks anew.
+            self.restart(request)
+        if not request.blocks:
+            return
         world = self.world
         groups = range(len(world.config.groups))
         while not all(request.has[g][n] for g in groups for n in world.model.needed(g, 0, number)):
