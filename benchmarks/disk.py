@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, WAIT_S, Rig
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk.index import DiskIndex
 from flexkv.storage.index import SlotIndex
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import (

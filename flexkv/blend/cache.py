@@ -19,7 +19,7 @@ from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
 from flexkv.blend.staging import StagingPool
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import GroupSpec, ManagerLimits
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk.base import DiskLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError

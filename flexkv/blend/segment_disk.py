@@ -12,9 +12,9 @@ import numpy as np
 
 from flexkv.blend.base import KvShape
 from flexkv.c_ext import KvView
-from flexkv.cache.disk_base import DiskLimits, DiskMode
-from flexkv.cache.disk_driver import DiskDriver
-from flexkv.cache.disk_flow import DiskFlow
+from flexkv.cache.disk.base import DiskLimits, DiskMode
+from flexkv.cache.disk.driver import DiskDriver
+from flexkv.cache.disk.flow import DiskFlow
 from flexkv.config import DiskConfig
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import NO_BLOCK, OpRole
-from flexkv.cache.disk_flow import DiskFlow
+from flexkv.cache.disk.flow import DiskFlow
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import GroupLease, Lease

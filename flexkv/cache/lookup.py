@@ -10,7 +10,7 @@ import numpy as np
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_BLOCK, GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
 from flexkv.cache.checks import as_block_ids
-from flexkv.cache.disk_lookup import Coming
+from flexkv.cache.disk.lookup import Coming
 from flexkv.cache.leases import NO_ENTRY, DiskLease, EntryIds, GroupLease, Lease
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.errors import BlockRangeError, ContractError

@@ -25,9 +25,10 @@ from flexkv.cache.base import (
     TailCandidates,
 )
 from flexkv.cache.checks import as_block_ids, check_groups, check_limits
-from flexkv.cache.disk_base import DiskLimits
-from flexkv.cache.disk_flow import DiskFlow
-from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk.base import DiskLimits
+from flexkv.cache.disk.flow import DiskFlow
+from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.host_loads import HostLoads
 from flexkv.cache.host_stores import HostStores
 from flexkv.cache.host_tier import HostTier
@@ -38,7 +39,6 @@ from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.storage.base import DiskTier, StoredPages

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk_base import DiskCounts, DiskMode
+from flexkv.cache.disk.base import DiskCounts, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.stats import ManagerStats
 from flexkv.errors import ContractError

@@ -7,7 +7,7 @@ import random
 from collections import deque
 
 from flexkv.cache.base import ManagerLimits, OpRole
-from flexkv.cache.disk_base import DiskLimits, GdsUse
+from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.disk_tier import SimDiskTier

@@ -10,7 +10,7 @@ from flexkv.adapters.common.base import PoolGrant, RankFacts, RankPlace, UnitOwn
 from flexkv.adapters.common.unit_disk import UnitDisk, disk_group, disk_limits, find_siblings, open_tier
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
-from flexkv.cache.disk_base import DiskLimits, GdsUse
+from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError

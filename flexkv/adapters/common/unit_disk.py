@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flexkv.adapters.common.base import RankFacts, UnitOwner
 from flexkv.adapters.common.common_keys import COMMON
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, DiskMode, GdsUse
-from flexkv.cache.disk_driver import DiskDriver
+from flexkv.cache.disk.base import DiskCounts, DiskLimits, DiskMode, GdsUse
+from flexkv.cache.disk.driver import DiskDriver
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flexkv.cache.disk_rates import MovingLine
+from flexkv.cache.disk.rates import MovingLine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

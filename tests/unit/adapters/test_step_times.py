@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.cache.disk_rates import MovingLine
+from flexkv.cache.disk.rates import MovingLine
 
 
 class Script:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.disk_reads import DiskReads
-from flexkv.cache.disk_writes import DiskWrites
+from flexkv.cache.disk.reads import DiskReads
+from flexkv.cache.disk.writes import DiskWrites
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import NO_BLAMES, OpResult, OpStatus
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.disk_lookup import Coming
+from flexkv.cache.disk.lookup import Coming
 from flexkv.cache.leases import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import NO_READS, OpResult, TransferGraph

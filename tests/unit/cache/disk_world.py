@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.base import Completion, GroupSpec, Keys, ManagerLimits, MatchResult
-from flexkv.cache.disk_base import DiskLimits, DiskMode
+from flexkv.cache.disk.base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import Symbol
 from flexkv.simulation.disk_lane import SimDiskLane

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import flexkv.cache
-from flexkv.cache.disk_base import DiskMode
-from flexkv.cache.disk_reads import DiskReads
+from flexkv.cache.disk.base import DiskMode
+from flexkv.cache.disk.reads import DiskReads
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain
 
@@ -131,7 +131,7 @@ def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         "def looping(self, result):\n    for _ in self.ops.get(result.op_id).host.tolist():\n        pass\n"
     )
     space: dict[str, Any] = {}
-    exec(compile(source, f"{FOLDER}/disk_reads.py", "exec"), space)
+    exec(compile(source, f"{FOLDER}/disk/reads.py", "exec"), space)
 
     def both(self: DiskReads, result: OpResult) -> None:
         space["looping"](self, result)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk_base import DiskLimits, DiskMode
-from flexkv.cache.disk_driver import DiskDriver
+from flexkv.cache.disk.base import DiskLimits, DiskMode
+from flexkv.cache.disk.driver import DiskDriver
 from flexkv.errors import ClosedError
 from flexkv.simulation.disk_tier import SimDiskTier
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
@@ -217,7 +217,7 @@ def test_a_look_that_lasts_past_the_deadline_counts_what_it_did_not_write(
     world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
     driver, _ = make(world, steps=10**9)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.disk_driver.CLOSE_LOOK_S", 0.3)
+    monkeypatch.setattr("flexkv.cache.disk.driver.CLOSE_LOOK_S", 0.3)
     assert not driver.close(0.2)
     assert "did not write 4 pages" in caplog.text
     assert world.manager.disk.counts.lost == 4
@@ -238,7 +238,7 @@ def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPat
     world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.disk_driver.FLUSH_SHARE", 0.0)
+    monkeypatch.setattr("flexkv.cache.disk.driver.FLUSH_SHARE", 0.0)
     assert not driver.close(30.0)
     assert world.manager.disk.counts.lost == 4
     assert not driver.close(30.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk.base import DiskLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.errors import ConfigError, ContractError
 from flexkv.transfer.graph import OpKind, OpResult, OpStatus, Priority

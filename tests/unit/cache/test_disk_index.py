@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk.base import DiskLimits
 from tests.unit.cache.disk_world import DiskWorld, chain, written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk_base import DiskLimits, GdsUse
+from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.errors import ContractError
 from tests.unit.cache.disk_world import chain, two_groups, written
 

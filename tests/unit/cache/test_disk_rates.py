@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec
-from flexkv.cache.disk_base import DiskLimits
-from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, MovingLine
+from flexkv.cache.disk.base import DiskLimits
+from flexkv.cache.disk.rates import BELIEVED_S, MIN_SAMPLES, MovingLine
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
 

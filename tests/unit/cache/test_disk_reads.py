@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk.base import DiskLimits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
 from tests.unit.cache.disk_world import DiskWorld, chain, written

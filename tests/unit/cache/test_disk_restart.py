@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec, Keys
-from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk.index import DiskIndex
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.unit import DiskUnit
 from tests.unit.cache.disk_world import chain

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec
-from flexkv.cache.disk_base import DiskMode
+from flexkv.cache.disk.base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation

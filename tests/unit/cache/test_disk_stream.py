@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import Keys, TailCandidates
-from flexkv.cache.disk_base import DiskLimits
+from flexkv.cache.disk.base import DiskLimits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpResult, OpStatus
 from tests.unit.cache import disk_world

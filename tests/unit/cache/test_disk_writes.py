@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk_base import DiskLimits, DiskMode
+from flexkv.cache.disk.base import DiskLimits, DiskMode
 from flexkv.simulation.base import RuleBroken
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.disk_world import DiskWorld, chain

@@ -11,9 +11,9 @@ from flexkv.cache.base import (
     ManagerLimits,
     TailCandidates,
 )
-from flexkv.cache.disk_base import DiskLimits, GdsUse
-from flexkv.cache.disk_rates import BELIEVED_S, MIN_SAMPLES, DiskRates
-from flexkv.cache.gds_loads import REST_S
+from flexkv.cache.disk.base import DiskLimits, GdsUse
+from flexkv.cache.disk.gds_loads import REST_S
+from flexkv.cache.disk.rates import BELIEVED_S, MIN_SAMPLES, DiskRates
 from flexkv.errors import ContractError
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import ManagerLimits, StorePlan
-from flexkv.cache.disk_base import DiskLimits, GdsUse
+from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.simulation.disk_tier import identities
 from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.disk_world import DiskWorld, chain

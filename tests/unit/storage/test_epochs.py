@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk.index import DiskIndex
 from flexkv.errors import DiskError
 from flexkv.storage.folder import read_epoch, write_epoch
 from tests.unit.storage.damage import filled

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexkv.cache.base import Keys
-from flexkv.cache.disk_base import DiskLimits, WantedBlocks
-from flexkv.cache.disk_ops import DiskOp, DiskOps
-from flexkv.cache.disk_rates import DiskRates
+from flexkv.cache.disk.base import DiskLimits, WantedBlocks
+from flexkv.cache.disk.ops import DiskOp, DiskOps
+from flexkv.cache.disk.rates import DiskRates
+from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.cache.planner import Planner
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds, TransferGraph
 

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexkv.cache.base import GroupSpec, Keys
-from flexkv.cache.disk_base import DiskCounts, DiskLimits, GdsUse
-from flexkv.cache.disk_index import DiskIndex
-from flexkv.cache.disk_lookup import DiskLookup
-from flexkv.cache.disk_rates import DiskRates
-from flexkv.cache.disk_reads import DiskReads
-from flexkv.cache.disk_writes import DiskWrites
-from flexkv.cache.gds_loads import GdsLoads
-from flexkv.cache.gds_stores import GdsStores
+from flexkv.cache.disk.base import DiskCounts, DiskLimits, GdsUse
+from flexkv.cache.disk.gds_loads import GdsLoads
+from flexkv.cache.disk.gds_stores import GdsStores
+from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.disk.lookup import DiskLookup
+from flexkv.cache.disk.rates import DiskRates
+from flexkv.cache.disk.reads import DiskReads
+from flexkv.cache.disk.stored_index import StoredIndex
+from flexkv.cache.disk.writes import DiskWrites
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightTable
 from flexkv.cache.leases import NO_ENTRIES, EntryIds
 from flexkv.cache.planner import Planner
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
 
 

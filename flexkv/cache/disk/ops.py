@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.checks import good_pages
+from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.leases import EntryIds
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpId, OpResult, SlotIds
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import StorePlan
 from flexkv.cache.checks import good_pages
-from flexkv.cache.disk_index import DiskIndex
+from flexkv.cache.disk.index import DiskIndex
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import NO_ENTRY, EntryIds

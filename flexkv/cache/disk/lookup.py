@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, TailCandidates
-from flexkv.cache.disk_base import DiskLimits, WantedBlocks
-from flexkv.cache.disk_rates import DiskRates
-from flexkv.cache.disk_reads import DiskReads
-from flexkv.cache.gds_loads import GdsLoads
+from flexkv.cache.disk.base import DiskLimits, WantedBlocks
+from flexkv.cache.disk.gds_loads import GdsLoads
+from flexkv.cache.disk.rates import DiskRates
+from flexkv.cache.disk.reads import DiskReads
+from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.leases import NO_ENTRY, DiskLease, EntryIds
 from flexkv.cache.restore import first_needed, longest_restorable
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.transfer.graph import OpId, ReadIds
 
 

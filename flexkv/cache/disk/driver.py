@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flexkv.cache.disk_base import Plane, SiblingPlane
-from flexkv.cache.disk_flow import DiskFlow
+from flexkv.cache.disk.base import Plane, SiblingPlane
+from flexkv.cache.disk.flow import DiskFlow
 from flexkv.errors import FlexKVError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskTier

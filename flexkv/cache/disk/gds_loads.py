@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexkv.cache.base import NO_BLOCK, OpRole
-from flexkv.cache.disk_base import GdsUse, WantedBlocks
-from flexkv.cache.disk_index import DiskIndex
-from flexkv.cache.disk_rates import DiskRates
+from flexkv.cache.disk.base import GdsUse, WantedBlocks
+from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.disk.rates import DiskRates
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import DiskLease, GroupLease, Lease
 from flexkv.cache.planner import Planner

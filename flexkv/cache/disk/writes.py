@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import Keys
-from flexkv.cache.disk_base import DiskLimits, DiskMode
-from flexkv.cache.disk_index import DiskIndex
-from flexkv.cache.disk_ops import DiskOp, DiskOps
+from flexkv.cache.disk.base import DiskLimits, DiskMode
+from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.disk.ops import DiskOp, DiskOps
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.cache.planner import Planner

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.leases import EntryIds
-from flexkv.cache.stored_index import StoredIndex
 from flexkv.storage.base import DiskTier, Places
 from flexkv.storage.tags import NEVER, make_tags, tag_fields
 from flexkv.transfer.graph import PageTags

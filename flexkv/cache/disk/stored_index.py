@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, in_a_row
 from flexkv.cache.base import GroupSpec, Keys
-from flexkv.cache.disk_base import DiskCounts
+from flexkv.cache.disk.base import DiskCounts
 from flexkv.cache.leases import NO_ENTRY, EntryIds
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
