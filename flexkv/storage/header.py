@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from dataclasses import dataclass
 
@@ -152,9 +153,14 @@ def read_header(path: str) -> SlabHeader:
     return parse_header(_raw_header(path), path)[0]
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Also where somebody put a pipe, which would else wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _raw_header(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             raw = file.read(SECTOR_BYTES)
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]

@@ -133,7 +133,10 @@ class Journal:
         self._stopping = False
         self.failure = ""
         self._thread = NamedThread("flexkv-journal", self._run)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
         """Whether the record was taken: not when too much waits, or after the journal has failed."""

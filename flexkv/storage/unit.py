@@ -134,12 +134,15 @@ class DiskUnit(DiskTier):
                 continue
             try:
                 member.index.begin_use(opens, self._epoch)
+                rows = [rows[: self._slots].copy() for rows in member.index.rows]
+                journal = Journal(
+                    member.index, member.slabs, self._on_durable(disk), self._options.journal_rows
+                )
             except DiskError as error:
                 self._lose(disk, str(error))
                 self._rows.append([None] * len(self._codecs))
                 continue
-            self._rows.append([rows[: self._slots].copy() for rows in member.index.rows])
-            journal = Journal(member.index, member.slabs, self._on_durable(disk), self._options.journal_rows)
+            self._rows.append(list(rows))
             self._journals[disk] = journal
             self._owed[disk] = OwedPublishes(journal, [self._slots] * len(self._codecs))
         if not any(self._journals):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -97,3 +98,12 @@ def test_a_header_that_lies_about_its_size_is_a_damaged_one(make_disks: MakeDisk
     assert any("slab header" in problem for problem in check_folder(slab.parent).problems)
     world = make_disks()
     assert len(world.unit.rows(0)) == 0
+
+
+def test_a_pipe_in_a_slabs_place_is_no_slab_and_keeps_nobody_waiting(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    slab.unlink()
+    os.mkfifo(slab)
+    with pytest.raises(DiskError, match=r"no whole slab header \(0 bytes\)"):
+        read_header(str(slab))
+    assert any("no whole slab header" in problem for problem in check_folder(slab.parent).problems)

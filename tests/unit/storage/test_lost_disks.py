@@ -13,6 +13,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
+from flexkv.observe import NamedThread
 from flexkv.storage.base import LostDisk
 from flexkv.storage.journal import Journal
 from flexkv.storage.tags import make_tags
@@ -177,6 +178,27 @@ def test_a_disk_that_cannot_be_opened_is_lost_and_the_other_serves(tmp_path: Pat
     result, _ = world.write([1, 2], [0, 1], publish=False)
     assert result.failed.tolist() == [1]
     assert world.unit.slots(0) == 64
+    assert world.close()
+
+
+def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = NamedThread.start, []
+
+    def second_fails(self: NamedThread) -> None:
+        started.append(self.name)
+        if started.count("flexkv-journal") == 2:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(NamedThread, "start", second_fails)
+    world = DiskWorld([tmp_path / "good", tmp_path / "bad"])
+    (lost,) = lost_of(world)
+    assert lost.disk == 1
+    assert "no thread for its journal" in lost.reason
+    result, _ = world.write([1, 2], [0, 1], publish=False)
+    assert result.failed.tolist() == [1]
     assert world.close()
 
 
