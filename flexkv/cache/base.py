@@ -1,7 +1,7 @@
 """The control plane's contracts: what an adapter may ask of a cache manager, and what it gets.
 
-One manager serves one ownership unit. It is driven by a single thread (the engine's scheduler), never blocks, and
-never touches a byte of KV: it hands out transfer graphs and is told how their ops ended.
+One manager serves one ownership unit. It is driven by a single thread (the engine's scheduler), never blocks but in a
+`reset` with a disk tier, and never touches a byte of KV: it hands out transfer graphs and is told how their ops ended.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class HostConfig(Section):
         le=GIB,
         multiple_of=2 * MIB,
         description="The pool comes up, is pinned and is bound to a NUMA node in extents of this size. Smaller ones "
-        "are usable sooner; above 1 GiB the kernel refuses to register one for I/O.",
+        "are usable sooner; 1 GiB at most, which is what the kernel registers for I/O at once.",
     )
     huge_pages: Annotated[Literal["auto", "off"], BeforeValidator(off_is_a_word)] = Field(
         "auto",
@@ -86,7 +86,7 @@ class HostConfig(Section):
     verify: bool = Field(
         False,
         description="Make a digest of every stored page and check it at every load; a page that does not match is "
-        "recomputed. Costs one more pass over the bytes; for machines whose memory is in doubt.",
+        "never used. Costs one more pass over the bytes; for machines whose memory is in doubt.",
     )
 
 
@@ -188,8 +188,8 @@ class TransferConfig(Section):
     )
     stuck_s: Seconds = Field(
         60.0,
-        description="An operation that has not ended after this long takes its lane down and its slots out of use; "
-        "what is in flight cannot be recalled.",
+        description="An operation in which nothing has moved for this long takes its lane down. Its slots stay out of "
+        "use until it ends, because what is in flight cannot be recalled.",
     )
     close_s: Seconds = Field(
         10.0,

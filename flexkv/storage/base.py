@@ -28,7 +28,7 @@ Keys = NDArray[np.uint8]
 """Block keys, uint8 [blocks, 16], C-contiguous."""
 
 Places = NDArray[np.int32]
-"""Disk slots of one group, int32 [pages]. Slot p lies on disk `p % disks`."""
+"""Places of one group, int32 [pages]: place p is slot `p // disks` of disk `p % disks`."""
 
 Generations = NDArray[np.uint64]
 """uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never given twice, also over crashes."""
@@ -184,7 +184,7 @@ class StoredPages(ABC):
     @property
     @abstractmethod
     def disks(self) -> int:
-        """How many disks slots are striped over, lost ones included. Place p of any group lies on disk `p % disks`."""
+        """How many disks places are striped over, lost ones included. Place p of any group lies on disk `p % disks`."""
 
     @property
     @abstractmethod
@@ -285,8 +285,8 @@ class DiskTier(StoredPages):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Makes everything recorded durable and lets the folders go. To be called after the engine with the lane was
-        closed and its results were recorded. Idempotent.
+        """Makes everything recorded durable and lets the folders go. To be called after the transfer engine with the
+        lane was closed and its results were recorded. Idempotent.
 
         False: after `deadline_s` seconds something was not durable yet, or an I/O still hung; the folder of such a disk
         stays locked until the process ends.

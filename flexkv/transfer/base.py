@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 
 Ticket = NewType("Ticket", int)
-"""Number of an accepted graph, counting from 1 within one engine."""
+"""Number of an accepted graph, counting from 1 within one transfer engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class DataPlane(ABC):
                 blocks and slots, arrays that are not int32 C-contiguous, an op id in flight, a block that two pages
                 of a load are to fill or a slot that two of a store are, another op than a layerwise D2H in a gated
                 graph. Nothing was queued.
-            ClosedError: the engine or the pool was closed, or this is a forked child of its process.
+            ClosedError: the transfer engine or the pool was closed, or this is a forked child of its process.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def lanes(self) -> list[LaneReport]:
-        """One entry for each kind of op that this engine can run."""
+        """One entry for each kind of op that this transfer engine can run."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

@@ -72,7 +72,7 @@ class TransferEngine(DataPlane):
         queue_ops: places for each kind and priority of op.
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
         op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
-        lanes: run the ops of further kinds, such as `DiskTier.lane`. A lane serves one engine.
+        lanes: run the ops of further kinds, such as `DiskTier.lane`. A lane serves one transfer engine.
         device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
@@ -130,7 +130,7 @@ class TransferEngine(DataPlane):
             GeometryError: the stripe does not fit the slot, or the view shares bytes with another group's other than
                 block by block.
             ContractError: the group has a view already.
-            ClosedError: the engine or the pool was closed.
+            ClosedError: the transfer engine or the pool was closed.
         """
         self._native.attach_view(
             group,

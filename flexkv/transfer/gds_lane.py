@@ -22,7 +22,7 @@ def make_gds_lane(
     max_staging_blocks: int | None = None,
     io: IoBackend = "auto",
 ) -> c_ext.GdsLane:
-    """Opens the slabs for one rank. The lane serves one engine.
+    """Opens the slabs for one rank. The lane serves one transfer engine.
 
     Args:
         stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.

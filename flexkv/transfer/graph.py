@@ -1,7 +1,8 @@
 """Transfer graphs: the one border between the control plane, which plans them, and the data plane, which runs them.
 
-A graph carries no tokens, no policy and no bytes: only block and slot numbers. It is plain NumPy, so that it
-pickles in microseconds and travels to worker processes as part of an engine's own metadata.
+A graph carries no tokens, no policy and no bytes of KV: numbers of blocks, slots and places, and what places must
+hold. It is plain NumPy, so that it pickles in microseconds and travels to worker processes as part of an engine's own
+metadata.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NO_BLAMES: PageBlames = np.empty(0, np.uint8)
 
 
 class OpKind(IntEnum):
-    """What an op moves. The number is also the lane's number in `flexkv.c_ext`."""
+    """What an op moves; the same numbers as in `csrc/transfer/op.h`."""
 
     H2D = 0
     D2H = 1
@@ -119,13 +120,13 @@ class TransferOp:
         slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.
-        places: for the disk and GDS kinds, the disk slots, as many as pages; empty for other kinds.
-        tags: for these kinds, what each disk slot must hold or is to hold; empty for other kinds.
+        places: for the disk and GDS kinds, the places on disk, as many as pages; empty for other kinds.
+        tags: for these kinds, what each place must hold or is to hold; empty for other kinds.
         digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
         reads: for H2D, of each page the DISK_READ that brings it to its slot, or 0 for a page that is there; empty when
-            all are. The read may run on another engine with the same host pool, in another process, and may have ended.
-            The page is moved when the read has verified it, and fails when the read has failed it. A layerwise load
-            moves each layer of a page when a layerwise read has verified that.
+            all are. The read may run on another transfer engine with the same host pool, in another process, and may
+            have ended. The page is moved when the read has verified it, and fails when the read has failed it. A
+            layerwise load moves each layer of a page when a layerwise read has verified that.
     """
 
     op_id: OpId

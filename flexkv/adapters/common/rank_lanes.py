@@ -58,7 +58,7 @@ def open_lanes(
         view: `KvView` of the rank's pool.
         tensors: that the view was made of; they say which device the pool lies on, and are held while needed.
         stream_of: the stream of a CUDA device that copies are ordered after, where `submit` names none.
-        mover: of host lanes; None takes the engine's own.
+        mover: of host lanes; None takes the transfer engine's own.
         gds_lane: see `open_gds_lane`.
 
     Raises:

@@ -46,7 +46,7 @@ class RankWorker:
         self._ops = RankOps(config, rank, self.counters)
 
     def make_mover(self) -> Any:
-        """The mover of the device lanes; None takes the engine's own. For subclasses that decorate it."""
+        """The mover of the device lanes; None takes the transfer engine's own. For subclasses that decorate it."""
         return None
 
     def take_pool(

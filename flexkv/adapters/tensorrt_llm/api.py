@@ -1,6 +1,6 @@
 """The connector's base classes: TensorRT-LLM's own where the package is installed, else classes of the same shape.
 
-The package moved the file between its versions 1.2 and 1.3; both places are tried.
+The package has the file in one place up to 1.2, and in another from 1.3 on; both are tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Views of the engine's pool, from the tensor that 1.x hands over and from the layout of later versions."""
+"""Views of the engine's pool, from the tensor that some versions hand over and from the layout that others do."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class DiskDriver:
     """Called by the thread that drives the manager, whenever it has a moment.
 
     Args:
-        plane: runs DISK_READ and DISK_WRITE; it is closed with the driver.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; it is closed with the driver.
         tier: is closed with the driver.
         fail_read: tells loads that wait for a read (host slots and number) that it will never be made. Of reads that
             were submitted, the plane or the reader says itself how they end.

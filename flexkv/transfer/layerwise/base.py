@@ -53,7 +53,7 @@ class LayerTransform(Protocol):
     def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
         """Work on `keys`, shape [rows, heads, head_width], in the pool's dtype; the values are never passed.
 
-        Called once a layer, ascending, in the device's compute stream: on a host device in a thread of its own, on a
+        Called once a layer, ascending, in the device's compute stream: on a host device in a thread of its stream, on a
         GPU with that stream current, where it enqueues and returns. Rows that no chunk covers hold what was there
         before; they are zeroed afterwards. What it raises ends the pipeline with every row failed.
         """
