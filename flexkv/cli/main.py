@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("flexkv.cli.bench_command", "Measure what this machine's copies reach."),
     "config": ("flexkv.cli.config_command", "Show or document the settings."),
     "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
-    "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; rebuild the index from them."),
+    "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; --repair makes the index right."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
     "simulate": (
         "flexkv.cli.simulate_command",
