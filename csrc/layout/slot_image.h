@@ -1,5 +1,5 @@
 // The geometry of a slot image: [stripe of rank 0]...[stripe of rank n-1][trailer], every part on a 4 KiB
-// boundary. The same in the host pool, GPU staging (one stripe), the slab and the remote value.
+// boundary. The same in the host pool, the slab and (one stripe) the staging of gds transfers.
 #pragma once
 #include <cstdint>
 #include <string>

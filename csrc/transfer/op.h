@@ -82,8 +82,9 @@ struct OpSpec {
   std::vector<int32_t> places = {};    // one a page if has_places(kind), else none
   std::vector<uint8_t> tags = {};      // kTagBytes for each place
   std::vector<uint64_t> digests = {};  // kDiskSeal: of every run of all ranks, page by page
-  // kH2D: of each page the kDiskRead that brings it to its slot, which may be another engine's; kNoRead for
-  // one that is there. None: all are. A layerwise op moves a layer of a page when that has verified.
+  // kH2D: of each page the kDiskRead that brings it to its slot, which may be another transfer engine's;
+  // kNoRead for one that is there. None: all are. A layerwise op moves a layer of a page when that has
+  // verified.
   std::vector<int64_t> reads = {};
   size_t pages() const { return has_host_side(kind) ? slots.size() : places.size(); }
 };

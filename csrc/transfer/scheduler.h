@@ -30,8 +30,9 @@ inline constexpr size_t kRememberedGraphs = 256;
 inline constexpr int32_t kLooksUntilStuck = 4;
 
 // Unit: seconds. How often it is looked whether slots that loads wait for have been filled by another
-// engine's reads. Looking costs a load a page, 10 us for 10,000; in this time a disk brings up 1.5 MB, a
-// fraction of what a lane takes at once. Being told instead would cost each disk a system call a page.
+// transfer engine's reads. Looking costs a memory access a page, 10 us for 10,000; in this time a disk brings
+// up 1.5 MB, a fraction of what a lane takes at once. Being told instead would cost each disk a system call a
+// page.
 inline constexpr double kSlotLookS = 0.0005;
 
 struct LayerWait {
@@ -95,8 +96,8 @@ class Scheduler : public WorkSource {
   // life: it sleeps while nothing moves.
   void watch();
 
-  // Starts pages whose slots have been filled by reads of another engine, and ends those whose read failed,
-  // until close. The whole life of a thread: it sleeps while no load waits for slots.
+  // Starts pages whose slots have been filled by reads of another transfer engine, and ends those whose read
+  // failed, until close. The whole life of a thread: it sleeps while no load waits for slots.
   void watch_slots();
 
   std::shared_ptr<Piece> take(int32_t lane) override;
@@ -129,7 +130,7 @@ class Scheduler : public WorkSource {
     int32_t page = -1;
     std::string reason = {};
   };
-  // Pages that wait for reads of another engine, or for the rest of what these bring.
+  // Pages that wait for reads of another transfer engine, or for the rest of what these bring.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;

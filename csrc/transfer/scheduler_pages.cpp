@@ -58,13 +58,13 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Loads of other engines may wait for the page.
+// Loads of other transfer engines may wait for the page.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
-// Layerwise loads of other engines may wait for the layers that a page has by now.
+// Layerwise loads of other transfer engines may wait for the layers that a page has by now.
 void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   const int32_t layers = op.layers_done(page);

@@ -1,4 +1,5 @@
-// What the scheduler looks for now and then: pieces that hang, slots that other engines' reads have filled.
+// What the scheduler looks for now and then: pieces that hang, slots that other transfer engines' reads have
+// filled.
 #include <utility>
 
 #include "transfer/scheduler.h"

@@ -1,5 +1,5 @@
 // Which read from disk filled a slot last, and how much of the page has verified: how a load, in another
-// process or on another engine of this one, waits for pages that are still on their way up.
+// process or on another transfer engine of this one, waits for pages that are still on their way up.
 #pragma once
 #include <atomic>
 #include <cstdint>
