@@ -62,8 +62,8 @@ class HostConfig(Section):
     units_per_node: Count = Field(
         1,
         le=1024,
-        description="Ownership units that start on this node; each takes its part of `memory_share`. They cannot see "
-        "each other at start, so someone has to say how many there are.",
+        description="Ownership units that start on this node; each takes its part of `memory_share` and of "
+        "`disk.space_share`. They cannot see each other at start, so someone has to say how many there are.",
     )
     extent_bytes: SizeBytes = Field(
         GIB,

@@ -84,7 +84,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             )
 
     def make_mover(self) -> Any:
-        """The mover of host lanes; None takes the engine's own. For subclasses that decorate it."""
+        """The mover of host lanes; None takes the transfer engine's own. For subclasses that decorate it."""
         return None
 
     # --- lookups ---
