@@ -10,7 +10,7 @@ from flexkv.errors import ConfigError
 
 
 class NotBlendable(ConfigError):
-    """Keys of this model cannot be moved to other positions, or not yet; says why."""
+    """Keys of this model are not moved to other positions; says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """The disk tier's contracts: what the control plane may ask of one ownership unit's disks, and what it is told.
 
-Bytes move as DISK_READ and DISK_WRITE ops of transfer graphs, on the lane that the tier gives to the manager's transfer
-engine. Everything else goes through here, and nothing here but `open`, `reset` and `close` waits for a disk.
+Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the lane that the tier gives to the
+manager's transfer engine. Everything else goes through here, and nothing here but `open`, `reset` and `close` waits for
+a disk.
 
-A page's way down: `next_generations`, a DISK_WRITE whose tags name key, epoch and generation, then, after its op ended
-OK, `record_publish`. From the op's end on the page can be read; it survives a crash from the moment `poll` names it.
+A page's way down: `next_generations`, a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name key,
+epoch and generation, then, after its op ended OK, `record_publish`. From the op's end on the page can be read; it
+survives a crash from the moment `poll` names it.
 A page's way up: a DISK_READ whose tags say what the slot must hold. Another key, epoch, generation, token count, or
 damaged bytes is a failed page, whatever the index said: a stale index costs a miss and never a wrong byte.
 """
@@ -262,7 +264,7 @@ class DiskTier(StoredPages):
 
     @abstractmethod
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
-        """The lane for DISK_READ and DISK_WRITE between the groups' host pools, one a group, and the disks.
+        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one a group, and the disks.
 
         To be given to the TransferEngine of this process; once.
 

@@ -114,7 +114,7 @@ class HostPool:
 
     @property
     def native(self) -> c_ext.HostPool:
-        """The native pool, for engines and lanes, which keep its memory for as long as they may touch it.
+        """The native pool, for transfer engines and lanes, which keep its memory for as long as they may touch it.
 
         Raises:
             ClosedError: the pool was closed.

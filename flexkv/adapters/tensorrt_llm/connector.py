@@ -50,7 +50,7 @@ class FlexKVWorker(WorkerBase):
         self.side.register(geometry_of_pool(kv_cache_tensor, self._arguments))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """The pools as later versions describe them.
+        """The pools as versions from 1.3 on describe them.
 
         Raises:
             GeometryError: several layer groups, a sliding window, or regions that no page describes.
@@ -157,7 +157,7 @@ def _id_of(request: Any) -> int:
 
 
 def _close_at_exit(method: Any) -> None:
-    """Versions before the latest end no connector; what waits for a disk is written all the same."""
+    """Some versions of the package end no connector; what waits for a disk is written all the same."""
     reference = WeakMethod(method)
 
     def close() -> None:

@@ -41,7 +41,7 @@ class Lookups:
         self._counters = counters
 
     def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
-        """Tokens that host memory has beyond `computed_tokens`; they are leased until they are loaded or released.
+        """Tokens that can be loaded beyond `computed_tokens`; they are leased until they are loaded or released.
 
         None while more is coming up from disk: ask again with the next step.
         """
