@@ -92,7 +92,7 @@ class TransferEngine {
   std::mutex lifecycle_;  // guards started_, both watching threads, ended_: starting and joining threads
   std::vector<bool> started_;
   std::thread watchdog_;
-  std::thread slot_watch_;  // once a load waits for reads of another one
+  std::thread slot_watch_;  // once a load waits for reads of another transfer engine
   bool ended_ = false;
   mutable std::mutex views_mutex_;
   std::map<int32_t, std::shared_ptr<const AttachedView>> views_;
