@@ -94,9 +94,10 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
 def _last_used(unit: Path) -> int:
     """Unix seconds. What a running unit takes away while it is looked at (its log, a new epoch) says nothing."""
     last = 0.0
-    for path in unit.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            last = max(last, path.lstat().st_mtime)
+    with contextlib.suppress(FileNotFoundError):
+        for path in unit.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                last = max(last, path.lstat().st_mtime)
     return int(last)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -104,6 +105,13 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         loader.dispose()
 
 
+def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode, path: Path) -> Any:
+    try:
+        return loader.construct_object(node)
+    except ValueError as error:  # a date that there is not, for one
+        raise ConfigError(f"{_at(path, node)}: {node.value!r}: {error} (put a string in quotes)") from error
+
+
 def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> Iterable[RawSetting]:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{_at(path, node)}: expected a mapping of settings, got a {node.id}")
@@ -124,12 +132,12 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
                 )
             yield from _walk(loader, value_node, path, f"{name}.")
         elif isinstance(value_node, yaml.ScalarNode):
-            value = loader.construct_object(value_node)
+            value = _scalar(loader, value_node, path)
             # `host:` with nothing under it is an empty section, which sets nothing.
             if not (value is None and not where and "." not in name and value_node.value == ""):
                 yield RawSetting(name, value, _at(path, key_node))
         elif all(isinstance(part, yaml.ScalarNode) for part in value_node.value):
-            parts = [loader.construct_object(part) for part in value_node.value]
+            parts = [_scalar(loader, part, path) for part in value_node.value]
             yield RawSetting(name, parts, _at(path, key_node))
         else:
             raise ConfigError(f"{_at(path, value_node)}: {name!r} takes a value or a list of values")

@@ -161,11 +161,11 @@ def _open_at_once(path: str, flags: int) -> int:
 def _raw_header(path: str) -> bytes:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            raw = file.read(SECTOR_BYTES)
+            raw = file.read(SECTOR_BYTES) or b""  # None of a pipe that has a writer
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]
                 if SECTOR_BYTES < total <= MOST_HEADER_BYTES:
-                    raw += file.read(total - SECTOR_BYTES)
+                    raw += file.read(total - SECTOR_BYTES) or b""
     except OSError as error:
         raise DiskError(f"{path}: {error.strerror}") from error
     return raw

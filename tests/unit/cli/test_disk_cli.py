@@ -198,3 +198,19 @@ def test_ls_goes_on_where_a_file_is_gone_before_it_is_looked_at(
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["last_used"] > 0
+
+
+def test_ls_goes_on_where_a_unit_is_gone_before_it_is_looked_at(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.iterdir
+
+    def gone(self: Path) -> Iterator[Path]:
+        if self == slab.parent:
+            raise FileNotFoundError(str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", gone)
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["last_used"] == 0

@@ -185,6 +185,8 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         ("a: &a\n  b: *a\n", ["line 1"]),
         ("[1]: 2\n", ["line 1", "strings"]),
         ("host: {bytes\n", ["not valid YAML", "line"]),
+        ("disk:\n  folders: [2024-99-99]\n", ["line 2: '2024-99-99'", "put a string in quotes"]),
+        ("disk:\n  folders: 2024-99-99\n", ["line 2: '2024-99-99'", "put a string in quotes"]),
         ("host:\n  bytes: !!python/object/apply:os.getpid []\n", ["host.bytes"]),
         ("host:\n  verify: !!python/name:os.getpid\n", ["not valid YAML", "python/name"]),
     ],

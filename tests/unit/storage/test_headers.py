@@ -107,3 +107,7 @@ def test_a_pipe_in_a_slabs_place_is_no_slab_and_keeps_nobody_waiting(make_disks:
     with pytest.raises(DiskError, match=r"no whole slab header \(0 bytes\)"):
         read_header(str(slab))
     assert any("no whole slab header" in problem for problem in check_folder(slab.parent).problems)
+    writer = os.open(slab, os.O_RDWR)
+    with pytest.raises(DiskError, match=r"no whole slab header \(0 bytes\)"):
+        read_header(str(slab))
+    os.close(writer)
