@@ -161,6 +161,10 @@ class SimDiskTier(DiskTier):
             if place in self.journal[group]:
                 self.journal[group][place] = self.journal[group].pop(place)
 
+    @property
+    def owes(self) -> bool:
+        return False
+
     def poll(self) -> DiskEvents:
         events = DiskEvents(tuple(self._durable), tuple(self._lost))
         self._announced.update(lost.disk for lost in self._lost)

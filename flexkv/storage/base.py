@@ -277,6 +277,11 @@ class DiskTier(StoredPages):
     def slab_map(self) -> SlabMap:
         """What ranks need to move pages by `flexkv.transfer.gds_lane`; disks that are lost by now are not in it."""
 
+    @property
+    @abstractmethod
+    def owes(self) -> bool:
+        """Whether a `poll` is wanted for what a journal had no room for. Costs next to nothing."""
+
     @abstractmethod
     def poll(self) -> DiskEvents:
         """Takes what happened since the last call. Never blocks."""

@@ -136,6 +136,7 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system has no thread left
+            self._slabs.clear()  # with them goes the folder's lock; journal and thread hold each other
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
@@ -183,11 +184,15 @@ class Journal:
             self._let_go_of_queue()
             self._lock.notify()
 
-    def close(self, deadline_s: float) -> bool:
-        """Writes what waits and closes the index; whether both were done within the deadline."""
+    def stop(self) -> None:
+        """The beginning of `close`, which does not wait."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
+
+    def close(self, deadline_s: float) -> bool:
+        """Writes what waits and closes the index; whether both were done within the deadline."""
+        self.stop()
         self._thread.join(max(0.0, deadline_s))
         return not self._thread.is_alive() and not self.failure
 

@@ -29,6 +29,8 @@ class OwedPublishes:
         self._journal = journal
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
+        self._held: dict[int, NDArray[np.uint64]] = {}
+        """Of each slot the generation that is owed, or 0: apart from the rows, because every slot is looked at."""
         self.pages = 0
 
     def publish(self, record: Publish) -> bool:
@@ -42,9 +44,9 @@ class OwedPublishes:
 
     def settle(self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None) -> None:
         """What is owed of these slots, or of these generations of theirs, is not to be published any more."""
-        if group not in self._rows:
+        if group not in self._held:
             return
-        held = self._rows[group]["generation"]
+        held = self._held[group]
         owed = held[slots] != 0
         if generations is not None:
             owed &= held[slots] == generations
@@ -53,15 +55,17 @@ class OwedPublishes:
 
     def pay(self) -> None:
         """Gives the journal what it has room for by now."""
-        if not self.pages:
+        room = self._journal.room if self.pages else 0
+        if room <= 0:
             return
-        for record in self._take(self._journal.room):
+        for record in self._take(room):
             if not self._journal.put(record):
                 self._add(record)
 
     def clear(self) -> None:
         """Everything on the disk was forgotten."""
         self._rows.clear()
+        self._held.clear()
         self.pages = 0
 
     @property
@@ -73,6 +77,8 @@ class OwedPublishes:
         rows = self._rows.get(record.group)
         if rows is None:
             rows = self._rows[record.group] = np.zeros(self._slots[record.group], ROW)
+            self._held[record.group] = np.zeros(self._slots[record.group], np.uint64)
+        self._held[record.group][record.slots] = record.generations
         rows["key"][record.slots] = record.keys
         rows["generation"][record.slots] = record.generations
         rows["expiry"][record.slots] = record.expiries
@@ -81,13 +87,13 @@ class OwedPublishes:
 
     def _take(self, most: int) -> Iterator[Publish]:
         """Publishes of at most `most` rows in all, which are then owed no more."""
-        for group, rows in self._rows.items():
-            slots = np.flatnonzero(rows["generation"])[: max(0, most)]
+        for group, held in self._held.items():
+            slots = np.flatnonzero(held)[: max(0, most)]
             if not len(slots):
                 continue
             most -= len(slots)
-            taken = rows[slots]
-            rows["generation"][slots] = 0
+            taken = self._rows[group][slots]
+            held[slots] = 0
             self.pages -= len(slots)
             yield Publish(
                 group,

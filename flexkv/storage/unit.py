@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -141,6 +142,11 @@ class DiskUnit(DiskTier):
             except DiskError as error:
                 self._lose(disk, str(error))
                 self._rows.append([None] * len(self._codecs))
+                # Nothing uses it: whoever opens the folder next must not find it locked.
+                self._members[disk] = None
+                with contextlib.suppress(DiskError):
+                    member.index.close()
+                member.release()
                 continue
             self._rows.append(list(rows))
             self._journals[disk] = journal
@@ -292,6 +298,10 @@ class DiskUnit(DiskTier):
             if journal is not None and journal.failure:
                 self._lose(disk, journal.failure)
 
+    @property
+    def owes(self) -> bool:
+        return any(owed.waits for owed in self._owed.values())
+
     def poll(self) -> DiskEvents:
         self._find_lost()
         for owed in self._owed.values():
@@ -346,7 +356,10 @@ class DiskUnit(DiskTier):
             return True
         deadline = time.monotonic() + deadline_s
         self._find_lost()
-        while any(owed.waits for owed in self._owed.values()) and time.monotonic() < deadline:
+        for disk, journal in enumerate(self._journals):
+            if journal is not None and not (disk in self._owed and self._owed[disk].waits):
+                journal.stop()  # those that hang must not take the others' time
+        while self.owes and time.monotonic() < deadline:
             self._find_lost()
             for owed in list(self._owed.values()):
                 owed.pay()

@@ -63,8 +63,8 @@ class DiskDriver:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to submit or to wait for."""
-        return self._closed is None and self._flow.busy
+        """Whether there is something to submit or to wait for, or to be made durable by further calls of `pump`."""
+        return self._closed is None and (self._flow.busy or self._tier.owes)
 
     def pump(self) -> None:
         """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""

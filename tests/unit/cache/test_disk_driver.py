@@ -84,6 +84,14 @@ def test_pages_go_down_and_come_up() -> None:
     assert plane.submitted == 2
 
 
+def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an idle engine would not ask for it."""
+    driver, _ = make(DiskWorld())
+    assert not driver.busy
+    monkeypatch.setattr(SimDiskTier, "owes", True)
+    assert driver.busy
+
+
 def test_a_pump_with_nothing_to_do_does_not_poll() -> None:
     world = DiskWorld()
     driver, plane = make(world)

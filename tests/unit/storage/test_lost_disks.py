@@ -199,7 +199,10 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
     assert "no thread for its journal" in lost.reason
     result, _ = world.write([1, 2], [0, 1], publish=False)
     assert result.failed.tolist() == [1]
+    alone = DiskWorld([tmp_path / "bad"])
+    assert alone.close(), "its folder was let go"
     assert world.close()
+    assert DiskWorld([tmp_path / "good", tmp_path / "bad"]).close()
 
 
 def test_without_any_disk_there_is_no_tier(tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: M
     world = make_disks(**FULL)
     generations = write_owed(world, range(8))
     assert owed(world) == 8
+    assert world.unit.owes, "or nobody would ask for more"
     assert world.read(range(8), range(8), generations).status is OpStatus.OK
     world.wait_durable(range(8), generations)
     assert owed(world) == 0
+    assert not world.unit.owes
     assert world.close()
     assert blocks_after_restart(make_disks) == list(range(8))
 
@@ -85,6 +87,33 @@ def test_a_close_that_finds_no_room_says_so(make_disks: MakeDisks, held_up: thre
     assert owed(world) == 5
     held_up.set()
     assert not world.unit.close(GENEROUS_S), "the journal takes nothing more"
+
+
+def test_a_disk_that_hangs_takes_no_time_of_the_others(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_disks(disks=2, **FULL)
+    hanging, other = world.unit._journals
+    assert hanging is not None
+    assert other is not None
+    go_on, write = threading.Event(), Journal._write
+
+    def hang(self: Journal, batch: Sequence[Record]) -> None:
+        assert self is not hanging or go_on.wait(GENEROUS_S)
+        write(self, batch)
+
+    monkeypatch.setattr(Journal, "_write", hang)
+    result, generations = world.write(range(8), range(0, 16, 2), publish=False)
+    assert result.status is OpStatus.OK
+    tokens = np.full(8, BLOCK_TOKENS, np.int32)
+    assert not world.unit.record_publish(0, keys_of(range(8)), ids(range(0, 16, 2)), generations, tokens)
+    assert world.engine.close(GENEROUS_S)
+    assert not world.unit.close(0.2)
+    assert other.ended
+    assert not hanging.ended
+    go_on.set()
+    world.unit.close(GENEROUS_S)
+    assert hanging.ended
 
 
 def test_what_left_the_disk_is_not_published(make_disks: MakeDisks) -> None:
