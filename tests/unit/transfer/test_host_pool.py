@@ -224,6 +224,9 @@ def test_a_descriptor_is_picklable() -> None:
     pool.close()
 
 
+@pytest.mark.skipif(
+    c_ext.build_info()["sanitizer"] == "thread", reason="ThreadSanitizer starts under no such stack limit"
+)
 def test_a_pool_without_a_thread_is_refused_by_name() -> None:
     """A stack that no address space holds, so that the system starts no thread."""
     code = (
