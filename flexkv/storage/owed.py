@@ -30,7 +30,7 @@ class OwedPublishes:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """Of each slot the generation that is owed, or 0: apart from the rows, because every slot is looked at."""
+        """Of each slot the generation that is owed, or 0. Not in the rows, because every slot is looked at."""
         self.pages = 0
 
     def publish(self, record: Publish) -> bool:
@@ -80,7 +80,6 @@ class OwedPublishes:
             self._held[record.group] = np.zeros(self._slots[record.group], np.uint64)
         self._held[record.group][record.slots] = record.generations
         rows["key"][record.slots] = record.keys
-        rows["generation"][record.slots] = record.generations
         rows["expiry"][record.slots] = record.expiries
         rows["tokens"][record.slots] = record.tokens
         self.pages += record.rows
@@ -92,14 +91,14 @@ class OwedPublishes:
             if not len(slots):
                 continue
             most -= len(slots)
-            taken = self._rows[group][slots]
+            taken, generations = self._rows[group][slots], held[slots]
             held[slots] = 0
             self.pages -= len(slots)
             yield Publish(
                 group,
                 slots,
                 np.ascontiguousarray(taken["key"]),
-                taken["generation"].copy(),
+                generations,
                 taken["expiry"].copy(),
                 taken["tokens"].astype(np.int32),
                 time.monotonic(),
