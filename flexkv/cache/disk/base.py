@@ -45,7 +45,7 @@ class WantedBlocks:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def at(self, positions: NDArray[np.integer] | slice) -> WantedBlocks:
+    def at(self, positions: NDArray[np.integer | np.bool_] | slice) -> WantedBlocks:
         entries = None if self.entries is None else self.entries[positions]
         return WantedBlocks(self.group, self.keys[positions], entries)
 

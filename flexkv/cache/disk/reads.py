@@ -96,7 +96,7 @@ class DiskReads:
         positions, entries, slots, evicted, _, dropped = index.insert(group, keys, room)
         if dropped and room > 0 and not len(positions):
             # What host memory has of the rest keeps the slots that the next blocks need: let it go.
-            wanted = wanted.at(np.flatnonzero(index.find(group, keys, ready_only=False) == NO_ENTRY))
+            wanted = wanted.at(index.find(group, keys, ready_only=False) == NO_ENTRY)
             positions, entries, slots, evicted, _, _ = index.insert(group, wanted.keys, room)
         if len(evicted):
             self._host.evicted(group, evicted)
@@ -120,7 +120,7 @@ class DiskReads:
                 mine = left & (found != NO_ENTRY)
                 left = left & ~mine
             if mine.any():
-                part = wanted.at(np.flatnonzero(mine))
+                part = wanted.at(mine)
                 ops.add(self._plan(source, part, found[mine], entries[mine], slots[mine], layerwise))
         return ops
 
