@@ -155,6 +155,10 @@ class BlockIndex {
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
+  // Undoes what a refused lease has added to these so far.
+  void take_back(std::span<const EntryId> entries) {
+    for (const EntryId id : entries) --table_[id].meta;
+  }
   void free_entry(EntryId id) {
     groups_[table_[id].group()].pool.give_back(table_[id].slot);
     table_.release(id);

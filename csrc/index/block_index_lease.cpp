@@ -21,7 +21,7 @@ void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
     if (i + kPinAhead < entries.size()) table_.prefetch(entries[i + kPinAhead]);
     if (id < table_.first() || id >= table_.end() || !table_[id].is_ready_in(group) ||
         table_[id].pins() == Entry::kMaxPins) {
-      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      take_back(entries.first(i));
       throw ContractError("pin: entry " + std::to_string(id) +
                           " is not a ready block of its group, or has too many leases");
     }
@@ -37,7 +37,7 @@ void BlockIndex::pin_found(uint32_t group, std::span<const BlockKey> keys, const
     if (i + kPinAhead < keys.size()) table_.prefetch(entries[i + kPinAhead]);
     if (id < table_.first() || id >= table_.end() || !is_ready(id, group, keys[i]) ||
         table_[id].pins() == Entry::kMaxPins) {
-      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      take_back({entries, i});
       throw ContractError("pin_found: entry " + std::to_string(id) +
                           " is not the ready block of key number " + std::to_string(i) +
                           ", or has too many leases");
@@ -54,7 +54,7 @@ void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
     const bool coming = known && table_[id].state() == EntryState::kPending && table_[id].pins() > 0;
     const bool there = known && table_[id].state() == EntryState::kReady;
     if ((!coming && !there) || table_[id].pins() == Entry::kMaxPins) {
-      for (size_t k = 0; k < i; ++k) --table_[entries[k]].meta;
+      take_back(entries.first(i));
       throw ContractError("pin_coming: entry " + std::to_string(id) +
                           " is neither a block nor on its way to be one, or has too many leases");
     }

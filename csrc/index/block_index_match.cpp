@@ -105,7 +105,7 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
     overflow |= (++entry.meta & Entry::kMaxPins) == 0;
   });
   if (overflow) {
-    for (size_t i = 0; i < found; ++i) --table_[entries[i]].meta;
+    take_back({entries, found});
     throw ContractError("match_and_pin: a block has " + std::to_string(Entry::kMaxPins) +
                         " leases; it cannot have more");
   }
