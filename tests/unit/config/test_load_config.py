@@ -102,7 +102,7 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host.byts": 1}, ["'host.byts'", "engine extra config", "value 1", "did you mean 'host.bytes'"]),
         ({"bytes_per_rank": 1}, ["'bytes_per_rank'", "did you mean 'host.bytes_per_rank'"]),
         ({"lazy_ofload": True}, ["did you mean 'lazy_offload'"]),
-        ({"zzzz": 1}, ["unknown setting 'zzzz'", "allowed are", "host.bytes", "store.mode"]),
+        ({"zzzz": 1}, ["unknown setting 'zzzz'", "no name is near it", "`flexkv config show` lists all"]),
         ({"host": {"bytes": {"x": 1}}}, ["'host.bytes.x'"]),
         ({"host": 3}, ["'host'", "section", "memory_share"]),
         ({"host.bytes": "40G"}, ["'host.bytes'", "'40G'", "GiB"]),
@@ -143,8 +143,6 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
 @pytest.mark.parametrize(
     ("variable", "value", "parts"),
     [
-        ("FLEXKV_HOST_BYTE", "1", ["'FLEXKV_HOST_BYTE'", "environment", "'FLEXKV_HOST_BYTES'"]),
-        ("FLEXKV_LAZY", "1", ["'FLEXKV_LAZY'"]),
         ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
         ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
@@ -155,6 +153,38 @@ def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, parts
         load_config(None, {variable: value})
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("FLEXKV_HOST_BYTE", "did you mean FLEXKV_HOST_BYTES?"),
+        ("FLEXKV_LAZY_OFLOAD", "did you mean FLEXKV_LAZY_OFFLOAD?"),
+        ("FLEXKV_DEBUG", "`flexkv config docs` lists all variables"),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str
+) -> None:
+    monkeypatch.setattr("flexkv.observe.log._warned", set())
+    for _ in range(2):
+        assert load_config(None, {variable: "1"}) == FlexKVConfig()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message == (
+        f"environment variable {variable} is no setting of flexkv and has no effect: {hint}"
+    )
+
+
+def test_names_of_another_system_are_one_short_error() -> None:
+    """Each is named once, with the nearest right name or none: no list of all settings."""
+    extra = {"local_cpu": True, "max_local_cpu_size": 5, "remote_url": "x", "host.byts": 1}
+    with pytest.raises(ConfigError) as caught:
+        load_config(extra, {})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + len(extra)
+    assert all(len(line) < 200 for line in lines)
+    assert "did you mean 'host.bytes'?" in lines[-1]
 
 
 def test_variables_that_are_no_settings_are_left_alone() -> None:
