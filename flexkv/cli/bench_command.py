@@ -202,7 +202,7 @@ def _need_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise click.UsageError("--png needs matplotlib: pip install flexkv[plots]") from error
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib") from error
 
 
 def _draw(rows: list[TransferRow], compared: list[ComparisonRow], path: Path) -> None:

@@ -13,6 +13,7 @@ import flexkv
 from flexkv.cli.output import OutputError, checked_output
 from flexkv.config.names import nearest
 from flexkv.errors import FlexKVError
+from flexkv.observe.package import package_folder
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("flexkv.cli.bench_command", "Measure what this machine's copies reach."),
@@ -53,7 +54,9 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(flexkv.__version__, prog_name="flexkv")
+@click.version_option(
+    flexkv.__version__, prog_name="flexkv", message=f"%(prog)s %(version)s from {package_folder()}"
+)
 def cli() -> None:
     """KV-cache transfer engine for LLM inference."""
 

@@ -1,11 +1,11 @@
-"""What flexkv says about itself: the table of metrics, counters that travel between processes, logging, and
-threads by name.
+"""What flexkv shows of itself: the table of metrics, counters that travel between processes, logging, threads by name,
+and which package of this name runs.
 
 A leaf: every package may use it, it uses none.
 """
 
 from flexkv.observe.counters import Counters
-from flexkv.observe.log import configure_logging, get_logger, warn_once
+from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 from flexkv.observe.named_thread import NamedThread, name_this_thread
 
@@ -17,6 +17,7 @@ __all__ = [
     "NamedThread",
     "configure_logging",
     "get_logger",
+    "log_package",
     "name_this_thread",
     "warn_once",
 ]

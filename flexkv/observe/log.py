@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from flexkv.observe.package import name_this_package
+
 ROOT = "flexkv"
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
@@ -32,6 +34,14 @@ def configure_logging(level: str) -> None:
         handler.setFormatter(logging.Formatter(FORMAT))
         logger.addHandler(handler)
         logger.propagate = False
+
+
+def log_package(logger: logging.Logger) -> None:
+    """Logs version and place of this package, and warns of another of its name, once in a process."""
+    if "package" not in _warned:
+        _warned.add("package")
+        for is_warning, words in name_this_package():
+            logger.log(logging.WARNING if is_warning else logging.INFO, "%s", words)
 
 
 def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> None:

@@ -25,7 +25,7 @@ from flexkv.adapters.sglang.weight_watch import watch_weights
 from flexkv.cache.base import Completion
 from flexkv.config import load_config
 from flexkv.errors import ContractError, GeometryError
-from flexkv.observe import NamedThread, get_logger
+from flexkv.observe import NamedThread, configure_logging, get_logger, log_package
 
 logger = get_logger(__name__)
 
@@ -50,6 +50,8 @@ class FlexKVHiCache(HiCacheStorage):
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
         self._config = share_of_node(load_config(settings), self._place.units_on_node)
+        configure_logging(self._config.observe.log_level)
+        log_package(logger)
         self._cache: RankCache | None = None
         self._lock = threading.RLock()
         self._stored = threading.Event()

@@ -20,7 +20,7 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.sglang.weight_watch import watch_weights
 from flexkv.config import load_config
 from flexkv.errors import ClosedError, GeometryError
-from flexkv.observe import get_logger
+from flexkv.observe import configure_logging, get_logger, log_package
 
 logger = get_logger(__name__)
 
@@ -55,6 +55,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         pool = view_of(kv_pool, params.page_size)
         place = Place.of_this_process()
         config = share_of_node(load_config(extra_config), place.units_on_node)
+        configure_logging(config.observe.log_level)
+        log_package(logger)
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._page_size = params.page_size

@@ -14,7 +14,9 @@ from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.config import load_config
 from flexkv.errors import GeometryError
-from flexkv.observe import configure_logging
+from flexkv.observe import configure_logging, get_logger, log_package
+
+logger = get_logger(__name__)
 
 _schedulers: WeakValueDictionary[str, SchedulerSide] = WeakValueDictionary()
 """By their address: rank 0's worker keeps its scheduler going in iterations in which the engine asks nothing."""
@@ -100,7 +102,10 @@ class FlexKVScheduler(SchedulerBase):
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        self.side = SchedulerSide(load_config(), EngineArguments.of(llm_args))
+        settings = load_config()
+        configure_logging(settings.observe.log_level)
+        log_package(logger)
+        self.side = SchedulerSide(settings, EngineArguments.of(llm_args))
         _schedulers[self.side.address] = self.side
         _close_at_exit(self.shutdown)
 

@@ -25,7 +25,7 @@ from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError
-from flexkv.observe import configure_logging, get_logger, warn_once
+from flexkv.observe import configure_logging, get_logger, log_package, warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,8 @@ class FlexKVConnectorV1Impl:
             self._worker = WorkerSide(self._settings, 0, 1)
             local_link.announce(self._engine_id, self._worker)
         else:
+            # vLLM's class imports whichever `flexkv` comes first on Python's path.
+            log_package(logger)
             warn_of_policy(transfer)
             logger.warning(
                 "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "

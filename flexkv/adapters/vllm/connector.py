@@ -26,7 +26,7 @@ from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
-from flexkv.observe import Counters, configure_logging, get_logger
+from flexkv.observe import Counters, configure_logging, get_logger, log_package
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +102,7 @@ class FlexKVConnector(KVConnectorBase_V1):
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
             local_link.announce(engine_id, self.worker)
             return
+        log_package(logger)
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
