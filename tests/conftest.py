@@ -44,8 +44,8 @@ def beside(request: pytest.FixtureRequest) -> Ended:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own FLEXKV_* settings must not change what a test sees."""
-    from flexkv.config.model import environment_name, setting_fields
-    from flexkv.config.names import ALIASES
+    from flexkv.config.model import setting_fields
+    from flexkv.config.names import ALIASES, environment_name
 
     for name in (*map(environment_name, (*setting_fields(), *ALIASES)), "FLEXKV_CONFIG"):
         monkeypatch.delenv(name, raising=False)

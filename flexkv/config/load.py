@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flexkv.config.expected import expected
-from flexkv.config.model import SECTIONS, FlexKVConfig, environment_name, setting_fields
-from flexkv.config.names import ALIASES, shown, unknown_setting
+from flexkv.config.model import SECTIONS, FlexKVConfig, setting_fields
+from flexkv.config.names import ALIASES, environment_name, shown, unknown_setting
 from flexkv.config.sources import (
     CONFIG_FILE_VARIABLE,
     EXTRA_ORIGIN,

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import PrivateAttr
 from pydantic.fields import FieldInfo
 
-from flexkv.config.names import unknown_setting
+from flexkv.config.names import environment_name, unknown_setting
 from flexkv.config.sections import (
     DiskConfig,
     GdsConfig,
@@ -77,11 +77,6 @@ class FlexKVConfig(Section):
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
             yield SettingRow(key, value, self.origin(key), environment_name(key), field.description or "")
-
-
-def environment_name(key: str) -> str:
-    """FLEXKV_HOST_BYTES for "host.bytes"."""
-    return "FLEXKV_" + key.replace(".", "_").upper()
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -6,7 +6,11 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from flexkv.config.other_systems import other_system_hint
 from flexkv.errors import ConfigError
+
+PREFIX = "FLEXKV_"
+"""Of every variable that flexkv reads."""
 
 TRUE_WORDS = {True, "true", "1", "yes", "on"}
 FALSE_WORDS = {False, "false", "0", "no", "off"}
@@ -45,6 +49,7 @@ def _choice(when_true: str, when_false: str) -> Callable[[object], object]:
 
 
 ALIASES: dict[str, Alias] = {
+    "cpu_bytes_to_use": Alias("host.bytes", _same, "the same value"),
     "cpu_bytes_to_use_per_rank": Alias("host.bytes_per_rank", _same, "the same value"),
     "lazy_offload": Alias("store.mode", _choice("lazy", "eager"), "true: `lazy`, false: `eager`"),
     "save_decode_cache": Alias("store.tokens", _choice("all", "prompt"), "true: `all`, false: `prompt`"),
@@ -53,8 +58,9 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-PREFIX = "FLEXKV_"
-"""Of every variable that flexkv reads."""
+def environment_name(key: str) -> str:
+    """FLEXKV_HOST_BYTES for "host.bytes"; a variable's name stays."""
+    return key if key.startswith(PREFIX) else PREFIX + key.replace(".", "_").upper()
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -73,23 +79,28 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
-    """The error for a setting that does not exist."""
+    """The error for a setting that does not exist: what does the same here where another system has that name, else
+    the nearest name, else all."""
     names = list(allowed)
-    near = nearest(name, names)
-    hint = f"did you mean {near!r}?" if near else "no name is near it; `flexkv config show` lists all"
+    hint = other_system_hint(name, value, str)
+    if hint is None:
+        near = nearest(name, names)
+        hint = f"did you mean {near!r}?" if near else "no name is near it; `flexkv config show` lists all"
     given = "" if value is None else f" (value {shown(value)})"
     return ConfigError(f"unknown setting {name!r} from {origin}{given}: {hint}")
 
 
-def unknown_variable(variable: str, allowed: Iterable[str]) -> str:
+def unknown_variable(variable: str, value: str, allowed: Iterable[str]) -> str:
     """The words for an environment variable with our prefix that nothing reads.
 
     A warning and no error: an environment is shared, and another program's variable must not stop an engine.
     """
     # The prefix is the same in all of them; compared with it, every name would be near.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
-    near = nearest(variable.removeprefix(PREFIX), by_rest)
-    hint = f"did you mean {by_rest[near]}?" if near else "`flexkv config docs` lists all variables"
+    hint = other_system_hint(variable, value, environment_name)
+    if hint is None:
+        near = nearest(variable.removeprefix(PREFIX), by_rest)
+        hint = f"did you mean {by_rest[near]}?" if near else "`flexkv config docs` lists all variables"
     return f"environment variable {variable} is no setting of flexkv and has no effect: {hint}"
 
 

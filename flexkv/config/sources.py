@@ -34,8 +34,9 @@ OTHER_VARIABLES: dict[str, str] = {
 
 # A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod.
 _KUBERNETES = re.compile(
-    r"FLEXKV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+    r"FLEXKV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+_KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,15 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
             continue
         if variable in keys_by_variable:
             yield RawSetting(keys_by_variable[variable], value, f"env {variable}")
-        elif not _KUBERNETES.fullmatch(variable):
-            words = unknown_variable(variable, [*keys_by_variable, *OTHER_VARIABLES])
+        elif not _of_kubernetes(variable, value):
+            words = unknown_variable(variable, value, [*keys_by_variable, *OTHER_VARIABLES])
             warn_once(logger, f"variable {variable}", "%s", words)
+
+
+def _of_kubernetes(variable: str, value: str) -> bool:
+    """Whether Kubernetes made it; a bare ..._PORT of Kubernetes holds an address, any other is somebody else's."""
+    is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
+    return is_address or _KUBERNETES.fullmatch(variable) is not None
 
 
 def read_yaml(path: Path) -> Iterator[RawSetting]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexkv.config.model import environment_name, setting_fields
-from flexkv.config.names import ALIASES
+from flexkv.config.model import setting_fields
+from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]

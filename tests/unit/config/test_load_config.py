@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from flexkv.config import FlexKVConfig, load_config
-from flexkv.config.model import environment_name, setting_fields
+from flexkv.config.model import setting_fields
+from flexkv.config.names import environment_name
 from flexkv.errors import ConfigError
 
 GIB = 1 << 30
@@ -194,6 +195,9 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         "FLEXKV_SERVICE_HOST": "10.0.0.1",
         "FLEXKV_PORT": "tcp://10.0.0.1:80",
         "FLEXKV_CACHE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "FLEXKV_CACHE_PORT_80_TCP_PORT": "80",
+        "FLEXKV_CACHE_SERVICE_PORT": "80",
+        "FLEXKV_CACHE_SERVICE_PORT_HTTP": "80",
         "PATH": "/bin",
     }
     assert load_config(None, environ) == FlexKVConfig()
