@@ -25,7 +25,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "blend": BASE | {"cache", "transfer", "storage"},
     "simulation": BASE | {"cache", "transfer.graph", "storage.base", "storage.tags"},
     "blend.runner": BASE | {"blend", "transfer"},
-    "integration": frozenset({"adapters"}),
+    "integration": frozenset({"adapters", "errors"}),
     "cli": BASE | {"cache", "transfer", "storage", "adapters", "simulation"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})

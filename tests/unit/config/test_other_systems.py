@@ -14,7 +14,7 @@ from flexkv.errors import ConfigError
 GIB = 1 << 30
 # Name there -> the value there, what to write here, what that means here. The bytes are those that the other
 # system takes for its number.
-SAME = {
+SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "local_cpu": (True, {"host.bytes": "5GiB"}, 5 * GIB),
     "max_local_cpu_size": (2.5, {"host.bytes_per_rank": "2.5GiB"}, int(2.5 * GIB)),
     "local_disk": ("file:///mnt/a", {"disk.folders": "/mnt/a"}, ("/mnt/a",)),

@@ -1,0 +1,5 @@
+"""Of the other package named flexkv, where later SGLangs look for their connector: the import says what to set instead."""
+
+from flexkv.integration.other_flexkv import SGLANG_INSTEAD, refuse_other_flexkv
+
+refuse_other_flexkv(__name__, SGLANG_INSTEAD)

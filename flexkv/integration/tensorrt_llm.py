@@ -1,0 +1,5 @@
+"""Of the other package named flexkv, where its TensorRT-LLM examples look: the import says what to set instead."""
+
+from flexkv.integration.other_flexkv import TENSORRT_LLM_INSTEAD, refuse_other_flexkv
+
+refuse_other_flexkv(__name__, TENSORRT_LLM_INSTEAD)

@@ -1,0 +1,5 @@
+"""Of the other package named flexkv, its manager of a cache: the import says what to set instead."""
+
+from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
+
+refuse_other_flexkv(__name__, SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD)
