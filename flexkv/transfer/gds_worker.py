@@ -1,6 +1,6 @@
 """Moves blocks between raw files and one rank's pool: a GDSManager with the settings and the geometry it needs.
 
-worker = GDSTransferWorker(pool=pool, files=layout, ssd_files={0: ["/nvme0/kv-0"]}, config=config.gds)
+worker = GDSTransferWorker(pool=pool, files=layout, ssd_files={0: ["/nvme0/kv-0"]})
 worker.read(gpu_blocks=[4, 9], ssd_blocks=[100, 101])
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.config import GdsConfig, IoBackend
+from flexkv.config import GdsConfig, IoBackend, load_config
 from flexkv.errors import GeometryError
 from flexkv.observe import get_logger
 
@@ -69,12 +69,15 @@ class GDSTransferWorker:
     """One rank's transfers between raw files and its pool.
 
     Args:
+        config: None takes the settings of this process: FLEXKV_CONFIG's file, then FLEXKV_GDS_* and FLEXKV_DISK_IO.
         use_staged_transfer, max_staging_blocks: win over `config` where given.
         engine_stream: the engine's cudaStream_t as a number; transfers start after what is enqueued there.
-        io: of plain memory, and of copies from it where a GPU has no other way.
+        io: of plain memory, and of copies from it where a GPU has no other way; None: `disk.io` where there is no
+            `config`, else "auto".
 
     Raises:
-        ConfigError: a file that cannot be opened, an option that is not allowed, or `io` that the kernel refuses.
+        ConfigError: a setting or option that is not allowed, a file that cannot be opened, or `io` that the kernel
+            refuses.
     """
 
     def __init__(
@@ -87,9 +90,13 @@ class GDSTransferWorker:
         use_staged_transfer: bool | None = None,
         max_staging_blocks: int | None = None,
         engine_stream: int = 0,
-        io: IoBackend = "auto",
+        io: IoBackend | None = None,
     ) -> None:
-        gds = GdsConfig() if config is None else config
+        if config is None:
+            settings = load_config()
+            gds, io = settings.gds, io or settings.disk.io
+        else:
+            gds, io = config, io or "auto"
         self.use_staged_transfer = (
             gds.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
         )

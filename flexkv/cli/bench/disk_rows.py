@@ -20,7 +20,7 @@ from flexkv.cli.bench.bare_reads import THREADS as BARE_THREADS
 from flexkv.cli.bench.bare_reads import BareReads
 from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
 from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path
-from flexkv.config import GdsConfig
+from flexkv.config import load_config
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.header import codec_of
@@ -179,7 +179,8 @@ class _DiskWays:
 
     def _through_lane(self, what: str, *, staged: bool, block_first: bool) -> _Way:
         """By the lane between disk and pool."""
-        lane = make_gds_lane(self._unit.slab_map(), 0, self._device, GdsConfig(), use_staged_transfer=staged)
+        gds = load_config().gds
+        lane = make_gds_lane(self._unit.slab_map(), 0, self._device, gds, use_staged_transfer=staged)
         engine = self._engine(lane, block_first)
         read = TransferGraph((self._op(OpKind.GDS_READ, self._slots, NO_IDS, self._order),))
         transforms = staged and self._device is not None and not block_first

@@ -23,6 +23,11 @@ PATTERNS = (
 )
 
 
+ANY_READ = re.compile(r"\b(?:os\.environ|os\.getenv|(?:secure_)?getenv)\b(?!`)")
+READERS = {"flexkv/config/load.py": "the settings", "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`"}
+"""Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md."""
+
+
 def reads() -> Iterator[tuple[str, str]]:
     """(file, variable) for every read of a variable with our prefix."""
     for pattern in PATTERNS:
@@ -35,3 +40,18 @@ def test_variables_are_known() -> None:
     assert ("build_support/ninja_file.py", "FLEXKV_SANITIZE") in found
     known = {*map(environment_name, (*setting_fields(), *ALIASES)), *OTHER_VARIABLES}
     assert [(path, name) for path, name in found if name not in known] == []
+
+
+def test_settings_are_read_in_one_place() -> None:
+    files = [
+        *(ROOT / "flexkv").rglob("*.py"),
+        *(path for path in (ROOT / "csrc").rglob("*.*") if path.is_file()),
+    ]
+    readers = {str(path.relative_to(ROOT)) for path in files if ANY_READ.search(path.read_text())}
+    assert readers == set(READERS)
+    assert ANY_READ.search("std::getenv(name)")
+    api = (ROOT / "flexkv/adapters/tensorrt_llm/api.py").read_text()
+    names = re.findall(r'"(\w+)"', re.findall(r"RANK_VARIABLES = \((.*?)\)", api)[0])
+    page = (ROOT / "docs/tensorrt-llm.md").read_text()
+    assert len(names) > 3
+    assert [name for name in names if f"`{name}`" not in page] == []

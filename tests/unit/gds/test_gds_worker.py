@@ -76,6 +76,36 @@ def test_settings_reach_the_manager_and_arguments_win(rank: Rank) -> None:
     worker.close()
 
 
+def test_the_environment_is_read_where_no_config_is_given(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_GDS_USE_STAGED_TRANSFER", "0")
+    monkeypatch.setenv("FLEXKV_GDS_MAX_STAGING_BLOCKS", "3")
+    monkeypatch.setenv("FLEXKV_DISK_IO", "threads")
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths)
+    assert (worker.use_staged_transfer, worker.max_staging_blocks) == (False, 3)
+    assert worker.manager.describe() == "posix to host"
+    worker.write([0, 1], [0, 1])
+    assert worker.manager.totals["io_calls"] == 2 * 2 * LAYERS
+    worker.close()
+
+    # Arguments win over it, and a config replaces it.
+    worker = GDSTransferWorker(
+        rank.pool, rank.files, rank.paths, use_staged_transfer=True, max_staging_blocks=2
+    )
+    assert (worker.use_staged_transfer, worker.max_staging_blocks) == (True, 2)
+    worker.close()
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=load_config(None, {}).gds)
+    assert (worker.use_staged_transfer, worker.max_staging_blocks) == (True, 64)
+    worker.close()
+
+
+def test_a_bad_variable_is_refused_by_the_worker(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXKV_GDS_MAX_STAGING_BLOCKS", "many")
+    with pytest.raises(ConfigError, match="env FLEXKV_GDS_MAX_STAGING_BLOCKS"):
+        GDSTransferWorker(rank.pool, rank.files, rank.paths)
+
+
 def test_staging_is_bounded_in_bytes(rank: Rank) -> None:
     config = load_config({"gds.max_staging_bytes": rank.files.block_stride * 5 // 2}, {}).gds
     worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config)
