@@ -35,6 +35,6 @@ def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
         ConfigError: always.
     """
     raise ConfigError(
-        f"{module} belongs to another package named flexkv (github.com/taco-project/FlexKV); the one installed here does "
-        f"the same in another way. {'. '.join(instead)}"
+        f"{module} belongs to another package named flexkv (github.com/taco-project/FlexKV); the one installed here "
+        f"is attached in another way. {'. '.join(instead)}"
     )

@@ -1,0 +1,12 @@
+"""SGLang's own --enable-flexkv ends with an error that names the linker's flags, and not a missing package."""
+
+from __future__ import annotations
+
+from tests.engines_sglang.conftest import Parts
+
+
+def test_sglangs_own_connector_is_told_of_the_linker(parts: Parts) -> None:
+    found = parts["own_flag_child"]["import"]
+    assert found["error"].startswith("ConfigError: flexkv.common belongs to another package named flexkv")
+    assert "--enable-unified-cache-external-linker" in found["error"]
+    assert "not installed" not in found["trace"]
