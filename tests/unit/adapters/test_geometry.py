@@ -61,6 +61,8 @@ def test_the_device_of_the_tensors_decides_which_lanes_an_engine_has() -> None:
         cuda_device_of([on("cuda", 0), on("cuda", 1)])
     with pytest.raises(GeometryError, match="must lie on one device"):
         cuda_device_of([on("cuda", 0), on("cpu")])
+    with pytest.raises(GeometryError, match=r"device of kind 'xpu': there are lanes for 'cpu' and 'cuda'"):
+        cuda_device_of([on("xpu", 0)])
 
 
 def test_foreign_tensors_are_refused() -> None:

@@ -48,6 +48,18 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
     assert engine.invalid == set()
 
 
+@pytest.mark.parametrize(("partial_blocks", "served"), [(False, 20), (True, 22)])
+def test_partial_blocks_are_a_choice_with_one_latent_too(
+    make_engine: Make, partial_blocks: bool, served: int
+) -> None:
+    """Nothing of a latent's pages makes the tail that fills no block necessary: it is computed, or stored as asked."""
+    engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == served
+    assert engine.invalid == set()
+
+
 def test_a_store_that_fails_on_the_rank_that_writes_is_a_miss_for_all(make_engine: Make) -> None:
     worker = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, page=1, times=1))
     engine = make_engine(ranks=2, latent=True, worker_class=worker)

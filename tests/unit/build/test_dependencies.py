@@ -34,6 +34,11 @@ def test_every_dependency_has_a_reason() -> None:
     assert {name for name in names if f"`{name}`" not in text} == set()
 
 
+def test_the_test_extra_is_what_the_tests_install() -> None:
+    (extra,) = re.findall(r"^test = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert re.findall(r'"([^"]+)"', extra) == (ROOT / "requirements" / "test.txt").read_text().split()
+
+
 def third_party(*folders: str) -> dict[str, set[str]]:
     """Top-level modules from elsewhere -> files that import them."""
     found: dict[str, set[str]] = {}
