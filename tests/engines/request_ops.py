@@ -82,19 +82,30 @@ def reset_while_running(
     connector: bool,
     running: bool,
     new_weights: bool = False,
+    until_running: bool = False,
+    deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Resets the caches after some engine steps of the requests, maybe on new weights, then runs them to their end."""
+    """Resets the caches after some engine steps of the requests, maybe on new weights, then runs them to their end.
+
+    Args:
+        until_running: the steps are counted from the moment that all requests run, after their loads.
+    """
+    scheduler, ends_at = _scheduler(llm), time.monotonic() + deadline_s
     tracker = RequestTracker(llm)
     for number, request in enumerate(requests):
         tracker.add(f"w{number}-{time.monotonic_ns()}", request)
+    while until_running and len(scheduler.running) < len(requests):
+        if not tracker.step() or time.monotonic() > ends_at:
+            raise TimeoutError(f"{len(scheduler.running)} of {len(requests)} requests run")
     for _ in range(steps):
         tracker.step()
+    preempted = len(scheduler.running) if running else 0
     done = llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
     if new_weights:
         load_new_weights(llm)
     while tracker.step():
         pass
-    return {"done": bool(done), "requests": tracker.results()}
+    return {"done": bool(done), "preempted": preempted, "requests": tracker.results()}
 
 
 def requests_held(llm: Any) -> dict[str, Any]:

@@ -24,6 +24,36 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
     assert session.check_one(prompt).cached == prompt.whole_blocks
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
+    engines: Engines, stream: int, steps: int
+) -> None:
+    """A reset of the engine's own cache with running requests: the next step looks them up again, and finds them."""
+    session = engines.get(connector())
+    prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
+    session.check(*prompts)
+    session.forget()
+    hits = session.metric("vllm:flexkv_hit_tokens_total")
+    reply = session.call(
+        "reset_while_running",
+        requests=[prompt.wire() for prompt in prompts],
+        steps=steps,
+        until_running=True,
+        connector=False,
+        running=True,
+    )
+    assert reply["done"]
+    assert reply["preempted"] == len(prompts)
+    assert [tuple(result["tokens"]) for result in reply["requests"]] == [
+        session.reference.tokens(prompt) for prompt in prompts
+    ]
+    session.forget()
+    whole = sum(prompt.whole_blocks for prompt in prompts)
+    loaded = session.metric("vllm:flexkv_hit_tokens_total") - hits
+    assert loaded >= 2 * whole, "not loaded before the reset and after it"
+    session.check(*prompts)
+
+
 SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "delay_s": 0.01}])}
 """Slow enough to be under way when the reset comes."""
 

@@ -45,6 +45,7 @@ class RequestTracker:
         own_from: number of the first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
         counted: this admission's lookup is in the metrics.
+        preemptions: of the request that its block table takes into account.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class RequestTracker:
     own_from: int = 0
     certain: int = 0
     counted: bool = False
+    preemptions: int = 0
 
     @property
     def request_id(self) -> str:

@@ -52,6 +52,18 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._trackers)
 
+    def begin_lookup(self, tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
+        """The engine asks what is cached of the request, so the request holds no block any more.
+
+        After a reset with running requests the engine asks before a step names the preempted ones.
+
+        Args:
+            preempted: takes a request that has lost its blocks, while the tracker still knows them.
+        """
+        if tracker.block_ids:
+            _lose(tracker, preempted)
+        tracker.preemptions = tracker.request.num_preemptions
+
     def follow(
         self, output: SchedulerOutput, stores: StoreMode | None, preempted: Callable[[RequestTracker], None]
     ) -> None:
@@ -62,9 +74,10 @@ class RequestTable:
             preempted: hears of requests that lose their blocks, while the tracker still knows them.
         """
         for request_id in output.preempted_req_ids or ():
-            if tracker := self.get(request_id):
-                preempted(tracker)
-                tracker.restart()
+            tracker = self.get(request_id)
+            # A lookup may have come before the step that names the preemption: the table is then of other blocks.
+            if tracker is not None and tracker.preemptions != tracker.request.num_preemptions:
+                _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
             if tracker := self.get(new.req_id):
                 _start(tracker, new.block_ids[0], stores)
@@ -77,6 +90,13 @@ class RequestTable:
                     _start(tracker, blocks[0], stores)
                 else:
                     tracker.block_ids.extend(blocks[0])
+
+
+def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
+    """The engine has taken the request's blocks."""
+    preempted(tracker)
+    tracker.restart()
+    tracker.preemptions = tracker.request.num_preemptions
 
 
 def _start(tracker: RequestTracker, block_ids: list[int], stores: StoreMode | None) -> None:

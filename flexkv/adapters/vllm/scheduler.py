@@ -121,7 +121,7 @@ class SchedulerSide:
         self._pump(parts)
         parts.unit.grow()
         tracker = self.requests.of(request)
-        # The engine asks only for requests that hold no block.
+        self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
         tracker.own_from = computed_tokens // self._geometry.block_tokens
         tokens = parts.lookups.match(tracker, computed_tokens)

@@ -174,10 +174,26 @@ class MiniEngine:
         self.until(lambda: not live.waiting_for_load)
 
     def preempt(self, name: str) -> None:
-        """The engine takes a running request's blocks away, and says so with its next step."""
+        """The engine takes a running request's blocks away, and names it with its next step."""
+        self._lose_blocks(name)
+        self._step_naming_preempted(name)
+
+    def preempt_and_resume(self, name: str) -> int:
+        """A reset with running requests: the step that names a request as preempted has also looked it up again and
+        given it other blocks. Returns the tokens that it gets from outside."""
+        request = self._lose_blocks(name).request
+        tokens = self.add(request)
+        self._step_naming_preempted(name)
+        return tokens
+
+    def _lose_blocks(self, name: str) -> Live:
         live = self.live.pop(name)
         live.request.num_computed_tokens = 0
+        live.request.num_preemptions += 1
         self.pool.free_blocks(reversed(live.blocks))
+        return live
+
+    def _step_naming_preempted(self, name: str) -> None:
         output_of = self._output
 
         def output_with_preemption(scheduled: dict[str, int]) -> SchedulerOutput:

@@ -100,3 +100,47 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
         engine.step({})
     engine.drain()
     assert served(engine) <= 1
+
+
+def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make_engine: Make) -> None:
+    """A reset with running requests preempts and looks up again before the engine's next step names the preemption."""
+    engine = make_engine(blocks=64)
+    engine.run(make_request(PROMPT[:8], "short"))
+    engine.forget()
+    before = engine.stored_pages
+    request = make_request(PROMPT, "one")
+    assert engine.add(request) == 8
+    engine.end_load("one")
+    request.num_computed_tokens = 16  # blocks 2 and 3 came from the other connector
+    blocks = [block.block_id for block in engine.live["one"].blocks]
+    hear = engine.hold_reports()
+    engine.step()
+    assert engine.preempt_and_resume("one") == 8, "the control of this test: the resumed request has a hit"
+    quiet(engine)
+    assert engine.stored_pages == before, "published before the step's outcome was heard"
+    engine.failed_by_another = {blocks[2]}
+    hear()
+    engine.end_load("one")
+    engine.drain()
+    assert (engine.stored_pages - before, served(engine)) == (0, 2)
+    engine.step()
+    engine.check("one")
+    engine.finish("one")
+    engine.drain()
+    assert served(engine) == 5
+
+
+def test_a_table_resumed_in_the_same_step_without_a_failure_is_published(make_engine: Make) -> None:
+    """The control: the same steps with no failed block."""
+    engine = make_engine(blocks=64)
+    engine.run(make_request(PROMPT[:8], "short"))
+    engine.forget()
+    assert engine.add(make_request(PROMPT, "one")) == 8
+    engine.end_load("one")
+    hear = engine.hold_reports()
+    engine.step()
+    assert engine.preempt_and_resume("one") == 8
+    hear()
+    engine.end_load("one")
+    engine.drain()
+    assert served(engine) == 5
