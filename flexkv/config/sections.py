@@ -209,8 +209,9 @@ class DiskConfig(Section):
 
     folders: Folders = Field(
         (),
-        description="Absolute paths joined by `:` (or a list of them in YAML and the extra config), one a disk; blocks "
-        "are striped over them, and a disk that fails is taken out. Unset: no disk tier.",
+        description="Absolute paths joined by `:` or `,`, one a disk; blocks are striped over them, and a disk that "
+        "fails is taken out. In YAML and the extra config also a list, which a folder with `:` or `,` in its name "
+        "needs. Unset: no disk tier.",
     )
     bytes_per_folder: OptionalSizeBytes = Field(
         None,

@@ -6,6 +6,7 @@ A value that is not allowed is a ValueError that says what is.
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -49,15 +50,17 @@ def auto_or_count(value: object) -> object:
 
 
 def folders_of(value: object) -> object:
-    """Paths joined by colons, as in PATH: one value in YAML, environment and extra config alike. A list is fine too."""
+    """Paths joined by colons, as in PATH, or by commas: one value in YAML, environment and extra config alike. A list is
+    fine too, and each of its items is one path, whatever characters it has."""
     if none_is_a_word(value) is None:
         return ()
-    parts = value.split(os.pathsep) if isinstance(value, str) else value
+    parts = re.split("[:,]", value) if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("expected paths of folders, joined by ':'")
+        raise ValueError("expected paths of folders, joined by ':' or ','")
     folders = tuple(part.strip() for part in parts if part.strip())
     if relative := [folder for folder in folders if not os.path.isabs(folder)]:
-        raise ValueError(f"expected absolute paths, got {relative[0]!r}")
+        hint = "; a folder with ':' or ',' in its name is given in a list" if isinstance(value, str) else ""
+        raise ValueError(f"expected absolute paths, got {relative[0]!r}{hint}")
     if len(set(folders)) != len(folders):
         raise ValueError("a folder is named twice")
     return folders
