@@ -1,7 +1,8 @@
 #include "gds/slab_gate.h"
 
-#include <ctime>
 #include <utility>
+
+#include "base/unix_clock.h"
 
 namespace flexkv {
 
@@ -20,8 +21,8 @@ std::string SlabGate::arrived(int32_t position, const std::byte* trailer) {
   const auto at = static_cast<size_t>(position);
   const auto bytes = static_cast<int64_t>(trailer_.size());
   if (const std::string why = device_->copy(trailer_.data(), trailer, bytes); !why.empty()) return why;
-  const PageCheck check = codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag,
-                                                      static_cast<uint64_t>(std::time(nullptr)));
+  const PageCheck check =
+      codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag, unix_now());
   misses_[at] = check.miss;
   return check.reason;
 }

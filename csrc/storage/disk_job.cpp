@@ -3,12 +3,12 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <string>
 #include <utility>
 
 #include "base/align.h"
 #include "base/error.h"
+#include "base/unix_clock.h"
 #include "storage/disk.h"
 
 namespace flexkv {
@@ -33,8 +33,6 @@ const LayerReads& layers_of(const DiskGroup& group, const Piece& piece) {
   }
   return *found;
 }
-
-uint64_t unix_now() { return static_cast<uint64_t>(std::time(nullptr)); }
 
 }  // namespace
 

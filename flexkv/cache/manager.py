@@ -41,6 +41,7 @@ from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskTier, StoredPages
 from flexkv.transfer.graph import BlockIds, OpKind, OpResult, TransferGraph
 
@@ -75,7 +76,7 @@ class LocalCacheManager(CacheManager):
         listener: CacheListener | None = None,
         disk: DiskTier | None = None,
         disk_limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
-        unix_s: Callable[[], float] = time.time,
+        unix_s: Callable[[], float] = unix_now_s,
         siblings: StoredPages | None = None,
     ) -> None:
         check_groups(groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import click
@@ -13,6 +12,7 @@ from rich.table import Table
 from flexkv.cli.tables import print_table
 from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError, DiskError
+from flexkv.observe import unix_now_s
 from flexkv.storage.folder import held_bytes, is_in_use, remove_folder, unit_folders
 from flexkv.storage.header import read_header
 
@@ -102,9 +102,9 @@ def _last_used(unit: Path) -> int:
 
 
 def _age(when: object) -> str:
-    seconds = time.time() - int(str(when))
     if not when:
         return "?"
+    seconds = max(0, unix_now_s() - int(str(when)))
     if seconds < DAY_S:
         return f"{seconds / 3600:.1f} h ago"
     return f"{seconds / DAY_S:.1f} d ago"

@@ -1,5 +1,5 @@
 """What flexkv shows of itself: the table of metrics, counters that travel between processes, logging, threads by name,
-and which package of this name runs.
+which package of this name runs, and the time of day.
 
 A leaf: every package may use it, it uses none.
 """
@@ -8,6 +8,7 @@ from flexkv.observe.counters import Counters
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 from flexkv.observe.named_thread import NamedThread, name_this_thread
+from flexkv.observe.unix_clock import unix_now_ms, unix_now_s
 
 __all__ = [
     "METRICS",
@@ -19,5 +20,7 @@ __all__ = [
     "get_logger",
     "log_package",
     "name_this_thread",
+    "unix_now_ms",
+    "unix_now_s",
     "warn_once",
 ]

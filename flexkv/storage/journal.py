@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.observe import NamedThread
+from flexkv.observe import NamedThread, unix_now_ms
 from flexkv.storage.folder import write_epoch
 from flexkv.storage.gathering import gather
 from flexkv.storage.index import SlotIndex
@@ -253,7 +253,7 @@ class Journal:
         try:
             self._check_files()
             self._sync_data({record.group for record in published})
-            now_ms = int(time.time() * 1000)
+            now_ms = unix_now_ms()
             for record in batch:
                 self._apply(record, now_ms)
             if self._index.flush_uses(USE_FLUSH_CHUNKS) or resets:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
-from flexkv.observe import name_this_thread
+from flexkv.observe import name_this_thread, unix_now_ms
 from flexkv.storage.index import ROW, Rows
 from flexkv.storage.tags import TAG
 
@@ -95,7 +94,7 @@ def rows_of(reports: Iterator[SlotReport], slots: int) -> tuple[Rows, NDArray[np
     """The index rows that good pages make, and the epoch of each; the newest generation of a key wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
-    now_ms = int(time.time() * 1000)
+    now_ms = unix_now_ms()
     for report in reports:
         tag = report.tag
         if report.miss != "none" or tag is None:

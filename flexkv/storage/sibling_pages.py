@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.observe import unix_now_s
 from flexkv.storage.base import Generations, IndexRows, Places, StoredPages
 from flexkv.storage.rows import index_rows
 from flexkv.storage.siblings import GROUP, Sibling
@@ -43,7 +43,7 @@ class SiblingPages(StoredPages):
 
     def rows(self, group: int) -> IndexRows:
         found, self._rows = self._rows, []
-        return index_rows(found, int(time.time()))
+        return index_rows(found, unix_now_s())
 
     @property
     def epoch(self) -> int:

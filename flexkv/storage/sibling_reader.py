@@ -15,7 +15,7 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import ContractError
-from flexkv.observe import NamedThread
+from flexkv.observe import NamedThread, unix_now_s
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.header import codec_of
 from flexkv.storage.siblings import Sibling
@@ -222,7 +222,7 @@ class SiblingReader:
         asked = tag_fields(tag.copy())
         asked["epoch"] = sibling.epoch
         miss, reason = sibling.codec.check(
-            image, sibling.header.slab_id, theirs, asked.tobytes(), int(time.time())
+            image, sibling.header.slab_id, theirs, asked.tobytes(), unix_now_s()
         )
         if miss != "none":
             return f"{miss}: {reason}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from pathlib import Path
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
+from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.folder import slab_name, sync_folder
 from flexkv.storage.header import (
@@ -76,7 +76,7 @@ def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epo
         group,
         number,
         secrets.randbits(64),
-        int(time.time()),
+        unix_now_s(),
         epoch,
         identity.fingerprint,
         identity.model,

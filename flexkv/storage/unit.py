@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ContractError, DiskError
+from flexkv.observe import unix_now_s
 from flexkv.storage.base import (
     DiskEvents,
     DiskGroup,
@@ -188,7 +189,7 @@ class DiskUnit(DiskTier):
         found = [rows[group] for rows in self._rows]
         for rows in self._rows:
             rows[group] = None
-        return index_rows(found, int(time.time()))
+        return index_rows(found, unix_now_s())
 
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
         if self._lane is not None:
