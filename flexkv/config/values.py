@@ -50,8 +50,8 @@ def auto_or_count(value: object) -> object:
 
 
 def folders_of(value: object) -> object:
-    """Paths joined by colons, as in PATH, or by commas: one value in YAML, environment and extra config alike. A list is
-    fine too, and each of its items is one path, whatever characters it has."""
+    """Paths joined by colons, as in PATH, or by commas: one value in YAML, environment and extra config alike. A list
+    is fine too, and each of its items is one path, whatever characters it has."""
     if none_is_a_word(value) is None:
         return ()
     parts = re.split("[:,]", value) if isinstance(value, str) else value
