@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -49,6 +50,11 @@ class Metric:
             if labels[name] not in allowed:
                 raise ValueError(f"{self.name}: {name}={labels[name]!r}: allowed are {', '.join(allowed)}")
         return ",".join(labels[name] for name, _ in self.labels)
+
+    def all_series(self) -> list[str]:
+        """Every series that there can be, so that each is exported from the start: a rate over a counter that appears
+        with its first increment misses that increment."""
+        return [",".join(values) for values in itertools.product(*(values for _, values in self.labels))]
 
     def label_values(self, series: str) -> tuple[str, ...]:
         """The label values of a series, in the table's order."""

@@ -93,13 +93,17 @@ class HttpServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter over the series that have these labels."""
-        total = 0.0
+        return sum(self.series(name, **labels))
+
+    def series(self, name: str, **labels: str) -> list[float]:
+        """The values of a metric's series that have these labels; empty where none is exported."""
+        found = []
         for line in self._fetch("/metrics").decode().splitlines():
             series, _, value = line.rpartition(" ")
             wanted = (f'{label}="{text}"' in series for label, text in labels.items())
             if series.partition("{")[0] == name and all(wanted):
-                total += float(value)
-        return total
+                found.append(float(value))
+        return found
 
     def terminate(self) -> None:
         """SIGTERM to the server alone, as an init system sends it, and the end of all its processes."""

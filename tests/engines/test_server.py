@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from demo.model import prompt_tokens
+from flexkv.observe import METRICS, MetricKind
 
 from .conftest import UNPINNED, connector, engine_arguments
 from .http_server import HttpServer
@@ -46,9 +48,23 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
     return serve_
 
 
+def check_series_before_the_first_request(server: HttpServer) -> None:
+    """A rate over a counter that appears with its first increment misses that increment."""
+    for metric in METRICS.values():
+        name = f"vllm:{metric.name}" + ("_count" if metric.kind is MetricKind.HISTOGRAM else "")
+        names = [label for label, _ in metric.labels]
+        for values in itertools.product(*(values for _, values in metric.labels)):
+            found = server.series(name, **dict(zip(names, values, strict=True)))
+            assert len(found) == 1, (name, values)
+            assert metric.kind is MetricKind.GAUGE or found == [0.0]
+    assert server.series("vllm:flexkv_disks") == [1.0]
+    assert server.series("vllm:flexkv_host_slots")[0] > 0
+
+
 def test_a_server_told_to_stop_leaves_what_host_memory_had_on_disk(serve: Callable[[], HttpServer]) -> None:
     ids = prompt_tokens(PROMPT, 3)
     with serve() as server:
+        check_series_before_the_first_request(server)
         expected = server.complete(ids, MAX_TOKENS)
         assert (
             server.metric(PAGES, direction="write") == 0

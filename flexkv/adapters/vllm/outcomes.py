@@ -43,7 +43,8 @@ class Outcomes:
         workers: all ranks' worker sides if they live in this process, else none.
 
     Attributes:
-        changed: an op has ended since somebody set this to False.
+        changed: an op has ended since somebody set this to False. True at first, for the gauges show the sizes of the
+            tiers before anything moves.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Outcomes:
         self._watch = watch
         self._counters = counters
         self._events = events
-        self.changed = False
+        self.changed = True
         self._retired: list[Retired] = []
 
     def collect_early(self) -> None:

@@ -48,7 +48,8 @@ class FlexKVStats(KVConnectorStats):
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):
-    """Every metric of the table, registered under `vllm:flexkv_...` with the engine's labels."""
+    """Every metric of the table, registered under `vllm:flexkv_...` with the engine's labels; every series is there
+    from the start, at zero."""
 
     def __init__(
         self,
@@ -60,6 +61,10 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {metric.name: self._register(metric, metric_types) for metric in METRICS.values()}
         self._bound: dict[tuple[int, str, str], Any] = {}
+        for metric in METRICS.values():
+            for engine in per_engine_labelvalues:
+                for series in metric.all_series():
+                    self._bind(engine, metric, series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Records an interval's values."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -13,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from flexkv.adapters.vllm import FlexKVConnector
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
-from flexkv.observe import Counters
+from flexkv.observe import METRICS, Counters
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import image, make_request
 
@@ -101,17 +103,21 @@ def test_the_gauges_show_the_end_of_the_last_copy(make_engine: Make) -> None:
     assert engine.counters.value("flexkv_inflight_ops") == 0
 
 
-def test_prometheus_gets_every_series() -> None:
+def registered(engines: dict[int, list[object]]) -> tuple[CollectorRegistry, FlexKVPromMetrics]:
     registry = CollectorRegistry()
 
-    def bound(kind):
+    def bound(kind: Any) -> Any:
         return lambda **fields: kind(
             registry=registry, **{k: v for k, v in fields.items() if k != "multiprocess_mode"}
         )
 
     types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
-    metrics = FlexKVPromMetrics(config, types, ["model", "engine"], {0: ["m", "0"]})
+    return registry, FlexKVPromMetrics(config, types, ["model", "engine"], engines)
+
+
+def test_prometheus_gets_every_series() -> None:
+    registry, metrics = registered({0: ["m", "0"]})
     counters = Counters()
     counters.add("flexkv_moved_pages_total", 3, direction="load")
     counters.observe("flexkv_transfer_seconds", 0.01, direction="load")
@@ -123,6 +129,36 @@ def test_prometheus_gets_every_series() -> None:
     assert value("vllm:flexkv_moved_pages_total", labels | {"direction": "load"}) == 6
     assert value("vllm:flexkv_transfer_seconds_count", labels | {"direction": "load"}) == 2
     assert value("vllm:flexkv_host_slots", labels) == 7
+
+
+def test_every_series_is_exported_at_zero_before_anything_happens() -> None:
+    registry, metrics = registered({0: ["m", "0"], 1: ["m", "1"]})
+    exported = {
+        (sample.name.removesuffix("_count"), frozenset(sample.labels.items()))
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_sum", "_created")) and sample.value == 0
+    }
+    for metric in METRICS.values():
+        names = [name for name, _ in metric.labels]
+        for engine in ("0", "1"):
+            for values in itertools.product(*(values for _, values in metric.labels)):
+                labels = {"model": "m", "engine": engine, **dict(zip(names, values, strict=True))}
+                assert (f"vllm:{metric.name}", frozenset(labels.items())) in exported
+    # And none twice: what is counted later goes to the same series.
+    counters = Counters()
+    counters.add("flexkv_failed_pages_total", 2, direction="store", reason="deadline")
+    metrics.observe(counters.data, 1)
+    labels = {"model": "m", "engine": "1", "direction": "store", "reason": "deadline"}
+    assert registry.get_sample_value("vllm:flexkv_failed_pages_total", labels) == 2
+
+
+def test_the_tiers_sizes_are_reported_before_anything_moves(make_engine: Make) -> None:
+    engine = make_engine()
+    assert engine.side.has_work, "the engine takes a step that reports them"
+    engine.step({})
+    assert engine.counters.value("flexkv_host_slots") == engine.side.unit.slots
+    assert not engine.side.has_work
 
 
 def test_reports_of_ranks_join() -> None:
