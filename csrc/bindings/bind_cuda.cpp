@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
+#include "bindings/native_class.h"
 #include "cuda/cuda_lane.h"
 #include "cuda/device_memory.h"
 #include "gds/transform_device.h"
@@ -35,11 +36,11 @@ py::list counts(const cuda::CudaLane& lane) {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-  py::class_<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
+  NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
       .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"))
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
       .def("counts", &counts);
-  py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
+  NativeBinding<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
       .def(py::init([](int device, size_t bytes) {
              const py::gil_scoped_release release;
              return std::make_shared<cuda::DeviceMemory>(cuda::Device::open(device), bytes);

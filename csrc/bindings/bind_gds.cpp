@@ -13,7 +13,10 @@
 #include "bindings/bindings.h"
 #include "bindings/count_dicts.h"
 #include "bindings/io_backend_name.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
 #include "bindings/tensor_argument.h"
+#include "bindings/text.h"
 #include "gds/gds_manager.h"
 #include "gds/io_choice.h"
 #include "gds/raw_transfer.h"
@@ -24,10 +27,27 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-std::vector<std::vector<std::string>> by_device(const std::map<int32_t, std::vector<std::string>>& files,
-                                                int32_t num_devices) {
+// Over a copy of the mapping's items: converting one may run Python code that changes the mapping.
+std::map<int32_t, List<std::string>> files_of(const py::object& mapping) {
+  if (PyMapping_Check(mapping.ptr()) == 0 || !py::hasattr(mapping, "items")) {
+    throw py::type_error("ssd_files must map device numbers to lists of paths");
+  }
+  const auto items = py::reinterpret_steal<py::object>(PyMapping_Items(mapping.ptr()));
+  if (!items) throw py::error_already_set();
+  py::detail::make_caster<List<std::pair<int32_t, List<std::string>>>> caster;
+  if (!caster.load(items, true)) {
+    throw py::type_error("ssd_files must map device numbers of 32 bits to lists of paths");
+  }
+  std::map<int32_t, List<std::string>> files;
+  for (auto& [device, names] : py::detail::cast_op<List<std::pair<int32_t, List<std::string>>>&>(caster)) {
+    files[device] = std::move(names);
+  }
+  return files;
+}
+
+std::vector<std::vector<std::string>> by_device(const py::object& ssd_files, int32_t num_devices) {
   std::vector<std::vector<std::string>> paths;
-  for (const auto& [device, names] : files) {
+  for (auto& [device, names] : files_of(ssd_files)) {
     if (device != static_cast<int32_t>(paths.size())) {
       throw ConfigError("ssd_files names device " + std::to_string(device) +
                         ": devices are numbered 0, 1, ...");
@@ -41,8 +61,8 @@ std::vector<std::vector<std::string>> by_device(const std::map<int32_t, std::vec
   return paths;
 }
 
-std::unique_ptr<GDSManager> make_manager(const std::map<int32_t, std::vector<std::string>>& ssd_files,
-                                         int32_t num_devices, int64_t round_robin, int32_t threads_per_device,
+std::unique_ptr<GDSManager> make_manager(const py::object& ssd_files, int32_t num_devices,
+                                         int64_t round_robin, int32_t threads_per_device,
                                          bool use_staged_transfer, int32_t max_staging_blocks,
                                          int64_t max_staging_bytes, std::optional<int32_t> gpu_device_id,
                                          uintptr_t engine_stream, double deadline_s, double stuck_s,
@@ -138,9 +158,10 @@ void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_te
   const TensorArgument memory_blocks(cpu_block_id_tensor, "cpu_block_id_tensor");
   const TensorArgument memory(cpu_tensor, "cpu_tensor");
   if (!memory.on_host()) throw GeometryError("cpu_tensor is in device memory");
-  if (num_layers < 1 || start_layer_id < 0 || start_layer_id > INT32_MAX - num_layers) {
-    throw BlockRangeError("layers from " + std::to_string(start_layer_id) + " on, " +
-                          std::to_string(num_layers) + " of them");
+  if (num_layers < 1 || start_layer_id < 0 || start_layer_id > kMostRawLayers - int64_t{num_layers}) {
+    throw BlockRangeError("start_layer_id is " + std::to_string(start_layer_id) + " and num_layers " +
+                          std::to_string(num_layers) + ": allowed are layers [0, " +
+                          std::to_string(kMostRawLayers) + "), at least one");
   }
   const int32_t kv_dim = is_mla ? 1 : 2;
   const int64_t total_layers = int64_t{start_layer_id} + num_layers;
@@ -199,7 +220,7 @@ void bind_gds(py::module_& m) {
   const GdsOptions defaults;
   m.def("time_transform", &timed_transform, py::arg("gpu_device_id"), py::arg("layers"), py::arg("run_bytes"),
         py::arg("blocks"), py::arg("into_pool"), py::arg("whole_device"), py::arg("repeats"));
-  py::class_<GDSManager>(m, "GDSManager")
+  NativeBinding<GDSManager>(m, "GDSManager")
       .def(py::init(&make_manager), py::arg("ssd_files"), py::arg("num_devices"), py::arg("round_robin") = 1,
            py::kw_only(), py::arg("threads_per_device") = defaults.threads_per_device,
            py::arg("use_staged_transfer") = defaults.use_staged_transfer,
@@ -211,17 +232,18 @@ void bind_gds(py::module_& m) {
       .def_property_readonly("round_robin", [](const GDSManager& g) { return g.options().round_robin; })
       .def_property_readonly("files",
                              [](const GDSManager& g) {
-                               std::map<int32_t, std::vector<std::string>> answer;
+                               std::map<int32_t, std::vector<py::str>> answer;
                                for (int32_t i = 0; i < g.files().devices(); ++i) {
-                                 for (const auto& file : g.files().on(i)) answer[i].push_back(file.path);
+                                 for (const auto& file : g.files().on(i))
+                                   answer[i].push_back(to_path(file.path));
                                }
                                return answer;
                              })
       .def_property_readonly("threads", &GDSManager::threads)
       .def_property_readonly("staging_bytes", &GDSManager::staging_bytes)
-      .def_property_readonly("down_reason", &GDSManager::down_reason)
+      .def_property_readonly("down_reason", [](const GDSManager& g) { return to_text(g.down_reason()); })
       .def_property_readonly("totals", [](const GDSManager& g) { return to_dict(g.totals()); })
-      .def("describe", &GDSManager::describe)
+      .def("describe", [](const GDSManager& g) { return to_text(g.describe()); })
       .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
       .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());
   def_raw_transfer(

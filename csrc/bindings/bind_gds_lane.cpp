@@ -13,6 +13,9 @@
 #include "bindings/count_dicts.h"
 #include "bindings/interruptible.h"
 #include "bindings/io_backend_name.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
+#include "bindings/text.h"
 #include "gds/gds_lane.h"
 #include "gds/io_choice.h"
 
@@ -24,11 +27,11 @@ namespace {
 // A slab as Python gives it: path, header bytes, slot bytes, slots, id.
 using SlabRow = std::tuple<std::string, int64_t, int64_t, int64_t, uint64_t>;
 
-std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCodec>>& codecs, int32_t stripe,
-                                       const std::vector<std::vector<SlabRow>>& slabs,
-                                       int32_t threads_per_device, bool use_staged_transfer,
-                                       int32_t max_staging_blocks, int64_t max_staging_bytes,
-                                       int32_t gpu_device_id, const std::string& io) {
+std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& codecs, int32_t stripe,
+                                       const List<List<SlabRow>>& slabs, int32_t threads_per_device,
+                                       bool use_staged_transfer, int32_t max_staging_blocks,
+                                       int64_t max_staging_bytes, int32_t gpu_device_id,
+                                       const std::string& io) {
   std::vector<GdsGroup> groups;
   for (const auto& codec : codecs) groups.push_back({codec, std::vector<GdsSlab>(slabs.size())});
   std::vector<std::vector<std::string>> paths;
@@ -63,14 +66,14 @@ std::shared_ptr<GdsLane> make_gds_lane(const std::vector<std::shared_ptr<PageCod
 void bind_gds_lane(py::module_& m) {
   const GdsOptions defaults;
   m.def("gpudirect_refusal", &gpudirect_refusal, py::call_guard<py::gil_scoped_release>());
-  py::class_<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
+  NativeBinding<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
       .def(py::init(&make_gds_lane), py::arg("codecs"), py::arg("stripe"), py::arg("slabs"), py::kw_only(),
            py::arg("threads_per_device") = defaults.threads_per_device,
            py::arg("use_staged_transfer") = defaults.use_staged_transfer,
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice,
            py::arg("io") = "auto")
-      .def("describe", [](const GdsLane& lane) { return lane.manager().describe(); })
+      .def("describe", [](const GdsLane& lane) { return to_text(lane.manager().describe()); })
       .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
       .def_property_readonly("staging_bytes",
                              [](const GdsLane& lane) { return lane.manager().staging_bytes(); })

@@ -9,6 +9,8 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
 #include "index/block_index.h"
 #include "index/slot_run.h"
 
@@ -80,8 +82,8 @@ void bind_index(py::module_& m) {
         return in_a_row({slots.data(), static_cast<size_t>(slots.shape(0))});
       },
       py::arg("slots").noconvert());
-  py::class_<BlockIndex>(m, "BlockIndex")
-      .def(py::init([](const std::vector<uint32_t>& group_slots, const std::string& policy) {
+  NativeBinding<BlockIndex>(m, "BlockIndex")
+      .def(py::init([](const List<uint32_t>& group_slots, const std::string& policy) {
              std::random_device random;
              return std::make_unique<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random());
            }),

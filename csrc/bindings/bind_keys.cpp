@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/engine_key_reader.h"
+#include "bindings/native_class.h"
 #include "bindings/token_reader.h"
 #include "index/key_hasher.h"
 #include "index/row_buffer.h"
@@ -60,6 +61,8 @@ size_t first_new(size_t done, size_t start) {
                       std::to_string(done));
 }
 
+}  // namespace
+
 class EngineKeyChain {
  public:
   EngineKeyChain(const py::bytes& namespace_digest, uint32_t group)
@@ -83,12 +86,18 @@ class EngineKeyChain {
   RowBuffer keys_{kKeyBytes};
 };
 
+namespace {
+
 size_t extend_tokens(TokenChain& chain, py::handle tokens, size_t start) {
+  const size_t blocks = chain.blocks();
   const size_t begin = first_new(chain.next_token(), start);
   const size_t whole = chain.blocks_of(token_count(tokens) + start);
-  if (whole <= chain.blocks()) return 0;
-  const size_t count = whole - chain.blocks();
-  chain.append(read_tokens(tokens, begin, chain.tokens_read(count)), count);
+  if (whole <= blocks) return 0;
+  const size_t count = whole - blocks;
+  const auto ids = read_tokens(tokens, begin, chain.tokens_read(count));
+  // Reading an odd token runs its __index__, which may run anything.
+  if (chain.blocks() != blocks) throw ContractError("extend: the chain was changed while tokens were read");
+  chain.append(ids, count);
   return count;
 }
 
@@ -136,14 +145,14 @@ void bind_keys(py::module_& m) {
   m.def("tail_keys", &tail_keys, py::arg("namespace"), py::arg("group"), py::arg("parent_key"),
         py::arg("extra"), py::arg("tokens"), py::arg("longest"), py::arg("shortest"), py::arg("base_block"));
 
-  py::class_<EngineKeyChain>(m, "EngineKeyChain")
+  NativeBinding<EngineKeyChain>(m, "EngineKeyChain")
       .def(py::init<const py::bytes&, uint32_t>(), py::arg("namespace"), py::arg("group"))
       .def("extend", &EngineKeyChain::extend, py::arg("engine_keys"), py::arg("start") = 0)
       .def("truncate", &EngineKeyChain::truncate, py::arg("blocks"))
       .def_property_readonly("keys", [](const EngineKeyChain& chain) { return view_of(chain.keys()); })
       .def("__len__", [](const EngineKeyChain& chain) { return chain.keys().rows(); });
 
-  py::class_<TokenChain>(m, "TokenChain")
+  NativeBinding<TokenChain>(m, "TokenChain")
       .def(py::init([](size_t block_tokens, const py::bytes& seed, bool bigram) {
              return TokenChain(block_tokens, span_of(seed), bigram);
            }),

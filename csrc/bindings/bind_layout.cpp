@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -12,6 +13,8 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
 #include "layout/kv_view.h"
 #include "layout/page_conversion.h"
 #include "layout/page_digest.h"
@@ -66,7 +69,7 @@ std::string describe(const KvView& view) {
 
 void bind_view(py::module_& m) {
   // shared_ptr: the transfer engine keeps a view for as long as an op may use it.
-  py::class_<KvView, std::shared_ptr<KvView>>(m, "KvView")
+  NativeBinding<KvView, std::shared_ptr<KvView>>(m, "KvView")
       .def(py::init([](const RunArray& runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block) {
              std::vector<Segment> segments = to_segments(runs);
              const py::gil_scoped_release release;
@@ -89,15 +92,16 @@ void bind_view(py::module_& m) {
 }
 
 void bind_slot_image(py::module_& m) {
-  py::class_<SlotImage>(m, "SlotImage")
-      .def(py::init<std::vector<int64_t>, int64_t>(), py::arg("stripe_bytes"), py::arg("trailer_bytes") = 0)
+  NativeBinding<SlotImage>(m, "SlotImage")
+      .def(py::init<List<int64_t>, int64_t>(), py::arg("stripe_bytes"), py::arg("trailer_bytes") = 0)
       .def("stripe_offset", &SlotImage::stripe_offset, py::arg("rank"))
       .def("stripe_bytes", &SlotImage::stripe_bytes, py::arg("rank"))
       .def_property_readonly("ranks", &SlotImage::ranks)
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; });
+      // Of what is no slot image it knows nothing: that is NotImplemented, not an error.
+      .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
 
 void require_stripe(const KvView& view, size_t bytes) {
@@ -169,17 +173,26 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-using OrderTuple = std::tuple<RowStrides, RowStrides, int64_t>;
+// A tuple and no std::array: for an array pybind11 takes four items even of a sequence that gave fewer in the
+// end than it said.
+using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
+
+std::array<int64_t, kRowAxes> axes_of(const AxisTuple& axes) {
+  return {std::get<0>(axes), std::get<1>(axes), std::get<2>(axes), std::get<3>(axes)};
+}
 
 RowOrder order_of(const OrderTuple& order) {
-  return {std::get<0>(order), std::get<1>(order), std::get<2>(order)};
+  return {axes_of(std::get<0>(order)), axes_of(std::get<1>(order)), std::get<2>(order)};
 }
 
 void bind_conversion(py::module_& m) {
-  py::class_<PageConversion>(m, "PageConversion")
-      .def(py::init([](const RowCounts& counts, int64_t element_bytes, const OrderTuple& source,
+  NativeBinding<PageConversion>(m, "PageConversion")
+      .def(py::init([](const AxisTuple& counts, int64_t element_bytes, const OrderTuple& source,
                        const OrderTuple& target) {
-             return PageConversion(counts, element_bytes, order_of(source), order_of(target));
+             const py::gil_scoped_release release;
+             return std::make_unique<PageConversion>(axes_of(counts), element_bytes, order_of(source),
+                                                     order_of(target));
            }),
            py::arg("counts"), py::arg("element_bytes"), py::arg("source"), py::arg("target"))
       .def_property_readonly("stripe_bytes", &PageConversion::stripe_bytes)

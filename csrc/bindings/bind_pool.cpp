@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/path_check.h"
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
+#include "bindings/native_class.h"
 #include "cuda/device.h"
 #include "cuda/device_info.h"
 #include "transfer/host_pool.h"
@@ -100,7 +102,7 @@ void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>
 }  // namespace
 
 void bind_pool(py::module_& m) {
-  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
+  NativeBinding<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init(&create), py::arg("slot_bytes"), py::arg("slots"), py::arg("shared"),
            py::arg("extent_bytes"), py::arg("huge_pages"), py::arg("numa_node") = kAnyNode)
       .def_static("attach", &attach, py::arg("pid"), py::arg("fd"), py::arg("token"), py::arg("file_bytes"),
@@ -129,6 +131,8 @@ void bind_pool(py::module_& m) {
   m.def(
       "available_memory",
       [](const std::string& proc_root, const std::string& cgroup_root) {
+        require_no_nul<ContractError>(proc_root);
+        require_no_nul<ContractError>(cgroup_root);
         MemoryLimit limit;
         {
           const py::gil_scoped_release release;

@@ -33,6 +33,7 @@ const T* table(const TensorArgument& argument, int64_t rows) {
     throw GeometryError(argument.name() + " has " + std::to_string(argument.bytes()) + " bytes: " +
                         std::to_string(rows) + " rows of " + std::to_string(sizeof(T)) + " are needed");
   }
+  argument.require_aligned(alignof(T));
   return static_cast<const T*>(argument.data());
 }
 

@@ -14,6 +14,9 @@
 #include "bindings/byte_buffer.h"
 #include "bindings/count_dicts.h"
 #include "bindings/io_backend_name.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
+#include "bindings/text.h"
 #include "io/faulty_queue.h"
 #include "storage/disk_lane.h"
 #include "storage/page_codec.h"
@@ -39,7 +42,7 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
-std::shared_ptr<PageCodec> make_codec(std::vector<int64_t> stripe_bytes, const std::vector<RunArray>& runs,
+std::shared_ptr<PageCodec> make_codec(List<int64_t> stripe_bytes, const List<RunArray>& runs,
                                       bool host_digests) {
   std::vector<std::vector<PageRun>> of_ranks;
   for (const RunArray& rows : runs) of_ranks.push_back(to_runs(rows));
@@ -93,11 +96,12 @@ py::tuple trailer(const PageCodec& codec, const py::buffer& image) {
   return py::make_tuple(head.slab_id, head.slot, tag, head.written);
 }
 
-std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>>& codecs,
-                                    const std::vector<std::shared_ptr<HostPool>>& pools,
-                                    std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
-                                    const std::string& io, int32_t depth, double stuck_s,
-                                    std::shared_ptr<IoFaults> faults, bool zero_fill, bool register_buffers) {
+std::shared_ptr<DiskLane> make_lane(const List<std::shared_ptr<PageCodec>>& codecs,
+                                    const List<std::shared_ptr<HostPool>>& pools,
+                                    const List<List<std::shared_ptr<SlabFile>>>& slabs, const std::string& io,
+                                    int32_t depth, double stuck_s,
+                                    const std::optional<std::shared_ptr<IoFaults>>& faults, bool zero_fill,
+                                    bool register_buffers) {
   if (codecs.size() != pools.size()) {
     throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
                         " host pools");
@@ -106,24 +110,23 @@ std::shared_ptr<DiskLane> make_lane(const std::vector<std::shared_ptr<PageCodec>
   for (size_t g = 0; g < codecs.size(); ++g) groups.push_back({codecs[g], {}, pools[g]});
   WrapQueue wrap;
   if (faults) {
-    wrap = [faults](std::unique_ptr<IoQueue> queue, int32_t disk) -> std::unique_ptr<IoQueue> {
-      return std::make_unique<FaultyQueue>(std::move(queue), faults, disk);
+    wrap = [shared = *faults](std::unique_ptr<IoQueue> queue, int32_t disk) -> std::unique_ptr<IoQueue> {
+      return std::make_unique<FaultyQueue>(std::move(queue), shared, disk);
     };
   }
   const DiskOptions options{to_io_backend(io), depth, stuck_s, register_buffers, zero_fill};
-  return std::make_shared<DiskLane>(std::move(groups), std::move(slabs), options, std::move(wrap));
+  std::vector<std::vector<std::shared_ptr<SlabFile>>> of_disks(slabs.begin(), slabs.end());
+  return std::make_shared<DiskLane>(std::move(groups), std::move(of_disks), options, std::move(wrap));
 }
 
 py::list states(const DiskLane& lane) {
   py::list list;
-  for (const DiskState& s : lane.states()) list.append(py::make_tuple(s.lost, s.reason, s.backend, s.note));
+  for (const DiskState& s : lane.states())
+    list.append(py::make_tuple(s.lost, to_text(s.reason), to_text(s.backend), to_text(s.note)));
   return list;
 }
 
-py::dict counts(const DiskLane& lane, int32_t disk) {
-  if (disk < 0 || disk >= lane.disks()) throw BlockRangeError("no disk " + std::to_string(disk));
-  return to_dict(lane.counts(disk));
-}
+py::dict counts(const DiskLane& lane, int32_t disk) { return to_dict(lane.counts(disk)); }
 
 IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<int32_t> disk,
                       std::optional<int64_t> nth, std::optional<int64_t> offset, int32_t error, int64_t bytes,
@@ -144,12 +147,12 @@ IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<i
 }
 
 void bind_faults(py::module_& m) {
-  py::class_<IoFaultRule>(m, "IoFaultRule")
+  NativeBinding<IoFaultRule>(m, "IoFaultRule")
       .def(py::init(&make_rule), py::arg("action"), py::kw_only(), py::arg("write") = py::none(),
            py::arg("disk") = py::none(), py::arg("nth") = py::none(), py::arg("offset") = py::none(),
            py::arg("error") = 5, py::arg("bytes") = 0, py::arg("times") = -1);
-  py::class_<IoFaults, std::shared_ptr<IoFaults>>(m, "IoFaults")
-      .def(py::init<std::vector<IoFaultRule>>(), py::arg("rules"))
+  NativeBinding<IoFaults, std::shared_ptr<IoFaults>>(m, "IoFaults")
+      .def(py::init<List<IoFaultRule>>(), py::arg("rules"))
       .def("add", &IoFaults::add, py::arg("rule"))
       .def("release", &IoFaults::release, py::call_guard<py::gil_scoped_release>())
       .def("wait_stalled", &IoFaults::wait_stalled, py::arg("count"), py::arg("deadline_s"),
@@ -162,7 +165,7 @@ void bind_faults(py::module_& m) {
 void bind_storage(py::module_& m) {
   m.attr("PAGE_VERSION") = kPageVersion;
   m.def("uring_refusal", &uring_refusal);
-  py::class_<PageCodec, std::shared_ptr<PageCodec>>(m, "PageCodec")
+  NativeBinding<PageCodec, std::shared_ptr<PageCodec>>(m, "PageCodec")
       .def(py::init(&make_codec), py::arg("stripe_bytes"), py::arg("runs"), py::arg("host_digests") = false)
       .def_property_readonly("image_bytes", &PageCodec::image_bytes)
       .def_property_readonly("trailer_offset", [](const PageCodec& c) { return c.image().trailer_offset(); })
@@ -178,7 +181,7 @@ void bind_storage(py::module_& m) {
       .def("check", &check, py::arg("image"), py::arg("slab_id"), py::arg("slot"), py::arg("tag"),
            py::arg("now"), py::arg("data") = true)
       .def("trailer", &trailer, py::arg("image"));
-  py::class_<SlabFile, std::shared_ptr<SlabFile>>(m, "SlabFile")
+  NativeBinding<SlabFile, std::shared_ptr<SlabFile>>(m, "SlabFile")
       .def(py::init([](std::string path, int64_t header_bytes, int64_t slot_bytes, int64_t slots, uint64_t id,
                        int lock_fd) {
              const py::gil_scoped_release release;
@@ -192,12 +195,20 @@ void bind_storage(py::module_& m) {
       .def_property_readonly("row",
                              [](const SlabFile& f) {
                                const SlabShape& s = f.shape();
-                               return py::make_tuple(f.path(), s.header_bytes, s.slot_bytes, s.slots, s.id);
+                               return py::make_tuple(to_path(f.path()), s.header_bytes, s.slot_bytes, s.slots,
+                                                     s.id);
                              })
       .def_property_readonly("in_place", &SlabFile::in_place)
-      .def("offset", &SlabFile::offset, py::arg("slot"))
+      .def(
+          "offset",
+          [](const SlabFile& f, int64_t slot) {
+            if (slot >= 0 && slot <= f.shape().slots) return f.offset(slot);  // the last is the slab's end
+            throw BlockRangeError("slot " + std::to_string(slot) + " of " + f.path() + ": allowed are [0, " +
+                                  std::to_string(f.shape().slots) + "]");
+          },
+          py::arg("slot"))
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
-  py::class_<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
+  NativeBinding<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
       .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
            py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false,
            py::arg("register_buffers") = false)

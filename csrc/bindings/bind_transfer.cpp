@@ -15,6 +15,9 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
+#include "bindings/list_argument.h"
+#include "bindings/native_class.h"
+#include "bindings/text.h"
 #include "transfer/counting_mover.h"
 #include "transfer/engine.h"
 #include "transfer/faulty_mover.h"
@@ -27,6 +30,13 @@ namespace {
 
 using IdArray = py::array_t<int32_t, py::array::c_style>;
 
+template <typename T>
+std::vector<T> copy_of(const py::array_t<T, py::array::c_style>& array) {
+  std::vector<T> copy(static_cast<size_t>(array.size()));
+  if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));  // may be unaligned
+  return copy;
+}
+
 std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t op_id) {
   if (!py::isinstance<IdArray>(object) || py::reinterpret_borrow<py::array>(object).ndim() != 1) {
     const std::string given = py::isinstance<py::array>(object)
@@ -36,10 +46,7 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
     throw ContractError(std::string(what) + " of op " + std::to_string(op_id) +
                         " must be an int32 C-contiguous array of shape [pages]; given " + given);
   }
-  const auto ids = py::reinterpret_borrow<IdArray>(object);
-  std::vector<int32_t> copy(static_cast<size_t>(ids.size()));
-  if (!copy.empty()) std::memcpy(copy.data(), ids.data(), copy.size() * sizeof(int32_t));  // may be unaligned
-  return copy;
+  return copy_of(py::reinterpret_borrow<IdArray>(object));
 }
 
 IdArray to_array(const std::vector<int32_t>& ids) {
@@ -49,38 +56,34 @@ IdArray to_array(const std::vector<int32_t>& ids) {
 // op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads
 constexpr size_t kOpFields = 11;
 
-std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
-  using TagArray = py::array_t<uint8_t, py::array::c_style>;
-  const bool is_array = py::isinstance<TagArray>(object);
-  const auto tags = is_array ? py::reinterpret_borrow<TagArray>(object) : TagArray();
-  if (!is_array || tags.ndim() != 2 || tags.shape(1) != static_cast<py::ssize_t>(kTagBytes)) {
-    throw ContractError("tags of op " + std::to_string(op_id) +
-                        " must be a uint8 C-contiguous array of shape [pages, " + std::to_string(kTagBytes) +
-                        "]");
+// What an array of a graph's op must be. Its own check: pybind11's casters would convert or copy it first.
+template <typename T>
+py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
+                                            int dimensions, const std::string& needed) {
+  using Array = py::array_t<T, py::array::c_style>;
+  if (!py::isinstance<Array>(object) || py::reinterpret_borrow<py::array>(object).ndim() != dimensions) {
+    throw ContractError(std::string(name) + " of op " + std::to_string(op_id) + " must be " + needed);
   }
-  return {tags.data(), tags.data() + tags.size()};
+  return py::reinterpret_borrow<Array>(object);
+}
+
+std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
+  const std::string needed = "a uint8 C-contiguous array of shape [pages, " + std::to_string(kTagBytes) + "]";
+  const auto tags = op_array<uint8_t>(object, op_id, "tags", 2, needed);
+  if (tags.shape(1) != static_cast<py::ssize_t>(kTagBytes)) {
+    throw ContractError("tags of op " + std::to_string(op_id) + " must be " + needed);
+  }
+  return copy_of(tags);
 }
 
 std::vector<uint64_t> to_digests(const py::handle& object, int64_t op_id) {
-  using DigestArray = py::array_t<uint64_t, py::array::c_style>;
-  const bool is_array = py::isinstance<DigestArray>(object);
-  const auto digests = is_array ? py::reinterpret_borrow<DigestArray>(object) : DigestArray();
-  if (!is_array || digests.ndim() != 2) {
-    throw ContractError("digests of op " + std::to_string(op_id) +
-                        " must be a uint64 C-contiguous array of shape [pages, runs]");
-  }
-  return {digests.data(), digests.data() + digests.size()};
+  return copy_of(
+      op_array<uint64_t>(object, op_id, "digests", 2, "a uint64 C-contiguous array of shape [pages, runs]"));
 }
 
 std::vector<int64_t> to_reads(const py::handle& object, int64_t op_id) {
-  using ReadArray = py::array_t<int64_t, py::array::c_style>;
-  const bool is_array = py::isinstance<ReadArray>(object);
-  const auto reads = is_array ? py::reinterpret_borrow<ReadArray>(object) : ReadArray();
-  if (!is_array || reads.ndim() != 1) {
-    throw ContractError("reads of op " + std::to_string(op_id) +
-                        " must be an int64 C-contiguous array of shape [pages]");
-  }
-  return {reads.data(), reads.data() + reads.size()};
+  return copy_of(
+      op_array<int64_t>(object, op_id, "reads", 1, "an int64 C-contiguous array of shape [pages]"));
 }
 
 // [pages, runs]; no pages where the op made no digests.
@@ -96,41 +99,41 @@ py::array_t<uint8_t> from_blames(const std::vector<Blame>& blames) {
   return py::array_t<uint8_t>(count, reinterpret_cast<const uint8_t*>(blames.data()));
 }
 
+OpSpec to_op(const py::object& op) {
+  const auto fields = op.cast<py::tuple>();
+  if (fields.size() != kOpFields) {
+    throw ContractError("an op has " + std::to_string(kOpFields) + " fields, given " +
+                        std::to_string(fields.size()));
+  }
+  OpSpec spec;
+  spec.op_id = fields[0].cast<int64_t>();
+  spec.kind = static_cast<OpKind>(fields[1].cast<int32_t>());
+  spec.group = fields[2].cast<int32_t>();
+  spec.priority = static_cast<Priority>(fields[3].cast<int32_t>());
+  spec.blocks = to_ids(fields[4], "blocks", spec.op_id);
+  spec.slots = to_ids(fields[5], "slots", spec.op_id);
+  spec.layerwise = fields[6].cast<bool>();
+  spec.places = to_ids(fields[7], "places", spec.op_id);
+  spec.tags = to_tags(fields[8], spec.op_id);
+  spec.digests = to_digests(fields[9], spec.op_id);
+  spec.reads = to_reads(fields[10], spec.op_id);
+  return spec;
+}
+
 GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
   GraphSpec graph;
-  for (const py::handle op : ops) {
-    const auto fields = py::cast<py::tuple>(op);
-    if (fields.size() != kOpFields) {
-      throw ContractError("an op has " + std::to_string(kOpFields) + " fields, given " +
-                          std::to_string(fields.size()));
-    }
-    OpSpec& spec = graph.ops.emplace_back();
-    spec.op_id = fields[0].cast<int64_t>();
-    spec.kind = static_cast<OpKind>(fields[1].cast<int32_t>());
-    spec.group = fields[2].cast<int32_t>();
-    spec.priority = static_cast<Priority>(fields[3].cast<int32_t>());
-    spec.blocks = to_ids(fields[4], "blocks", spec.op_id);
-    spec.slots = to_ids(fields[5], "slots", spec.op_id);
-    spec.layerwise = fields[6].cast<bool>();
-    spec.places = to_ids(fields[7], "places", spec.op_id);
-    spec.tags = to_tags(fields[8], spec.op_id);
-    spec.digests = to_digests(fields[9], spec.op_id);
-    spec.reads = to_reads(fields[10], spec.op_id);
-  }
-  for (const py::handle edge : edges) {
+  visit_items(ops, [&](const py::object& op) {
+    graph.ops.push_back(to_op(op));
+    return true;
+  });
+  visit_items(edges, [&](const py::object& edge) {
     const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);
     graph.edges.push_back({before, after, static_cast<EdgeKind>(kind)});
-  }
+    return true;
+  });
   return graph;
 } catch (const py::cast_error&) {
   throw ContractError("a graph's numbers must be integers: op_id of 64 bits, all others of 32");
-}
-
-// Text of whatever encoding: a strange byte in a reason must not lose the results of a poll.
-py::str to_text(const std::string& text) {
-  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
 }
 
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
@@ -184,21 +187,21 @@ py::list lanes(const TransferEngine& engine) {
 }
 
 // Destroying an engine waits for its threads: not with the GIL held.
-std::shared_ptr<TransferEngine> make_engine(std::shared_ptr<PageMover> mover, int32_t queue_ops,
-                                            int32_t copy_threads, double op_stuck_s,
-                                            std::vector<std::shared_ptr<Lane>> lanes) {
+std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMover>> mover,
+                                            int32_t queue_ops, int32_t copy_threads, double op_stuck_s,
+                                            List<std::shared_ptr<Lane>> lanes) {
   if (!mover) mover = std::make_shared<HostMover>();
   const EngineOptions options{queue_ops, copy_threads, op_stuck_s};
-  return {new TransferEngine(std::move(mover), options, std::move(lanes)), [](TransferEngine* engine) {
+  return {new TransferEngine(std::move(*mover), options, std::move(lanes)), [](TransferEngine* engine) {
             const py::gil_scoped_release release;
             delete engine;
           }};
 }
 
 void bind_movers(py::module_& m) {
-  py::class_<PageMover, std::shared_ptr<PageMover>>(m, "PageMover");
-  py::class_<HostMover, PageMover, std::shared_ptr<HostMover>>(m, "HostMover").def(py::init<>());
-  py::class_<CountingMover, PageMover, std::shared_ptr<CountingMover>>(m, "CountingMover")
+  NativeBinding<PageMover, std::shared_ptr<PageMover>>(m, "PageMover");
+  NativeBinding<HostMover, PageMover, std::shared_ptr<HostMover>>(m, "HostMover").def(py::init<>());
+  NativeBinding<CountingMover, PageMover, std::shared_ptr<CountingMover>>(m, "CountingMover")
       .def(py::init<std::shared_ptr<PageMover>>(), py::arg("inner"))
       .def(
           "count",
@@ -208,7 +211,7 @@ void bind_movers(py::module_& m) {
             return py::make_tuple(c.moves, c.failed, c.bytes, c.busy_s);
           },
           py::arg("kind"));
-  py::class_<FaultRule>(m, "FaultRule")
+  NativeBinding<FaultRule>(m, "FaultRule")
       .def(py::init([](int32_t action, std::optional<int32_t> kind, std::optional<int64_t> nth_op,
                        std::optional<int32_t> page, std::optional<int32_t> layer,
                        std::optional<int32_t> block, std::optional<int32_t> slot, const std::string& reason,
@@ -234,8 +237,8 @@ void bind_movers(py::module_& m) {
            py::arg("page") = py::none(), py::arg("layer") = py::none(), py::arg("block") = py::none(),
            py::arg("slot") = py::none(), py::arg("reason") = "injected fault", py::arg("delay_s") = 0.0,
            py::arg("corrupt_bytes") = 0, py::arg("times") = -1);
-  py::class_<FaultyMover, PageMover, std::shared_ptr<FaultyMover>>(m, "FaultyMover")
-      .def(py::init<std::shared_ptr<PageMover>, std::vector<FaultRule>>(), py::arg("inner"), py::arg("rules"))
+  NativeBinding<FaultyMover, PageMover, std::shared_ptr<FaultyMover>>(m, "FaultyMover")
+      .def(py::init<std::shared_ptr<PageMover>, List<FaultRule>>(), py::arg("inner"), py::arg("rules"))
       .def("release", &FaultyMover::release, py::call_guard<py::gil_scoped_release>())
       .def("wait_stalled", &FaultyMover::wait_stalled, py::arg("count"), py::arg("deadline_s"),
            py::call_guard<py::gil_scoped_release>())
@@ -248,8 +251,8 @@ void bind_movers(py::module_& m) {
 
 void bind_transfer(py::module_& m) {
   bind_movers(m);
-  py::class_<Lane, std::shared_ptr<Lane>>(m, "Lane");
-  py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
+  NativeBinding<Lane, std::shared_ptr<Lane>>(m, "Lane");
+  NativeBinding<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
       .def(py::init(&make_engine), py::arg("mover"), py::arg("queue_ops"), py::arg("copy_threads"),
            py::arg("op_stuck_s"), py::arg("lanes"))
       .def(
@@ -259,15 +262,19 @@ void bind_transfer(py::module_& m) {
             const py::gil_scoped_release release;
             engine.attach_view(group, std::move(view), std::move(pool), stripe_offset, digest_offset);
           },
-          py::arg("group"), py::arg("view").none(false), py::arg("pool").none(false),
-          py::arg("stripe_offset"), py::arg("digest_offset"))
+          py::arg("group"), py::arg("view"), py::arg("pool"), py::arg("stripe_offset"),
+          py::arg("digest_offset"))
       .def("detach_view", &TransferEngine::detach_view, py::arg("group"),
            py::call_guard<py::gil_scoped_release>())
       .def("released_views", &TransferEngine::released_views, py::call_guard<py::gil_scoped_release>())
       .def("submit", &submit, py::arg("ops"), py::arg("edges"), py::arg("stream") = py::none(),
            py::arg("gated") = false)
-      .def("open_layers", &TransferEngine::open_layers, py::arg("tickets"), py::arg("layers"),
-           py::arg("stream") = py::none(), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "open_layers",
+          [](TransferEngine& engine, const List<int64_t>& tickets, int32_t layers,
+             std::optional<StreamId> stream) { engine.open_layers(tickets, layers, stream); },
+          py::arg("tickets"), py::arg("layers"), py::arg("stream") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
       .def("poll", &poll, py::arg("max_results"))
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
       .def(

@@ -1,8 +1,12 @@
 #include "bindings/errors.h"
 
 #include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
 
 #include "base/error.h"
+#include "bindings/text.h"
 
 namespace py = pybind11;
 
@@ -27,8 +31,16 @@ struct Classes {
 
 Classes* classes = nullptr;
 
+void set_error(PyObject* type, const std::string& message) {
+  // A message may quote bytes of any encoding: they must not make another error of it.
+  PyObject* text = decode_text(message);
+  if (text == nullptr) return;
+  PyErr_SetObject(type, text);
+  Py_DECREF(text);
+}
+
 void translate(std::exception_ptr pending) {
-  const auto set = [](PyObject* type, const std::exception& e) { PyErr_SetString(type, e.what()); };
+  const auto set = [](PyObject* type, const std::exception& e) { set_error(type, e.what()); };
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const ConfigError& e) {
@@ -53,6 +65,10 @@ void translate(std::exception_ptr pending) {
     set(classes->disk, e);
   } catch (const Error& e) {
     set(classes->base, e);
+  } catch (const std::bad_alloc&) {
+    set_error(classes->capacity, "the native core has no memory for what this call asks for");
+  } catch (const std::length_error& e) {
+    set_error(classes->capacity, std::string("a size that no container can have: ") + e.what());
   }
 }
 

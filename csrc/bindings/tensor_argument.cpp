@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "bindings/text.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,19 @@ struct DlTensor {
 constexpr int32_t kDlCpu = 1;
 constexpr int32_t kDlCudaHost = 3;
 constexpr uint8_t kDlInt = 0;
+constexpr int32_t kMostDimensions = 64;
+// Unit: bytes. No memory has more.
+constexpr int64_t kMostBytes = int64_t{1} << 56;
+
+// What numpy says of a read-only array, and others of what they cannot share, is an error of this argument.
+py::object capsule_of(const py::object& tensor, const std::string& name) {
+  try {
+    return tensor.attr("__dlpack__")();
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_BufferError)) throw;
+    throw GeometryError(name + " gives no DLPack: " + shown(error.value(), 200));
+  }
+}
 
 // "int64" of torch.int64, numpy's dtype('int64') and the like.
 std::string last_word(const std::string& dtype) {
@@ -44,6 +58,15 @@ TensorArgument::TensorArgument(py::object object, std::string name)
     throw GeometryError(name_ + " is a " + std::string(py::str(py::type::of(object_).attr("__name__"))) +
                         ": a tensor with data_ptr() or DLPack is needed");
   }
+  check_extent();
+}
+
+void TensorArgument::check_extent() const {
+  if (count_ < 0 || item_bytes_ < 1 || count_ > kMostBytes / item_bytes_) {
+    throw GeometryError(name_ + " has " + std::to_string(count_) + " elements of " +
+                        std::to_string(item_bytes_) + " bytes: that is no tensor");
+  }
+  if (data_ == nullptr && count_ > 0) throw GeometryError(name_ + " has the address 0");
 }
 
 void TensorArgument::take_pointer() {
@@ -56,9 +79,12 @@ void TensorArgument::take_pointer() {
 }
 
 void TensorArgument::take_dlpack() {
-  py::object capsule = object_.attr("__dlpack__")();
+  py::object capsule = capsule_of(object_, name_);
   auto* tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (tensor == nullptr) throw py::error_already_set();
+  if (tensor->ndim < 0 || tensor->ndim > kMostDimensions || (tensor->ndim > 0 && tensor->shape == nullptr)) {
+    throw GeometryError(name_ + " has " + std::to_string(tensor->ndim) + " dimensions");
+  }
   const std::span<const int64_t> shape(tensor->shape, static_cast<size_t>(tensor->ndim));
   const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();  // its strides say nothing
   count_ = 1;
@@ -66,18 +92,24 @@ void TensorArgument::take_dlpack() {
     if (!empty && tensor->strides != nullptr && shape[i] != 1 && tensor->strides[i] != count_) {
       throw GeometryError(name_ + " is not contiguous");
     }
-    count_ *= shape[i];
+    if (__builtin_mul_overflow(count_, shape[i], &count_)) throw GeometryError(name_ + " is too large");
   }
   data_ = static_cast<std::byte*>(tensor->data) + tensor->byte_offset;
-  item_bytes_ = tensor->type_bits * tensor->type_lanes / 8;
+  item_bytes_ = std::max(1, tensor->type_bits * tensor->type_lanes / 8);
   dtype_ = (tensor->type_code == kDlInt && tensor->type_lanes == 1 ? "int" : "not an int of ") +
            std::to_string(tensor->type_bits);
   on_host_ = tensor->device_type == kDlCpu || tensor->device_type == kDlCudaHost;
   object_ = py::make_tuple(object_, capsule);  // an unused capsule frees its tensor when it goes
 }
 
-void TensorArgument::require_integers(const char* dtype) const {
-  if (dtype_ != dtype) throw GeometryError(name_ + " has the dtype " + dtype_ + ": " + dtype + " is needed");
+void TensorArgument::require_aligned(size_t bytes) const {
+  if (reinterpret_cast<uintptr_t>(data_) % bytes == 0) return;
+  throw GeometryError(name_ + " does not lie on a boundary of " + std::to_string(bytes) + " bytes");
+}
+
+void TensorArgument::require_integers(const char* dtype, int64_t item_bytes) const {
+  if (dtype_ != dtype || item_bytes_ != item_bytes)
+    throw GeometryError(name_ + " has the dtype " + dtype_ + ": " + dtype + " is needed");
   if (!on_host_) throw GeometryError(name_ + " is in device memory: a tensor in host memory is needed");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -11,13 +12,16 @@ namespace flexkv {
 // Keeps the object, and with it the memory. Make and destroy it with the GIL held.
 class TensorArgument {
  public:
-  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor.
+  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. That its memory is
+  // where it says cannot be checked.
   TensorArgument(pybind11::object object, std::string name);
 
   void* data() const { return data_; }
   int64_t bytes() const { return count_ * item_bytes_; }
   bool on_host() const { return on_host_; }
   const std::string& name() const { return name_; }
+  // Throws GeometryError unless the address is a multiple of `bytes`.
+  void require_aligned(size_t bytes) const;
 
   // The elements of a tensor in host memory. Throws GeometryError for another dtype or place.
   std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
@@ -26,10 +30,12 @@ class TensorArgument {
  private:
   void take_pointer();
   void take_dlpack();
-  void require_integers(const char* dtype) const;
+  void check_extent() const;
+  void require_integers(const char* dtype, int64_t item_bytes) const;
   template <typename T>
   std::span<const T> elements(const char* dtype) const {
-    require_integers(dtype);
+    require_integers(dtype, sizeof(T));
+    require_aligned(alignof(T));
     return {static_cast<const T*>(data_), static_cast<size_t>(count_)};
   }
 

@@ -2,9 +2,12 @@
 
 #include <pybind11/numpy.h>
 
+#include <cstddef>
+#include <cstring>
 #include <string>
 
 #include "base/error.h"
+#include "bindings/text.h"
 
 namespace py = pybind11;
 
@@ -12,12 +15,10 @@ namespace flexkv {
 namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
-constexpr size_t kShownCharacters = 80;
+constexpr Py_ssize_t kShownCharacters = 80;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {
-  std::string shown = py::repr(value).cast<std::string>();
-  if (shown.size() > kShownCharacters) shown = shown.substr(0, kShownCharacters) + "...";
-  throw TokenError("token " + std::to_string(position) + " is " + shown + " (" +
+  throw TokenError("token " + std::to_string(position) + " is " + shown(value, kShownCharacters) + " (" +
                    Py_TYPE(value.ptr())->tp_name + ")" + kAllowed);
 }
 
@@ -41,10 +42,12 @@ uint32_t token_from_object(size_t position, PyObject* value) {
 
 template <class T>
 std::vector<uint32_t> read_array(const py::array& array, size_t begin, size_t count) {
-  const auto view = py::reinterpret_borrow<py::array_t<T>>(array).template unchecked<1>();
+  const auto* first = static_cast<const std::byte*>(array.data());
+  const py::ssize_t stride = array.strides(0);
   std::vector<uint32_t> out(count);
   for (size_t i = 0; i < count; ++i) {
-    const T value = view(static_cast<py::ssize_t>(begin + i));
+    T value;  // copied: an array of foreign memory may be unaligned
+    std::memcpy(&value, first + static_cast<py::ssize_t>(begin + i) * stride, sizeof(value));
     bool fits = value <= static_cast<T>(UINT32_MAX) || sizeof(T) <= 4;
     if constexpr (std::is_signed_v<T>) fits = fits && value >= 0;
     if (!fits) refuse(begin + i, py::int_(value));

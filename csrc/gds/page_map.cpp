@@ -13,7 +13,6 @@ namespace {
 
 // Unit: bytes. Larger is a wrong number; products with layer counts stay far from overflow.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 44;
-constexpr int64_t kMaxLayers = 1 << 16;
 
 std::string at(int64_t layer, int64_t kv) {
   return (kv == 0 ? "K of layer " : "V of layer ") + std::to_string(layer);
@@ -32,8 +31,8 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
   require_range(file.kv_stride, 0, kMaxStrideBytes, "the kv stride of the file");
   require_range(file.copy_offset, 0, kMaxStrideBytes, "the copy offset inside chunks");
   require_range(file.kv_dim, 1, 2, "kv_dim");
-  require_range(file.total_layers, 1, kMaxLayers, "total_layers");
-  require_range(pool.num_layers, 1, kMaxLayers, "the pool's number of layers");
+  require_range(file.total_layers, 1, kMostRawLayers, "total_layers");
+  require_range(pool.num_layers, 1, kMostRawLayers, "the pool's number of layers");
   require_range(pool.gpu_block_stride_in_bytes, file.chunk_bytes, kMaxStrideBytes,
                 "the block stride of the pool");
   require_range(pool.gpu_kv_stride_in_bytes, 0, kMaxStrideBytes, "the kv stride of the pool");

@@ -23,6 +23,9 @@ struct FileExtent {
 // the block's place in the file.
 using DirectPiece = Segment;
 
+// Unit: layers. A pool or a file with more is a wrong number.
+inline constexpr int64_t kMostRawLayers = 1 << 16;
+
 // Where the digests of a page's runs lie in its slot; there are none in raw files.
 inline constexpr int64_t kNoDigestOffset = -1;
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/path_check.h"
 
 namespace flexkv {
 namespace {
@@ -34,6 +35,7 @@ RawFiles::RawFiles(const std::vector<std::vector<std::string>>& paths_by_device,
       }
       files_.emplace_back();
       for (const std::string& path : paths_by_device[device]) {
+        require_no_nul<ConfigError>(path);
         files_.back().push_back({path, -1, -1});
         File& file = files_.back().back();
         file.buffered_fd = open(path.c_str(), O_RDWR | create | O_CLOEXEC, kFileMode);

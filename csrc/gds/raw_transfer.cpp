@@ -15,6 +15,18 @@ namespace {
 constexpr size_t kNamedFailures = 8;
 // How many blocks of a copy between pool and memory go into one batch.
 constexpr size_t kCopyBatch = 64;
+// Unit: bytes. Where a block of a pool, a file or other memory may lie at most; sums stay far from overflow.
+constexpr int64_t kMostBytes = int64_t{1} << 56;
+
+// Throws BlockRangeError for a block whose place no memory and no file has.
+void check_reach(int64_t block, int64_t stride, const char* what) {
+  if (block < 0) {
+    throw BlockRangeError("block " + std::to_string(block) + " of " + what + ": must not be negative");
+  }
+  if (block < kMostBytes / stride) return;
+  throw BlockRangeError("block " + std::to_string(block) + " of " + what + ", " + std::to_string(stride) +
+                        " bytes each: allowed are [0, " + std::to_string(kMostBytes / stride) + ")");
+}
 
 void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
                   std::span<const int64_t> other_blocks, const char* other) {
@@ -24,8 +36,9 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   }
   if (pool_blocks.empty()) return;
   const auto [lowest, highest] = std::minmax_element(pool_blocks.begin(), pool_blocks.end());
-  if (*lowest < 0)
-    throw BlockRangeError("block " + std::to_string(*lowest) + " of the pool: must not be negative");
+  for (const int64_t block : {*lowest, *highest}) {
+    check_reach(block, map.segments().front().block_stride, "the pool");
+  }
   check_no_overlap(map.segments(), *highest + 1);
 }
 
@@ -35,6 +48,7 @@ std::vector<StagedPage> pages_of(const GDSManager& manager, const RawTransfer& t
   pages.reserve(transfer.file_blocks.size());
   for (size_t i = 0; i < transfer.file_blocks.size(); ++i) {
     const BlockPlace place = rule.place(transfer.file_blocks[i]);
+    check_reach(place.block_in_file, transfer.file.block_stride, "its file");
     pages.push_back({transfer.pool_blocks[i], place.device, place.file,
                      place.block_in_file * transfer.file.block_stride});
   }
@@ -86,8 +100,8 @@ void copy_raw(TransformDevice& device, const RawCopy& copy) {
   check_blocks(map, copy.pool_blocks, copy.memory_blocks, "the other memory");
   if (copy.pool_blocks.empty()) return;
   const auto [lowest, highest] = std::minmax_element(copy.memory_blocks.begin(), copy.memory_blocks.end());
-  if (*lowest < 0) {
-    throw BlockRangeError("block " + std::to_string(*lowest) + " of the other memory: must not be negative");
+  for (const int64_t block : {*lowest, *highest}) {
+    check_reach(block, copy.layout.block_stride, "the other memory");
   }
   if (copy.memory == nullptr) throw GeometryError("the other memory has the address 0");
   const int64_t bytes = (*highest + 1) * copy.layout.block_stride;

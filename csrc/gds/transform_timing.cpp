@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 
 #include "base/align.h"
 #include "base/error.h"
@@ -25,6 +26,16 @@ class Allocation {
   void* memory_;
 };
 
+// Unit: bytes. Larger is a wrong number; products of what is checked stay far from overflow.
+constexpr int64_t kMostBytes = int64_t{1} << 46;
+constexpr int32_t kMostRepeats = 1 << 20;
+
+int64_t checked(const char* name, int64_t value, int64_t most) {
+  if (value >= 1 && value <= most) return value;
+  throw ConfigError(std::string(name) + "=" + std::to_string(value) + ": must be in [1, " +
+                    std::to_string(most) + "]");
+}
+
 void require(const std::string& error) {
   if (!error.empty()) throw TransferError("timing the layout transform: " + error);
 }
@@ -33,6 +44,10 @@ void require(const std::string& error) {
 
 std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                           int32_t repeats) {
+  checked("layers", what.layers, kMostRawLayers);
+  checked("run_bytes", what.run_bytes, kMostBytes / what.layers);
+  checked("blocks", what.blocks, kMostBytes / what.layers / what.run_bytes);
+  checked("repeats", repeats, kMostRepeats);
   const int64_t stripe = what.layers * what.run_bytes;
   const int64_t total = stripe * what.blocks;
   const Allocation pool(device, total);

@@ -94,7 +94,7 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
 
 void BlockIndex::check_slots() const {
   std::vector<std::vector<uint8_t>> owners;
-  for (const Group& group : groups_) owners.emplace_back(group.pool.max_slots(), uint8_t{0});
+  for (const Group& group : groups_) owners.emplace_back(group.pool.unused_from(), uint8_t{0});
   const auto own = [&](uint32_t group, uint32_t slot) {
     require(slot < groups_[group].pool.unused_from(),
             "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " never left its pool");

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,7 +15,15 @@ namespace flexkv {
 
 class SlotPool {
  public:
-  explicit SlotPool(uint32_t max_slots) : max_slots_(max_slots) { freed_.reserve(max_slots); }
+  // Throws CapacityError when there is no memory for so many.
+  explicit SlotPool(uint32_t max_slots) : max_slots_(max_slots) {
+    try {
+      freed_.reserve(max_slots);
+    } catch (const std::bad_alloc&) {
+      throw CapacityError("the block index has no memory for a group of " + std::to_string(max_slots) +
+                          " slots");
+    }
+  }
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }

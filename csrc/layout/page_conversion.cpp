@@ -1,5 +1,6 @@
 #include "layout/page_conversion.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -11,6 +12,9 @@ namespace flexkv {
 namespace {
 
 constexpr int64_t kMaxStripeBytes = int64_t{1} << 40;
+// Unit: elements of K and V. Each is marked once for the check, which takes a bit of memory and some
+// nanoseconds; a page of 80 layers, 256 tokens and 8 heads of 128 has 2**25.
+constexpr int64_t kMostElements = int64_t{1} << 28;
 
 int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
   if (element_bytes < 1 || element_bytes > kMaxStripeBytes / 2) {
@@ -22,12 +26,32 @@ int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
     if (count > kMaxStripeBytes / bytes) throw GeometryError("a stripe of over 1 TiB");
     bytes *= count;
   }
+  if (bytes / element_bytes > kMostElements) {
+    throw GeometryError("a page of " + std::to_string(bytes / element_bytes) +
+                        " elements; allowed are up to " + std::to_string(kMostElements));
+  }
   return bytes;
+}
+
+// Throws GeometryError for a step with which an axis leaves the stripe: sums of such could overflow.
+void require_steps(const RowCounts& counts, const RowOrder& order, int64_t stripe_bytes) {
+  const auto require = [&](const std::string& name, int64_t bytes, int64_t steps) {
+    const int64_t most = stripe_bytes / std::max<int64_t>(1, steps);
+    if (bytes >= -most && bytes <= most) return;
+    throw GeometryError(name + " is " + std::to_string(bytes) + " bytes: allowed are up to " +
+                        std::to_string(most) + ", as the stripe has " + std::to_string(stripe_bytes));
+  };
+  for (size_t axis = 0; axis < kRowAxes; ++axis) {
+    require("K's step on axis " + std::to_string(axis), order.k[axis], counts[axis] - 1);
+    require("V's step on axis " + std::to_string(axis), order.v[axis], counts[axis] - 1);
+  }
+  require("the start of V", order.v_offset, 1);
 }
 
 // Marks every element's place; as many different ones as there are elements leave neither gap nor overlap.
 void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
                    const RowOrder& order) {
+  require_steps(counts, order, stripe_bytes);
   std::vector<bool> taken(static_cast<size_t>(stripe_bytes / element_bytes));
   for (const bool value : {false, true}) {
     const int64_t* strides = value ? order.v.data() : order.k.data();

@@ -10,12 +10,17 @@ namespace {
 
 // Unit: bytes. Larger is a wrong number; sums stay far from overflow.
 constexpr int64_t kMaxPartBytes = int64_t{1} << 48;
+constexpr size_t kMostRanks = 4096;
 
 }  // namespace
 
 SlotImage::SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes)
     : stripes_(std::move(stripe_bytes)), trailer_bytes_(trailer_bytes) {
   if (stripes_.empty()) throw GeometryError("a slot image needs at least one stripe");
+  if (stripes_.size() > kMostRanks) {
+    throw GeometryError("a slot image of " + std::to_string(stripes_.size()) +
+                        " stripes: allowed are up to " + std::to_string(kMostRanks));
+  }
   for (size_t rank = 0; rank < stripes_.size(); ++rank) {
     if (stripes_[rank] <= 0 || stripes_[rank] > kMaxPartBytes) {
       throw GeometryError("stripe of rank " + std::to_string(rank) + " has " +

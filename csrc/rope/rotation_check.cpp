@@ -8,6 +8,9 @@
 namespace flexkv {
 namespace {
 
+// Unit: bytes. Larger is a wrong number; sums stay far from overflow.
+constexpr int64_t kMostRowBytes = int64_t{1} << 56;
+
 void require(bool holds, const std::string& message) {
   if (!holds) throw GeometryError(message);
 }
@@ -60,6 +63,9 @@ void check_rotation_shape(const RotationRows& rows, ElementType type) {
             "a head stride of " + std::to_string(stride) +
                 " bytes: a multiple of an element and at least a head, " +
                 std::to_string(element * rows.head_dim));
+    require(rows.heads == 1 || stride <= kMostRowBytes / rows.heads,
+            std::to_string(rows.heads) + " heads with a stride of " + std::to_string(stride) +
+                " bytes: a row has at most " + std::to_string(kMostRowBytes));
   }
   for (const unsigned char* base : {rows.src, static_cast<const unsigned char*>(rows.dst)}) {
     require(reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(element) == 0,

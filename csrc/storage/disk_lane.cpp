@@ -270,13 +270,19 @@ void DiskLane::abandon() {
   shared_->source.reset();
 }
 
+Disk& DiskLane::disk_at(int32_t disk) const {
+  if (disk >= 0 && disk < disks()) return *shared_->disks[static_cast<size_t>(disk)];
+  throw BlockRangeError("disk " + std::to_string(disk) + ": the lane has disks [0, " +
+                        std::to_string(disks()) + ")");
+}
+
 void DiskLane::take_out(int32_t disk, const std::string& reason) {
   std::shared_ptr<WorkSource> source;
   {
     const std::lock_guard lock(shared_->mutex);
     source = shared_->source;
   }
-  shared_->disks.at(static_cast<size_t>(disk))->take_out(reason, source.get());
+  disk_at(disk).take_out(reason, source.get());
 }
 
 std::vector<DiskState> DiskLane::states() const {
@@ -287,8 +293,6 @@ std::vector<DiskState> DiskLane::states() const {
   return states;
 }
 
-const DiskCounts& DiskLane::counts(int32_t disk) const {
-  return shared_->disks.at(static_cast<size_t>(disk))->counts();
-}
+const DiskCounts& DiskLane::counts(int32_t disk) const { return disk_at(disk).counts(); }
 
 }  // namespace flexkv

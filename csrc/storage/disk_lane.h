@@ -40,7 +40,7 @@ class DiskLane : public Lane {
   void join() override;
   void abandon() override;
 
-  // Its places are misses from now on.
+  // Its places are misses from now on. Throws BlockRangeError for a disk that is not there.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
   const DiskCounts& counts(int32_t disk) const;
@@ -52,6 +52,7 @@ class DiskLane : public Lane {
 
  private:
   struct Shared;
+  Disk& disk_at(int32_t disk) const;
   static void dispatch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source,
                        int32_t lane);
   static void watch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source);

@@ -10,6 +10,9 @@
 namespace flexkv {
 namespace {
 
+// Unit: layers. More is a wrong number.
+constexpr int32_t kMostLayers = 1 << 16;
+
 int64_t trailer_bytes(const std::vector<std::vector<PageRun>>& runs) {
   int64_t digests = 0;
   for (const auto& of_rank : runs) digests += static_cast<int64_t>(of_rank.size());
@@ -20,11 +23,13 @@ void check_stripe(size_t rank, int64_t bytes, const std::vector<PageRun>& runs) 
   int64_t end = 0;
   for (size_t i = 0; i < runs.size(); ++i) {
     const PageRun& run = runs[i];
-    if (run.offset != end || run.bytes <= 0 || run.layer < 0) {
+    if (run.offset != end || run.bytes <= 0 || run.bytes > bytes - end || run.layer < 0 ||
+        run.layer >= kMostLayers) {
       throw GeometryError("run " + std::to_string(i) + " of rank " + std::to_string(rank) + ": " +
                           std::to_string(run.bytes) + " bytes at " + std::to_string(run.offset) +
                           " of layer " + std::to_string(run.layer) + "; expected one at " +
-                          std::to_string(end));
+                          std::to_string(end) + " of at most " + std::to_string(bytes - end) +
+                          " bytes, of a layer below " + std::to_string(kMostLayers));
     }
     end += run.bytes;
   }
@@ -64,11 +69,12 @@ PageCodec::PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::v
       runs_.push_back(run);
     }
   }
-  for (int32_t layer = 0; layer < layers_; ++layer) {
-    if (std::none_of(runs_.begin(), runs_.end(), [&](const PageRun& run) { return run.layer == layer; })) {
-      throw GeometryError("layer " + std::to_string(layer) + " of " + std::to_string(layers_) +
-                          " has no run");
-    }
+  std::vector<bool> has_run(static_cast<size_t>(layers_));
+  for (const PageRun& run : runs_) has_run[static_cast<size_t>(run.layer)] = true;
+  const auto without = std::find(has_run.begin(), has_run.end(), false);
+  if (without != has_run.end()) {
+    throw GeometryError("layer " + std::to_string(without - has_run.begin()) + " of " +
+                        std::to_string(layers_) + " has no run");
   }
 }
 

@@ -11,9 +11,13 @@
 
 #include "base/align.h"
 #include "base/error.h"
+#include "base/path_check.h"
 
 namespace flexkv {
 namespace {
+
+// Unit: bytes. Larger is a wrong number; offsets stay far from overflow.
+constexpr int64_t kMostSlabBytes = int64_t{1} << 60;
 
 // Throws DiskError when direct I/O on `fd` needs more than 4 KiB boundaries.
 void check_alignment([[maybe_unused]] int fd, [[maybe_unused]] const std::string& path) {
@@ -33,11 +37,17 @@ void check_alignment([[maybe_unused]] int fd, [[maybe_unused]] const std::string
 SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd)
     : path_(std::move(path)), shape_(shape) {
   if (shape.header_bytes <= 0 || shape.header_bytes % kIoAlignBytes != 0 || shape.slot_bytes <= 0 ||
-      shape.slot_bytes % kIoAlignBytes != 0 || shape.slots < 0) {
+      shape.slot_bytes % kIoAlignBytes != 0 || shape.slots < 0 || shape.header_bytes > kMostSlabBytes) {
     throw GeometryError(path_ + ": header of " + std::to_string(shape.header_bytes) + " bytes, slots of " +
                         std::to_string(shape.slot_bytes) + ": must be multiples of " +
                         std::to_string(kIoAlignBytes));
   }
+  if (shape.slots > (kMostSlabBytes - shape.header_bytes) / shape.slot_bytes) {
+    throw GeometryError(path_ + ": " + std::to_string(shape.slots) + " slots of " +
+                        std::to_string(shape.slot_bytes) + " bytes: a slab has at most " +
+                        std::to_string(kMostSlabBytes) + " bytes");
+  }
+  require_no_nul<DiskError>(path_);
   fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
   if (fd_ < 0 && errno == EINVAL) {
     direct_ = false;

@@ -17,8 +17,9 @@ struct MoveCount {
 
 class CountingMover : public PageMover {
  public:
-  explicit CountingMover(std::shared_ptr<PageMover> inner) : inner_(std::move(inner)) {}
+  explicit CountingMover(std::shared_ptr<PageMover> inner) : inner_(checked_inner(std::move(inner))) {}
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
+  int32_t depth() const override { return inner_->depth() + 1; }
   MoveCount count(OpKind kind) const;
 
  private:

@@ -32,6 +32,16 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
+// Throws ContractError, and claims none, if one of them serves an engine already.
+void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    if (lanes[i]->claim()) continue;
+    for (size_t j = 0; j < i; ++j) lanes[j]->unclaim();
+    throw ContractError(std::string("lane ") + lanes[i]->name() + " (number " + std::to_string(i) +
+                        " of those given) belongs to a transfer engine already: a lane serves one engine");
+  }
+}
+
 // Throws ContractError unless a stream is given to a lane that has streams, and to no other.
 void check_stream(const std::string& who, const Lane& lane, const std::optional<StreamId>& stream) {
   if (lane.needs_stream() == stream.has_value()) return;
@@ -51,12 +61,13 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
   const bool on_device =
       std::any_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->needs_stream(); });
   if (!on_device) lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
-  for (auto& lane : lanes) lanes_.push_back(std::move(lane));
+  lanes_.insert(lanes_.end(), lanes.begin(), lanes.end());
   for (const auto& lane : lanes_) {
     scheduler_->add_lane(lane);
     kinds_ |= lane->kinds();
   }
   started_.resize(lanes_.size());
+  claim_all(lanes);
 }
 
 TransferEngine::~TransferEngine() {

@@ -31,7 +31,8 @@ struct EngineOptions {
 class TransferEngine {
  public:
   // `lanes` are run besides the host copies, or in their place if one of them is a device's. Throws
-  // ConfigError for options out of range, ContractError when two lanes are for one kind.
+  // ConfigError for options out of range, ContractError when two lanes are for one kind, or one serves
+  // another engine.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
   // Closes. Threads whose bytes still move then go on alone, with the memory that they use.

@@ -20,7 +20,7 @@ bool agrees(const std::optional<T>& wanted, const U& given) {
 }  // namespace
 
 FaultyMover::FaultyMover(std::shared_ptr<PageMover> inner, std::vector<FaultRule> rules)
-    : inner_(std::move(inner)), rules_(std::move(rules)) {}
+    : inner_(checked_inner(std::move(inner))), rules_(std::move(rules)) {}
 
 std::optional<FaultRule> FaultyMover::match(const PageMove& page, int32_t layer_lo, int32_t layer_hi) {
   auto [at, is_new] = ordinals_.try_emplace(page.op_id);

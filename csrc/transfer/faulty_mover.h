@@ -38,6 +38,7 @@ class FaultyMover : public PageMover {
  public:
   FaultyMover(std::shared_ptr<PageMover> inner, std::vector<FaultRule> rules);
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
+  int32_t depth() const override { return inner_->depth() + 1; }
 
   // Lets every stalled call go on, and all later ones pass without stalling.
   void release() { stalls_.release(); }

@@ -73,6 +73,11 @@ class WorkSource {
 class Lane {
  public:
   virtual ~Lane() = default;
+  // A lane serves one transfer engine, for good: its threads pull from that engine's queue alone. False where
+  // one has it already.
+  bool claim() { return !claimed_.exchange(true); }
+  // Undoes a claim of an engine that could not be made.
+  void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
   // Pieces that can be under way at once: when as many are stuck, nothing else of this lane can move either.
@@ -102,6 +107,9 @@ class Lane {
   virtual void join() = 0;
   // Instead of join() when pieces are stuck: lets the threads go on alone.
   virtual void abandon() = 0;
+
+ private:
+  std::atomic<bool> claimed_{false};
 };
 
 }  // namespace flexkv

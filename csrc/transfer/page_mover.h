@@ -1,11 +1,13 @@
 // Moves the bytes of one page. Movers are composed: a fault injector around a counter around the real one.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/blame.h"
+#include "base/error.h"
 #include "base/status.h"
 #include "transfer/attached_view.h"
 #include "transfer/op.h"
@@ -39,6 +41,18 @@ class PageMover {
   // Moves layers [layer_lo, layer_hi) and returns when their last byte has moved, or when none will any more.
   // Called from several threads at once, never for the same page at once. What it throws is a failed page.
   virtual MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) = 0;
+  // Movers inside this one.
+  virtual int32_t depth() const { return 0; }
 };
+
+// Movers around movers: calls and destructors go through all of them, one stack frame each.
+inline constexpr int32_t kMostMoversInside = 64;
+
+// Throws ContractError where one more around `inner` is one too many.
+inline std::shared_ptr<PageMover> checked_inner(std::shared_ptr<PageMover> inner) {
+  if (inner->depth() + 1 <= kMostMoversInside) return inner;
+  throw ContractError("a mover around " + std::to_string(inner->depth() + 1) + " others; allowed are " +
+                      std::to_string(kMostMoversInside));
+}
 
 }  // namespace flexkv

@@ -243,7 +243,7 @@ class CacheManager(ABC):
             tokens: valid tokens in each of the blocks; None for whole blocks.
 
         Raises:
-            ContractError: `keys` and `blocks` differ in length.
+            ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
             BlockRangeError: no such group, or a negative block.
             KeySchemeError: `keys` is no C-contiguous uint8 array of shape [blocks, KEY_BYTES].
         """

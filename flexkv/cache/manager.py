@@ -261,7 +261,12 @@ class LocalCacheManager(CacheManager):
         if first_block < 0:
             raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
         room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
-        valid = self._specs[group].block_tokens if tokens is None else tokens
+        whole = self._specs[group].block_tokens
+        valid = whole if tokens is None else tokens
+        if not 1 <= valid <= whole:
+            raise ContractError(
+                f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
+            )
         offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
         plan = self._store_route().begin(offer, room, self._epoch)
         self._counts.busy_pages += plan.dropped

@@ -22,11 +22,14 @@ from flexkv.storage.folder import (
 )
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import codec_of
-from flexkv.storage.index import DamagedIndexError, SlotIndex
+from flexkv.storage.index import ROW, DamagedIndexError, SlotIndex
 from flexkv.storage.scan import read_slots, rows_of
 from flexkv.storage.slabs import open_slab
 
 logger = logging.getLogger(__name__)
+
+COPIES_OF_ROWS = 2
+"""Of each slot's index row in memory when a disk is opened: the journal's, and those that the tier is told."""
 
 
 def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
@@ -39,7 +42,23 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
     slots = bytes_per_disk // image
     if slots < 1:
         raise CapacityError(f"{bytes_per_disk} bytes of disk hold no slot of {image} bytes; give it more")
-    return min(slots, (1 << 31) - 1)
+    slots = min(slots, (1 << 31) - 1)
+    require_memory(slots, len(groups), bytes_per_disk)
+    return slots
+
+
+def require_memory(slots: int, groups: int, bytes_per_disk: int) -> None:
+    """
+    Raises:
+        CapacityError: the index of so many slots does not fit the memory that is available.
+    """
+    needed = COPIES_OF_ROWS * ROW.itemsize * slots * groups
+    available, limit = c_ext.available_memory()
+    if needed > available:
+        raise CapacityError(
+            f"{bytes_per_disk} bytes of disk have {slots} slots a group: their index takes {needed} bytes of memory, "
+            f"and {limit} allows {available}; give the tier less disk, or pages that are larger"
+        )
 
 
 class DiskMember:

@@ -88,6 +88,9 @@ def test_bad_calls_change_nothing() -> None:
         manager.begin_store("a", 1, chain, ids(0, 1, 2, 3), 0)
     with pytest.raises(BlockRangeError, match="from -1"):
         manager.begin_store("a", 0, chain, ids(0, 1, 2, -1), 0)
+    for tokens in (-1, 0, 5, 999):
+        with pytest.raises(ContractError, match=f"tokens={tokens}; allowed are 1 to 4"):
+            manager.begin_store("a", 0, chain, ids(0, 1, 2, 3), 0, tokens)
     with pytest.raises(KeySchemeError, match="shape"):
         manager.begin_store("a", 0, chain.astype(np.int32), ids(0, 1, 2, 3), 0)  # type: ignore[arg-type]
     with pytest.raises(KeySchemeError, match="shape"):

@@ -10,8 +10,9 @@ import pytest
 from flexkv.errors import CapacityError
 from flexkv.storage.folder import FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder
+from flexkv.storage.member import slots_of
 from tests.unit.storage.damage import filled
-from tests.unit.storage.disk_world import GENEROUS_S, MakeDisks
+from tests.unit.storage.disk_world import GENEROUS_S, MakeDisks, make_group
 
 
 def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
@@ -61,6 +62,13 @@ def test_slots_follow_the_budget(make_disks: MakeDisks) -> None:
     assert sorted(rows.places.tolist()) == [0, 1, 2, 3]
     assert world.read_rows(rows) == {}
     assert world.unit.slots(0) == 50
+
+
+def test_a_budget_whose_index_no_memory_holds_is_refused() -> None:
+    with pytest.raises(
+        CapacityError, match=rf"{1 << 60} bytes of disk have {2**31 - 1} slots a group: their index"
+    ):
+        slots_of([make_group(layers=1, run_bytes=512)] * 64, 1 << 60)
 
 
 def test_a_budget_without_a_slot_is_refused(make_disks: MakeDisks) -> None:

@@ -1,0 +1,16 @@
+// Paths from Python may have NUL bytes, where the system's calls would end them and open another file.
+#pragma once
+#include <string>
+
+namespace flexkv {
+
+// Throws E, which names the path.
+template <typename E>
+void require_no_nul(const std::string& path) {
+  const size_t at = path.find('\0');
+  if (at == std::string::npos) return;
+  // The byte itself would end the message.
+  throw E("'" + path.substr(0, at) + "\\0...': a path has no NUL byte");
+}
+
+}  // namespace flexkv

@@ -1,0 +1,89 @@
+// What arguments of bound classes go through: None, and objects whose __init__ never ran (made by
+// `cls.__new__(cls)`, or still in the hands of another thread), are a TypeError before any function sees
+// them. pybind11 alone gives functions a null pointer for the one and uninitialised memory for the other.
+//
+// To be included by every file that binds or takes such classes. What may be None is a std::optional.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <concepts>
+#include <memory>
+#include <string>
+
+namespace flexkv {
+
+namespace cuda {
+class CudaLane;
+class DeviceMemory;
+}  // namespace cuda
+
+class BlockIndex;
+class CountingMover;
+class DiskLane;
+class EngineKeyChain;
+class FaultyMover;
+class GDSManager;
+class GdsLane;
+class HostMover;
+class HostPool;
+class IoFaults;
+class KvView;
+class Lane;
+class PageCodec;
+class PageConversion;
+class PageMover;
+class SlabFile;
+class SlotImage;
+class TokenChain;
+class TransferEngine;
+struct FaultRule;
+struct IoFaultRule;
+
+template <typename T, typename... List>
+concept OneOf = (std::same_as<T, List> || ...);
+
+template <typename T>
+concept NativeClass =
+    OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover, GDSManager, GdsLane,
+          HostMover, HostPool, IoFaultRule, IoFaults, KvView, Lane, PageCodec, PageConversion, PageMover,
+          SlabFile, SlotImage, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
+
+// Binds T as pybind11::class_ does; a class that is missing above does not compile.
+template <NativeClass T, typename... More>
+using NativeBinding = pybind11::class_<T, More...>;
+
+// False for None and what is no object of the class; throws TypeError for one that was never initialised.
+inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
+  if (type == nullptr || object.is_none()) return false;
+  if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;
+  auto* instance = reinterpret_cast<pybind11::detail::instance*>(object.ptr());
+  for (auto& part : pybind11::detail::values_and_holders(instance)) {
+    if (part.holder_constructed()) continue;
+    throw pybind11::type_error(std::string("an object of ") + Py_TYPE(object.ptr())->tp_name +
+                               " whose __init__ has not run: make it by calling the class");
+  }
+  return true;
+}
+
+}  // namespace flexkv
+
+namespace pybind11::detail {
+
+template <flexkv::NativeClass T>
+class type_caster<T> : public type_caster_base<T> {
+ public:
+  bool load(handle object, bool convert) {
+    return flexkv::is_whole(object, this->typeinfo) && type_caster_base<T>::load(object, convert);
+  }
+};
+
+template <flexkv::NativeClass T>
+class type_caster<std::shared_ptr<T>> : public copyable_holder_caster<T, std::shared_ptr<T>> {
+ public:
+  bool load(handle object, bool convert) {
+    return flexkv::is_whole(object, this->typeinfo) &&
+           copyable_holder_caster<T, std::shared_ptr<T>>::load(object, convert);
+  }
+};
+
+}  // namespace pybind11::detail

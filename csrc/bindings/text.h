@@ -1,0 +1,41 @@
+// Text from the native core for Python, whatever its encoding: a strange byte in a file name or a reason must
+// not turn a result into a UnicodeDecodeError.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+namespace flexkv {
+
+// A new reference, or null with a Python error set.
+inline PyObject* decode_text(const std::string& text) {
+  return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+}
+
+inline pybind11::str to_text(const std::string& text) {
+  PyObject* decoded = decode_text(text);
+  if (decoded == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::str>(decoded);
+}
+
+// A path as Python's os functions would give it: bytes that are no UTF-8 come back as they went in.
+inline pybind11::str to_path(const std::string& path) {
+  PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
+  if (decoded == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::str>(decoded);
+}
+
+// What of a Python object goes into an error: its repr, cut to `most` characters.
+inline std::string shown(pybind11::handle object, Py_ssize_t most) {
+  const pybind11::str whole = pybind11::repr(object);
+  const Py_ssize_t length = PyUnicode_GetLength(whole.ptr());
+  const auto cut = pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_Substring(whole.ptr(), 0, length < most ? length : most));
+  if (!cut) throw pybind11::error_already_set();
+  const auto bytes = pybind11::reinterpret_steal<pybind11::bytes>(
+      PyUnicode_AsEncodedString(cut.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes) throw pybind11::error_already_set();
+  return std::string(bytes) + (length > most ? "..." : "");
+}
+
+}  // namespace flexkv

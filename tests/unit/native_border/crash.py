@@ -1,0 +1,31 @@
+"""Code that crashed the process once, run in a child: a crash is a failed test, and not the end of all tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+RUN_S = 60
+
+PRELUDE = """
+import numpy as np
+from flexkv import c_ext
+from flexkv.errors import *
+def caught(function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except Exception as error:
+        print(type(error).__name__, error)
+    else:
+        print("nothing was raised")
+"""
+
+
+def run(code: str) -> str:
+    """What `code` prints; it ends by itself, without a signal and without an exception."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, timeout=RUN_S
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-2000:]}"
+    return done.stdout
