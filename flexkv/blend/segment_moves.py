@@ -70,6 +70,8 @@ class SegmentMoves:
             self.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
             return False
         self.take_results()
+        for request in hit.requests:
+            self._manager.end_request(request)
         self.staging.give(hit.blocks)
         return True
 
@@ -101,7 +103,7 @@ class SegmentMoves:
         self._late = [late for late in self._late if late not in ended]
         for late in ended:
             for request in late.requests:
-                self._manager.release(request)
+                self._manager.end_request(request)
                 self._why_failed.pop(request, None)
             self.staging.give(late.blocks)
 

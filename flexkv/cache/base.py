@@ -200,6 +200,9 @@ class CacheManager(ABC):
         `DiskLimits.stream` whole blocks on their way up are promised too: their load waits for each page, and fails
         those that do not come or do not verify. With `DiskLimits.gds_loads` those on disk are promised where they lie.
 
+        What a load of the request did not bring is not promised to it again by the same way, and after two failed loads
+        nothing is, until `end_request`.
+
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
             tail: per group, partial-tail candidates: only those whose `base_block` equals the end of the match count.
@@ -275,9 +278,13 @@ class CacheManager(ABC):
     def release(self, request_id: str) -> None:
         """Ends the request's lookup lease, if any. Ops in flight are not touched. Idempotent.
 
-        Also to be called when the request ends: its blocks then count as used together, so that of them the one
-        farthest from the start is evicted first.
+        The request's blocks then count as used together, so that of them the one farthest from the start is evicted
+        first.
         """
+
+    @abstractmethod
+    def end_request(self, request_id: str) -> None:
+        """The request has ended: `release`, and what was remembered of its failed loads is forgotten. Idempotent."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:

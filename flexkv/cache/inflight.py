@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import OpRole
+from flexkv.cache.base import Completion, OpRole
 from flexkv.cache.checks import good_pages
 from flexkv.cache.leases import EntryIds
 from flexkv.errors import ContractError
@@ -44,6 +44,8 @@ class InflightOp:
         withheld: of a load from disk, failed pages that a disk did not give; it is counted, and the page is kept.
         astray: of a load from disk, the disk or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
+        load: number of the load that it is a part of: that of the load's first op.
+        abandoned: of a load, its request has ended, and nobody waits for it.
     """
 
     plan: TransferOp
@@ -64,6 +66,8 @@ class InflightOp:
     damaged: NDArray[np.bool_] = field(init=False)
     withheld: NDArray[np.bool_] = field(init=False)
     astray: bool = False
+    load: OpId | None = None
+    abandoned: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,6 +105,19 @@ class InflightOp:
     def block_numbers(self) -> NDArray[np.int64]:
         """Number of each page's block in the request, int64. Made when asked for, which a plan never does."""
         return self.positions.astype(np.int64) + self.first_block
+
+    def completion(self, failed: NDArray[np.bool_], published: NDArray[np.int32]) -> Completion:
+        """What is said of its end; `failed` marks the pages whose engine blocks are named."""
+        return Completion(
+            op_id=self.op_id,
+            request_id=self.request_id,
+            role=self.role,
+            group=self.group,
+            blocks=self.blocks,
+            failed_blocks=self.blocks[failed],
+            published=published,
+            reason="; ".join(self.reasons),
+        )
 
     def report(self, rank: int, result: OpResult) -> None:
         """Takes one rank's result.

@@ -29,6 +29,7 @@ from flexkv.cache.disk.base import DiskLimits
 from flexkv.cache.disk.flow import DiskFlow
 from flexkv.cache.disk.index import DiskIndex
 from flexkv.cache.disk.stored_index import StoredIndex
+from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.host_loads import HostLoads
 from flexkv.cache.host_stores import HostStores
 from flexkv.cache.host_tier import HostTier
@@ -61,6 +62,7 @@ class LocalCacheManager(CacheManager):
 
     Attributes:
         host: the pages in host memory.
+        failed_loads: what is not promised again to the requests that it failed.
 
     Raises:
         ConfigError: a group or limit is out of range; names it.
@@ -89,6 +91,7 @@ class LocalCacheManager(CacheManager):
         self._leases = LeaseTable()
         self._inflight = InflightTable()
         self._trails = TrailTable(len(groups))
+        self.failed_loads = FailedLoads()
         self._epoch = 0
         self.host = HostTier(self._specs, policy, self._counts, listener)
         self._lookup = Lookup(self._specs, self.host.index)
@@ -157,6 +160,10 @@ class LocalCacheManager(CacheManager):
     ) -> MatchResult:
         self._lookup.check(keys, start_block, tail)
         self._end_lease(request_id)
+        asked = min(len(k) for k in keys) - start_block
+        failed = self.failed_loads.of(request_id)
+        if failed is not None:
+            keys, tail = failed.still_promised(keys, start_block), None
         room = self._room_for_loads()
         found = self._lookup.find(keys, start_block, tail, room)
         lease = self._lookup.lease(found, self._clock())
@@ -166,7 +173,14 @@ class LocalCacheManager(CacheManager):
             self._disk.reads.let_go(request_id)
             if not (found.cut or self._disk.down):
                 looked = self._disk.lookup.look(
-                    request_id, keys, start_block, found.blocks, tail, found.tail_tokens, room
+                    request_id,
+                    keys,
+                    start_block,
+                    found.blocks,
+                    tail,
+                    found.tail_tokens,
+                    room,
+                    where_it_lies=failed is None or not failed.from_disk,
                 )
                 reads = looked.reads
                 if looked.coming is not None:
@@ -186,7 +200,7 @@ class LocalCacheManager(CacheManager):
         counts = self._counts
         counts.lookups += 1
         counts.hit_blocks += found.blocks
-        counts.miss_blocks += max(0, min(len(k) for k in keys) - start_block) - found.blocks
+        counts.miss_blocks += max(0, asked) - found.blocks
         counts.tail_hits += found.tail_tokens > 0
         counts.cut_promises += found.cut
         return self._lookup.result(request_id, found, lease, reads)
@@ -200,6 +214,12 @@ class LocalCacheManager(CacheManager):
             self._disk.reads.drop(request_id)
         for trail in self._trails.pop(request_id):
             self.host.index.touch(trail.entries())
+
+    def end_request(self, request_id: str) -> None:
+        self.release(request_id)
+        self.failed_loads.end(request_id)
+        for op in self._inflight.of_request(request_id, OpRole.LOAD):
+            op.abandoned = True
 
     def expire(self) -> int:
         expired = self._leases.older_than(self._clock() - self._limits.lease_s)
@@ -243,6 +263,8 @@ class LocalCacheManager(CacheManager):
             for route in self._load_routes.values()
             for op in route.begin(request_id, lease, targets, self._epoch)
         ]
+        for op in ops:
+            self._inflight.get(op.op_id).load = ops[0].op_id
         return TransferGraph(tuple(ops)) if ops else None
 
     def begin_store(
@@ -288,6 +310,8 @@ class LocalCacheManager(CacheManager):
                 self._load_routes[op.kind].astray(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
+                if op.epoch == self._epoch:
+                    self.failed_loads.note(op)
         if len(op.reported) < self._limits.ranks:
             return None
         self._inflight.remove(op)
@@ -305,7 +329,7 @@ class LocalCacheManager(CacheManager):
         failed_pages = int(np.count_nonzero(op.failed))
         self._counts.failed_load_pages += failed_pages
         self._counts.loaded_pages += len(op.entries) - failed_pages
-        return _completion(op, op.failed, np.empty(0, np.int32))
+        return op.completion(op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: InflightOp) -> Completion:
         good = ~op.failed & ~op.barred
@@ -319,7 +343,7 @@ class LocalCacheManager(CacheManager):
         failed_pages = int(np.count_nonzero(op.failed))
         counts.failed_store_pages += failed_pages
         counts.discarded_pages += len(op.entries) - failed_pages - len(positions)
-        return _completion(op, ~published, positions)
+        return op.completion(~published, positions)
 
     def _mark_used(self, op: InflightOp) -> None:
         trail = self._trails.peek(op.request_id, op.group)
@@ -391,16 +415,3 @@ class LocalCacheManager(CacheManager):
             self._disk.check_integrity(on_disk)
             in_host += self._disk.pinned_in_host()
         self.host.index.check_integrity(np.concatenate(in_host) if in_host else NO_ENTRIES)
-
-
-def _completion(op: InflightOp, failed: NDArray[np.bool_], published: NDArray[np.int32]) -> Completion:
-    return Completion(
-        op_id=op.op_id,
-        request_id=op.request_id,
-        role=op.role,
-        group=op.group,
-        blocks=op.blocks,
-        failed_blocks=op.blocks[failed],
-        published=published,
-        reason="; ".join(op.reasons),
-    )

@@ -108,6 +108,7 @@ class SimulationReport:
         failed_pages: pages loaded that were named as failed.
         streamed_pages: pages promised while they were on their way up from disk.
         gds_pages: pages loaded from disk without a slot of host memory.
+        lookups_after_failures: lookups of requests that a load has failed.
         actions: how often each action was taken, by its name.
         stats: the manager's own totals; with those of its disk tier in `disk`.
     """
@@ -117,6 +118,7 @@ class SimulationReport:
     failed_pages: int = 0
     streamed_pages: int = 0
     gds_pages: int = 0
+    lookups_after_failures: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
     disk: DiskCounts = field(default_factory=DiskCounts)

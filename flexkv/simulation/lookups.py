@@ -31,7 +31,7 @@ class Lookups:
         start = request.start
         world.model.release(request.request_id)
         tails = None
-        model_blocks = world.model.restorable(request.keys, start)
+        model_blocks = world.model.restorable(request.request_id, request.keys, start)
         if request.tail and world.random.random() < 0.8:
             base = (
                 len(request.path)
@@ -48,6 +48,8 @@ class Lookups:
                 )
                 for counts in request.tail_keys
             ]
+        failure = world.model.failures.get(request.request_id)
+        world.report.lookups_after_failures += failure is not None
         result = world.manager.match(request.request_id, request.arrays, start, tails)
         world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_blocks)
         self.orders_planned()
@@ -56,17 +58,29 @@ class Lookups:
             result.blocks == model_blocks or streamed,
             f"match promised {result.blocks} blocks, {model_blocks} are restorable",
         )
+        require(
+            result.blocks <= world.model.reach(request.request_id, request.keys, start),
+            "what a load of the request did not bring is promised to it again",
+        )
         pages: list[tuple[Key, int]] = []
         for group, match in enumerate(result.groups):
             needed = world.model.needed(group, start, result.blocks)
             slots = match.slots.tolist()
             if world.config.gds_loads and streamed:
-                slots += [NO_SLOT] * (len(needed) - len(slots))
+                on_disk = len(needed) - len(slots)
+                slots += [NO_SLOT] * on_disk
+                again = failure is not None and failure.from_disk
+                require(not (on_disk and again), "a load from disk has failed, and another is promised")
             require(len(slots) == len(needed), "match names another number of slots than are needed")
             require(not needed or match.first_block == needed.start, "match starts at another block")
             pages += [((group, request.keys[group][n]), slot) for n, slot in zip(needed, slots, strict=True)]
         model_tail = 0
-        if tails is not None and tails[0].base_block == start + result.blocks and not streamed:
+        if (
+            tails is not None
+            and failure is None
+            and tails[0].base_block == start + result.blocks
+            and not streamed
+        ):
             model_tail = world.model.tail(request.tail_keys, len(pages))
         require(
             result.tail_tokens == model_tail,
@@ -144,7 +158,8 @@ class Lookups:
         request.tail_loaded = request.promised_tail if tail and at_the_end else 0
         sync = world.random.random() < 0.4
         request.state = "running" if sync or graph is None else "loading"
-        for op in graph.ops if graph is not None else ():
+        ops = graph.ops if graph is not None else ()
+        for op in ops:
             from_disk = op.kind is OpKind.GDS_READ
             mine = [at for at, key in enumerate(planned[op.group][0]) if (lease[key] == NO_SLOT) == from_disk]
             keys = [planned[op.group][0][at] for at in mine]
@@ -155,5 +170,5 @@ class Lookups:
             require(op.blocks.tolist() == blocks, "a load writes other blocks than were given")
             world.report.streamed_pages += int(np.count_nonzero(op.reads))
             world.report.gds_pages += op.pages if from_disk else 0
-            world.submit(op, request, OpRole.LOAD, keys, numbers, in_stream=sync)
+            world.submit(op, request, OpRole.LOAD, keys, numbers, in_stream=sync, load=ops[0].op_id)
             request.unverified.add(op.op_id)

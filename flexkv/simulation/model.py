@@ -31,6 +31,17 @@ class ModelOp:
     suspect: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
     reports: int = 0
+    load: int = 0
+    abandoned: bool = False
+
+
+@dataclass
+class ModelFailure:
+    """What the loads of one request did not bring."""
+
+    loads: set[int] = field(default_factory=set)
+    first: int | None = None
+    from_disk: bool = False
 
 
 class Model:
@@ -44,6 +55,7 @@ class Model:
         self.leases: dict[str, list[tuple[Key, int]]] = {}
         self.ops: dict[int, ModelOp] = {}
         self.disk_ops: dict[int, ModelOp] = {}
+        self.failures: dict[str, ModelFailure] = {}
         self.waiting_slots: Callable[[int], set[int]] = lambda group: set()
         self.up = [0] * len(specs)
         self.epoch = 0
@@ -76,10 +88,25 @@ class Model:
         first_token = end * spec.block_tokens - spec.window_tokens
         return range(max(start, first_token // spec.block_tokens), end)
 
-    def restorable(self, keys: Sequence[Sequence[bytes]], start: int) -> int:
+    def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
+        """Blocks after `start` that may be promised to a request, for all that its loads did not bring."""
+        end, failure = min(map(len, keys)), self.failures.get(request_id)
+        if failure is not None and len(failure.loads) > 1:
+            return 0
+        if failure is not None and failure.first is not None:
+            end = min(end, failure.first)
+        return max(0, end - start)
+
+    def end_request(self, request_id: str) -> None:
+        self.release(request_id)
+        self.failures.pop(request_id, None)
+        for op in self.ops.values():
+            op.abandoned |= op.role is OpRole.LOAD and op.request_id == request_id
+
+    def restorable(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
         """The longest prefix after `start` that may be promised now."""
         room = self.limits.inflight_load_pages - self.load_pages()
-        for blocks in range(min(map(len, keys)) - start, 0, -1):
+        for blocks in range(self.reach(request_id, keys, start), 0, -1):
             pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, blocks)]
             if len(pages) <= room and all(page in self.visible for page in pages):
                 return blocks
@@ -231,6 +258,17 @@ class Model:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
             self.bar(op.request_id, min(op.numbers[i] for i in op.failed))
+            if op.epoch == self.epoch and not op.abandoned:
+                self._remember_failure(op)
+
+    def _remember_failure(self, op: ModelOp) -> None:
+        failure = self.failures.setdefault(op.request_id, ModelFailure())
+        failure.loads.add(op.load)
+        if op.slots[0] == NO_SLOT:
+            failure.from_disk = True
+        else:
+            first = min(op.numbers[i] for i in op.failed)
+            failure.first = first if failure.first is None else min(first, failure.first)
 
     def end_op(
         self, op_id: int, completion: Completion | None, evicted: list[Key], published: list[Key]

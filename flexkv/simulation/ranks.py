@@ -189,3 +189,6 @@ class Ranks:
                 and not request.unverified
             ):
                 request.state = "running"
+                if request.computed <= request.start and world.random.random() < 0.3:
+                    # Nothing of the load can be used: the engine begins anew, and asks again.
+                    self.requests.restart(request)

@@ -161,7 +161,7 @@ class Requests:
 
     def end(self, request: SimRequest) -> None:
         world = self.world
-        world.release(request)
+        world.end_request(request)
         world.free_blocks(request)
         world.live.remove(request)
 

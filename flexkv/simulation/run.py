@@ -120,6 +120,9 @@ class Simulation:
             not world.model.ops and world.manager.inflight_ops() == 0,
             "ops are left after everything was reported",
         )
+        require(
+            not len(world.manager.failed_loads), "failed loads of requests that have ended are remembered"
+        )
         for group, spec in enumerate(world.config.groups):
             visible = sum(key[0] == group for key in world.model.visible)
             require(world.manager.free_slots(group) == world.model.up[group] - visible, "slots leaked")

@@ -108,6 +108,10 @@ class World:
         if self.random.random() < 0.2:
             self.manager.release(request.request_id)
 
+    def end_request(self, request: SimRequest) -> None:
+        self.manager.end_request(request.request_id)
+        self.model.end_request(request.request_id)
+
     def submit(
         self,
         op: TransferOp,
@@ -116,7 +120,9 @@ class World:
         keys: list[Key],
         numbers: list[int],
         in_stream: bool,
+        load: int = 0,
     ) -> None:
+        """Hands an op to the ranks; `load` is the number of the load that it is a part of."""
         waits = {
             number
             for number, other in self.model.ops.items()
@@ -125,7 +131,8 @@ class World:
         by_gds = op.kind in (OpKind.GDS_READ, OpKind.GDS_WRITE)
         slots = [NO_SLOT] * op.pages if by_gds else op.slots.tolist()
         self.model.add_op(
-            op.op_id, ModelOp(request.request_id, role, keys, slots, numbers, self.model.epoch, waits)
+            op.op_id,
+            ModelOp(request.request_id, role, keys, slots, numbers, self.model.epoch, waits, load=load),
         )
         self.ops[op.op_id] = op
         if by_gds:

@@ -194,3 +194,20 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
     for asked, result in zip((prompt, other), reply["requests"], strict=True):
         assert tuple(result["tokens"]) == session.reference.tokens(asked)
     session.check(prompt, other, Prompt.of(200, stream + 2))
+
+
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
+def test_a_request_whose_loads_stay_too_slow_is_computed(
+    engines: Engines, stream: int, load_mode: str
+) -> None:
+    """No page is bad, so none is forgotten, and the same promise would fail for as long as copies stay slow."""
+    rules = [{"action": "delay", "kind": "load", "delay_s": 0.2}]
+    session = faulty(
+        engines, rules, load__mode=load_mode, load__deadline_s=0.1, transfer__stuck_s=30, host__verify=True
+    )
+    prompt = Prompt.of(400, stream)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(prompt)
+    tried = session.metric("vllm:flexkv_hit_tokens_total")
+    assert 0 < tried <= 2 * prompt.whole_blocks, "the same load was tried again and again"

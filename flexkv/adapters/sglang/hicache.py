@@ -111,7 +111,7 @@ class FlexKVHiCache(HiCacheStorage):
         with self._lock:
             request, cache = self._request(), self._ready
             pages = cache.match(request, cache.keys(keys), self._config.disk.wait_s)
-            cache.manager.release(request)
+            cache.manager.end_request(request)
             return pages
 
     def exists(self, key: str) -> bool:
@@ -137,7 +137,7 @@ class FlexKVHiCache(HiCacheStorage):
                     cache.drop(graph, "the load lane's queue is full")
                 cache.finish(graph)
                 arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
-            cache.manager.release(request)
+            cache.manager.end_request(request)
             return [bool(page) for page in arrived]
 
     def batch_set_v1(
@@ -161,7 +161,7 @@ class FlexKVHiCache(HiCacheStorage):
             if plan.graph is not None:
                 cache.finish(plan.graph)
                 stored[np.isin(blocks, ended[0].failed_blocks)] = False
-            cache.manager.release(request)
+            cache.manager.end_request(request)
             self._stored.set()
             return [bool(page) for page in stored]
 

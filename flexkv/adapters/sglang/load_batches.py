@@ -143,7 +143,8 @@ class LoadBatches:
         cache.poll()
         del self._batches[index]
         for request_id in batch.requests:
-            cache.manager.release(request_id)
+            # The engine ends all requests of a batch that failed, and says so to nobody.
+            cache.manager.end_request(request_id)
         if batch.lost:
             logger.error("a load of %d request(s) failed: %s", len(batch.requests), batch.lost)
         return not batch.lost

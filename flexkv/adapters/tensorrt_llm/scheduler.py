@@ -102,7 +102,7 @@ class SchedulerSide:
             joined.unit.grow()
             graph = self._stores.plan(joined, tracked, request, block_ids)
         # After the stores, because it marks the request's blocks as used together.
-        joined.unit.manager.release(str(tracked.request_id))
+        joined.unit.manager.end_request(str(tracked.request_id))
         if graph is None and not tracked.may_be_named:
             return False
         self.ranks.order(SaveOrder(tracked.request_id, graph))

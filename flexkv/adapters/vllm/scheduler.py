@@ -192,7 +192,7 @@ class SchedulerSide:
             self.orders.early += parts.stores.ended(tracker, self._step)
             self._submit_early(parts)
         # Last, because it marks the request's blocks as used together.
-        parts.unit.manager.release(tracker.request_id)
+        parts.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self, parts: Parts) -> None:
         if parts.workers and current_device_is_host() and self.orders.early:

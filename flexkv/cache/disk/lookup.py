@@ -126,6 +126,7 @@ class DiskLookup:
         tail: Sequence[TailCandidates | None] | None,
         tail_tokens: int,
         room_pages: int,
+        where_it_lies: bool = True,
     ) -> Looked:
         """Brings up what would make a match of `blocks` blocks after `start_block`, and `tail_tokens`, longer.
 
@@ -134,6 +135,7 @@ class DiskLookup:
 
         Args:
             room_pages: more than so many pages cannot be promised to the request, so more is not read.
+            where_it_lies: pages may be promised where they lie, if `DiskLimits.gds_loads` says so too.
         """
         wait = self._reads.waits.get(request_id)
         if wait is not None and wait.given_up:
@@ -146,7 +148,9 @@ class DiskLookup:
         if not wanted.parts and tail is not None:
             wanted = self._wanted_tail(tail, start_block + blocks, tail_tokens)
         whole = not tail_tokens
-        looked = self._look_where_it_lies(request_id, wanted, now_s) if whole else None
+        looked = None
+        if whole and where_it_lies:
+            looked = self._look_where_it_lies(request_id, wanted, now_s)
         if looked is not None:
             return looked
         worth = self._worth(wanted, now_s)

@@ -204,7 +204,24 @@ class StoresInLostOrder(LocalCacheManager):
         return plan
 
 
-BROKEN = [
+class PromisesAgainWhatFailed(LocalCacheManager):
+    """A load that failed is promised to its request again as if nothing had happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.failed_loads.of = lambda request_id: None  # type: ignore[method-assign]
+
+
+class RemembersBeyondTheEnd(LocalCacheManager):
+    """What is known of failed loads outlives their request."""
+
+    def end_request(self, request_id: str) -> None:
+        self.release(request_id)
+
+
+BROKEN: list[type[LocalCacheManager]] = [
+    PromisesAgainWhatFailed,
+    RemembersBeyondTheEnd,
     PublishesBeforeCompletion,
     PublishesFailedPages,
     NeedsOneRankOnly,

@@ -91,7 +91,7 @@ def test_a_lane_to_the_engine_that_is_down_leaves_what_is_on_disk(status: OpStat
     world.match(keys)
     world.end_load(world.load(4), [0, 1, 2, 3], status)
     world.drop_host()
-    assert world.hits(keys) == left
+    assert world.hits(keys, "other") == left
 
 
 def test_a_load_that_a_reset_overtook_forgets_nothing_newer() -> None:

@@ -75,7 +75,7 @@ def test_a_load_of_a_page_whose_read_failed() -> None:
     assert world.manager.disk.counts.failed_reads == 1
     assert world.look(keys).blocks == 1
     assert world.store(keys[1:2]) == 0
-    assert world.match(keys).blocks == 4
+    assert world.match(keys, "other").blocks == 4
 
 
 def test_a_page_that_was_there_and_fails_is_forgotten_everywhere() -> None:

@@ -59,7 +59,7 @@ def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     assert len(world.manager.disk.index) == 3
     counts = world.manager.disk.counts
     assert (counts.gds_read, counts.failed_reads) == (3, 1)
-    assert world.look(keys).blocks == 2
+    assert world.look(keys, "other").blocks == 2
 
 
 @pytest.mark.parametrize("blame", list(Blame))
@@ -116,6 +116,7 @@ def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(s
     world.end_load(world.load(4), failed=[3], status=OpStatus.FAILED)
     assert world.look(others[:3], "still").reads == 0
     world.manager.release("still")
+    world.manager.end_request("r")
     world.look(keys)
     world.end_load(world.load(4), failed=[0, 1, 2, 3], status=status)
     keys = others[:3] if status is OpStatus.FAILED else keys

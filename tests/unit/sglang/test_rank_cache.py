@@ -209,6 +209,21 @@ def test_leases_that_are_never_followed_up_expire(worlds):
         world.cache.pump()
 
 
+def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
+    """The engine ends the requests of a load that failed, and may use their names again."""
+    late = c_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
+    world = worlds(
+        c_ext.FaultyMover(c_ext.HostMover(), [late]), load__deadline_s=0.01, transfer__stuck_s=30.0
+    )
+    world.store(hashes_of(1, 2), [1, 2])
+    keys = world.cache.keys(hashes_of(1, 2))
+    assert world.cache.match("r", keys, WAIT_S) == 2
+    index = world.loads.start({"r": QueuedLoad(keys, blocks([20, 21]))}, None)
+    assert not world.loads.finish(index)
+    assert world.store(hashes_of(1, 2), [1, 2])
+    assert world.cache.match("r", keys, WAIT_S) == 2
+
+
 def test_new_weights_hide_what_was_stored_also_from_a_later_run(worlds):
     world = worlds()
     before = world.cache.keys(hashes_of(1)).tobytes()

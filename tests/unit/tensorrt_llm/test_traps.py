@@ -21,12 +21,13 @@ from tests.unit.tensorrt_llm.world import (
     Make,
     World,
     end,
+    lookup,
     promised,
     stalled_load,
     steps,
     stored,
 )
-from tests.unit.transfer.transfer_world import FAIL, STALL
+from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 
 def loaded_by(world: World, request_id: int) -> list[int]:
@@ -130,6 +131,22 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
     with pytest.raises(TransferError, match="must not read them"):
         world.executor.step()
     assert world.executor.wrong == []
+
+
+def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
+    """Nothing is wrong with the pages, which stay: other requests are promised them."""
+    late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
+    world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
+    request = world.request(PROMPT)
+    with pytest.raises(TransferError, match="must not read them"):
+        world.executor.step()
+    ends_s = time.monotonic() + LONG_S
+    while world.scheduler.side.unit.manager.inflight_ops():
+        assert time.monotonic() < ends_s, "the load's end is never heard of"
+        world.scheduler.side.poll()
+    world.scheduler.request_reset(request)
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert lookup(world) == WHOLE
 
 
 def test_an_order_waits_for_its_id(make_world: Make) -> None:

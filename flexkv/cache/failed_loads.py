@@ -1,0 +1,87 @@
+"""What loads did not bring to each live request, so that its next lookups do not promise the same again.
+
+An engine whose load has failed as a whole asks again. Where pages are too slow rather than bad, nothing is forgotten in
+the tiers, and the answer would be the same for as long as they stay slow. So a request has two tries: the second leaves
+out what the first did not bring, and after it the request is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv.cache.base import Keys
+from flexkv.cache.inflight import InflightOp
+from flexkv.transfer.graph import OpId
+
+TRIES = 2
+"""Loads of one request that may fail before nothing more is promised to it."""
+
+MAX_REQUESTS = 4096
+"""Requests remembered at once; the oldest is dropped beyond. Those whose load fails and that live are few: a bound on
+ids whose end nobody tells."""
+
+
+@dataclass(slots=True)
+class FailedLoad:
+    """What the loads of one request did not bring.
+
+    Attributes:
+        failures: loads that failed, at most `TRIES`.
+        last: number of the last of them.
+        first_block: number of the first block that host memory did not bring; None while that brought all.
+        from_disk: a load straight from disk failed: what is on disk is to come up first.
+    """
+
+    failures: int = 0
+    last: OpId | None = None
+    first_block: int | None = None
+    from_disk: bool = False
+
+    def still_promised(self, keys: Sequence[Keys], start_block: int) -> Sequence[Keys]:
+        """Per group, the keys that a lookup after `start_block` may look for."""
+        if self.failures >= TRIES:
+            end = start_block
+        elif self.first_block is not None:
+            end = max(start_block, self.first_block)
+        else:
+            return keys
+        return [group_keys[:end] for group_keys in keys]
+
+
+class FailedLoads:
+    """By request, from the first failed page to `end`."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, FailedLoad] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def of(self, request_id: str) -> FailedLoad | None:
+        """None for a request none of whose loads failed. O(1)."""
+        return self._requests.get(request_id)
+
+    def note(self, op: InflightOp) -> None:
+        """Pages of a load failed; to be called with each rank's report, before the request can be looked up again."""
+        if op.abandoned:
+            return
+        known = self._requests.get(op.request_id)
+        if known is None:
+            if len(self._requests) >= MAX_REQUESTS:
+                del self._requests[next(iter(self._requests))]
+            known = self._requests[op.request_id] = FailedLoad()
+        if known.last != op.load:
+            # Once for all ranks and ways of one load.
+            known.failures, known.last = min(TRIES, known.failures + 1), op.load
+        if op.in_disk_index:
+            known.from_disk = True
+            return
+        first = int(op.block_numbers[np.argmax(op.failed)])
+        known.first_block = first if known.first_block is None else min(first, known.first_block)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended."""
+        self._requests.pop(request_id, None)

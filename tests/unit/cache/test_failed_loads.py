@@ -1,0 +1,168 @@
+"""A request is not promised again what its own loads did not bring, whatever the tiers still hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import ManagerLimits
+from flexkv.cache.disk.base import DiskLimits, GdsUse
+from flexkv.cache.failed_loads import MAX_REQUESTS, FailedLoads
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.graph import OpKind, OpStatus
+from tests.unit.cache.disk_world import chain, written
+from tests.unit.cache.host_world import end, hit, ids, keys, make, store
+
+GDS = DiskLimits(gds_loads=GdsUse.ALWAYS)
+
+
+def fail_a_load(
+    manager: LocalCacheManager,
+    chain: np.ndarray,
+    failed: list[int],
+    request: str = "r",
+    start: int = 0,
+    status: OpStatus = OpStatus.FAILED,
+) -> int:
+    """Looks up, loads all that is promised and fails some pages of it; how many blocks were promised."""
+    blocks = manager.match(request, [chain], start).blocks
+    if blocks:
+        graph = manager.begin_load(request, [np.arange(blocks, dtype=np.int32)])
+        assert graph is not None
+        pages = failed if status is OpStatus.FAILED else list(range(blocks))
+        end(manager, graph.ops[0].op_id, status, ids(*pages))
+    return blocks
+
+
+def test_a_cancelled_load_is_not_promised_again() -> None:
+    manager, chain = make(), keys(4)
+    store(manager, chain)
+    promised = [fail_a_load(manager, chain, [], status=OpStatus.CANCELLED) for _ in range(3)]
+    assert promised == [4, 0, 0]
+    assert hit(manager, chain) == 4, "nothing is wrong with the pages: others are promised them"
+
+
+def test_what_came_before_the_failed_page_is_promised_once_more_and_then_nothing() -> None:
+    manager, chain = make(), keys(6)
+    store(manager, chain)
+    promised = []
+    for failed in ([4], [1]):
+        promised.append(fail_a_load(manager, chain, failed))
+        # Computed and stored by somebody else: what a load did not bring is there again.
+        store(manager, chain, "other")
+    assert promised == [6, 4]
+    assert manager.match("r", [chain], 0).blocks == 0
+    assert hit(manager, chain) == 6
+
+
+def test_blocks_that_the_engine_has_itself_are_counted_too() -> None:
+    manager, chain = make(), keys(6)
+    store(manager, chain)
+    assert fail_a_load(manager, chain, [1], start=2) == 4
+    store(manager, chain[3:4], "other", 3)
+    assert fail_a_load(manager, chain, [], start=0) == 3
+
+
+def test_the_memory_ends_with_the_request() -> None:
+    manager, chain = make(), keys(4)
+    store(manager, chain)
+    fail_a_load(manager, chain, [], status=OpStatus.CANCELLED)
+    manager.release("r")
+    assert manager.match("r", [chain], 0).blocks == 0, "a lease that ends is not the request's end"
+    manager.end_request("r")
+    assert manager.match("r", [chain], 0).blocks == 4
+
+
+def test_a_load_that_outlives_its_request_leaves_no_memory() -> None:
+    manager, chain = make(), keys(4)
+    store(manager, chain)
+    manager.match("r", [chain], 0)
+    graph = manager.begin_load("r", [ids(0, 1, 2, 3)])
+    assert graph is not None
+    manager.end_request("r")
+    end(manager, graph.ops[0].op_id, OpStatus.CANCELLED)
+    assert len(manager.failed_loads) == 0
+    assert manager.match("r", [chain], 0).blocks == 4
+
+
+def test_one_load_that_fails_on_both_ranks_and_by_both_ways_is_one_failure() -> None:
+    keys = chain(6)
+    world = written(keys, slots=8, limits=GDS, manager_limits=ManagerLimits(ranks=2))
+    world.store(keys[:2])
+    assert world.look(keys).blocks == 6
+    ops = world.begin(list(range(6))).ops
+    assert [op.kind for op in ops] == [OpKind.H2D, OpKind.GDS_READ]
+    for op in ops:
+        for rank in range(2):
+            end(world.manager, op.op_id, OpStatus.CANCELLED, rank=rank)
+    skip = world.manager.failed_loads.of("r")
+    assert skip is not None
+    assert (skip.failures, skip.first_block, skip.from_disk) == (1, 0, True)
+
+
+def test_a_reset_is_no_failure_of_the_load() -> None:
+    manager, chain = make(), keys(4)
+    store(manager, chain)
+    manager.match("r", [chain], 0)
+    graph = manager.begin_load("r", [ids(0, 1, 2, 3)])
+    assert graph is not None
+    manager.reset()
+    end(manager, graph.ops[0].op_id, OpStatus.FAILED, ids(1))
+    store(manager, chain)
+    assert manager.match("r", [chain], 0).blocks == 4
+
+
+def test_a_load_that_fails_from_disk_is_tried_through_host_memory_and_then_not_at_all() -> None:
+    keys = chain(4)
+    world = written(keys, limits=GDS)
+    assert world.look(keys).blocks == 4
+    op = world.load(4)
+    assert op.kind is OpKind.GDS_READ
+    world.end_load(op, status=OpStatus.CANCELLED)
+    result = world.look(keys)
+    assert (result.blocks, result.reads) == (0, 1), "another way is another source"
+    assert world.look(keys, "other").blocks == 4, "others go the way that failed this one"
+    world.manager.end_request("other")
+    world.run()
+    assert world.match(keys).blocks == 4
+    op = world.load(4)
+    assert op.kind is OpKind.H2D
+    world.end_load(op, status=OpStatus.CANCELLED)
+    result = world.look(keys)
+    assert (result.blocks, result.reads) == (0, 0)
+    assert world.take() == [], "what the request will not be promised is not read for it"
+
+
+def test_streamed_pages_that_did_not_come_are_not_waited_for_again() -> None:
+    keys = chain(4)
+    world = written(keys, limits=DiskLimits(stream=True))
+    assert world.look(keys).blocks == 4
+    reads = world.take()
+    op = world.load(4)
+    world.end_load(op, status=OpStatus.CANCELLED)
+    result = world.look(keys)
+    assert (result.blocks, result.reads) == (0, 0)
+    for read in reads:
+        world.end(read)
+    assert world.look(keys).blocks == 0
+    assert world.match(keys, "other").blocks == 4
+
+
+def test_requests_whose_end_nobody_tells_are_bounded() -> None:
+    manager, chain = make(), keys(1)
+    store(manager, chain)
+    for number in range(MAX_REQUESTS + 5):
+        fail_a_load(manager, chain, [], f"r{number}", status=OpStatus.CANCELLED)
+    assert len(manager.failed_loads) == MAX_REQUESTS
+    assert manager.failed_loads.of("r0") is None
+    assert manager.failed_loads.of(f"r{MAX_REQUESTS + 4}") is not None
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_an_empty_table_promises_as_ever(first: int) -> None:
+    failed = FailedLoads()
+    assert failed.of("r") is None
+    failed.end("r")
+    manager, chain = make(), keys(5)
+    store(manager, chain)
+    assert manager.match("r", [chain], first).blocks == 5 - first
