@@ -1,12 +1,14 @@
 """setuptools front end of the native core: our own ninja file, no torch, no CUDA needed.
 
-FLEXKV_CUDA=auto|1|0, FLEXKV_CUDA_ARCHS='80;90;100+PTX', FLEXKV_SANITIZE=address|thread|undefined,
+FLEXKV_CUDA=auto|1|0 (default auto; in place on a machine without a GPU 0), FLEXKV_CUDA_ARCHS='80;90;100+PTX',
+FLEXKV_SANITIZE=address|thread|undefined,
 FLEXKV_WERROR=1 (warnings are errors), CXX=compiler, MAX_JOBS=n.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +21,11 @@ from build_support.ninja_file import NinjaFile, Variant
 
 
 class NinjaBuild(build_ext):
-    """Builds `flexkv.c_ext` in build/<variant> and copies it to where setuptools wants it."""
+    """Builds `flexkv.c_ext` under build/ and copies it to where setuptools wants it; what is to be installed elsewhere
+    without symbols for debuggers, which are four fifths of its bytes."""
 
     def build_extension(self, ext: Extension) -> None:
-        variant = Variant.from_environment()
+        variant = Variant.from_environment(in_place=bool(self.inplace))
         toolkit = variant.toolkit
         cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} at {toolkit.home}" if toolkit else "no CUDA"
         print(f"flexkv: building variant {variant.name} ({cuda})", file=sys.stderr)
@@ -33,6 +36,8 @@ class NinjaBuild(build_ext):
         ninja.run()
         # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
         shutil.copy(library, target)
+        if not self.inplace and shutil.which("strip"):
+            subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 
 
 setup(ext_modules=[Extension("flexkv.c_ext", sources=[])], cmdclass={"build_ext": NinjaBuild})

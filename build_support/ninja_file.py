@@ -1,7 +1,8 @@
-"""Writes and runs one ninja file per build variant.
+"""Writes and runs one ninja file per kind of build (usual, or with a sanitizer).
 
-A variant is (CUDA or not) x (sanitizer). Each has its own folder under build/, so that switching back and forth
-never links a stale object.
+A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
+but the few that differ, so that having both costs little more than one. The Python bindings, which include pybind11,
+and the native tests, which include doctest, are compiled with a precompiled header each.
 """
 
 from __future__ import annotations
@@ -15,51 +16,56 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_support.cuda_toolkit import CudaToolkit, select_toolkit
+from build_support.console import say
+from build_support.cuda_toolkit import CudaToolkit, find_nvcc, select_toolkit
 from build_support.ninja_progress import run_ninja
-from build_support.preflight import compiler
+from build_support.preflight import compiler, has_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread", "undefined": "undefined"}
 DEFAULT_CUDA_ARCHS = "80;90;100+PTX"
 
 
-def _is_isolated() -> bool:
-    """Whether pybind11 lies outside this Python's own environment."""
-    import pybind11
-
-    return not Path(pybind11.__file__).resolve().is_relative_to(Path(sys.prefix).resolve())
-
-
 @dataclass(frozen=True)
 class Variant:
-    """What one build folder holds."""
+    """What one build is for."""
 
     toolkit: CudaToolkit | None
     sanitizer: str
 
     @property
+    def device(self) -> str:
+        """`cuda` or `cpu`: the folder of what differs between the two."""
+        return "cuda" if self.toolkit else "cpu"
+
+    @property
     def name(self) -> str:
-        return f"{'cuda' if self.toolkit else 'cpu'}{'-' + self.sanitizer if self.sanitizer else ''}"
+        return f"{self.device}{'-' + self.sanitizer if self.sanitizer else ''}"
 
     @property
     def folder(self) -> Path:
-        """Builds with headers from elsewhere, as pip's isolated ones, have one of their own: each compiles all anew,
-        and would take what was compiled here with it."""
-        return ROOT / "build" / (self.name + ("-wheel" if _is_isolated() else ""))
+        """Where ninja works."""
+        return ROOT / "build" / (self.sanitizer or "usual")
 
     @classmethod
-    def from_environment(cls) -> Variant:
+    def from_environment(cls, in_place: bool = False) -> Variant:
         """The variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for.
 
+        Args:
+            in_place: for this machine alone: without a GPU in it CUDA is left out, unless FLEXKV_CUDA is set.
+
         Raises:
-            ValueError: FLEXKV_SANITIZE names no known sanitizer.
+            ValueError: FLEXKV_SANITIZE names no known sanitizer, or FLEXKV_CUDA is none of its words.
         """
         sanitizer = os.environ.get("FLEXKV_SANITIZE", "")
         if sanitizer not in SANITIZERS:
             allowed = ", ".join(repr(s) for s in SANITIZERS)
             raise ValueError(f"FLEXKV_SANITIZE={sanitizer!r}: allowed are {allowed}")
-        return cls(select_toolkit(os.environ.get("FLEXKV_CUDA", "auto")), sanitizer)
+        mode = os.environ.get("FLEXKV_CUDA")
+        if mode is None and in_place and find_nvcc() is not None and not has_gpu():
+            say("this machine has no NVIDIA GPU: the CUDA kernels are left out (FLEXKV_CUDA=1 compiles them)")
+            mode = "0"
+        return cls(select_toolkit("auto" if mode is None else mode), sanitizer)
 
 
 def warnings_are_errors() -> bool:
@@ -89,6 +95,42 @@ def _gencode(archs: str) -> str:
     return " ".join(flags)
 
 
+HEADERS = {
+    "bindings": """\
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+""",
+    "tests": """\
+#include <doctest/doctest.h>
+
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+""",
+}
+"""Precompiled headers."""
+
+DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
+"""Files that say whether CUDA is built in; of all others one object serves both variants."""
+
+QUICKLY_COMPILED = "-O1 -g0"
+"""For tests and for bindings that only hand over; takes half the time of `-O3`."""
+
+
+def _precompiled_header(source: Path) -> str:
+    """`bindings` or `tests` for a file that is compiled quickly with the precompiled header of that name; else empty.
+    Bindings that read lists of tokens or keys are in the hot path."""
+    if "bindings" in source.parts and not source.stem.endswith("_reader"):
+        return "bindings"
+    # The one that defines doctest's main must be the first to include it.
+    return "tests" if source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" else ""
+
+
 def _sources(variant: Variant) -> list[Path]:
     """Every .cpp under csrc; .cu files with a toolkit, *_stub.cpp (same symbols, no CUDA) without."""
     cpp = sorted((ROOT / "csrc").rglob("*.cpp"))
@@ -108,34 +150,42 @@ class NinjaFile:
         optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 -O1" if sanitize else "-O3 -g1"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        cuda_define = "-DFLEXKV_WITH_CUDA=1" if variant.toolkit else "-DFLEXKV_WITH_CUDA=0"
         # Errors only where someone asks (continuous integration does): a newer compiler with new warnings must not
         # break anybody's install.
         fatal = warnings_are_errors()
         warnings = "-Wall -Wextra" + (" -Werror" if fatal else "")
-        includes = (
-            f"-I{ROOT}/csrc -isystem {pybind11.get_include()} -isystem {sysconfig.get_paths()['include']}"
-        )
+        # pip's isolated builds have their pybind11 in another folder each time. Through a link of the same name they
+        # find what was compiled before.
+        self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
+        python = f"-isystem {self._pybind11[0]} -isystem {sysconfig.get_paths()['include']}"
         cuda_libs = ""
         if variant.toolkit:
             home = variant.toolkit.home
             targets = sorted(Path(home, "targets").glob("*-linux"))  # x86_64-linux or sbsa-linux
-            includes += "".join(f" -isystem {path}/include" for path in [*targets, home])
             libraries = [f"{path}/lib" for path in targets] + [f"{home}/lib64", f"{home}/lib"]
             cuda_libs = (
                 " ".join(f"-L{path}" for path in libraries) + " -lcudart_static -Wl,--exclude-libs,ALL "
             )
+        self._headers: set[str] = set()
+        self._cuda_define = f"-DFLEXKV_WITH_CUDA={int(variant.toolkit is not None)}"
+        self._quickly = "" if sanitize else f" {QUICKLY_COMPILED}"
         self.compiler = compiler() or "g++"
         self.link_flags = f"-fsanitize={sanitize}" if sanitize else ""
         self.libs = f"{cuda_libs}-ldl -lrt -lpthread"
         self.lines = [
             "ninja_required_version = 1.8",
-            f"cxxflags = -std=c++20 {optimise} -fPIC -fvisibility=hidden {warnings} {cuda_define} {includes}",
+            f"python = {python}",
+            f"cxxflags = -std=c++20 {optimise} -fPIC -fvisibility=hidden {warnings} -I{ROOT}/csrc",
             "rule cxx",
-            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags -c $in -o $out",
+            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags $more -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = CXX $out",
+            "rule header",
+            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags $more -x c++-header $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = HEADER $out",
             "rule so",
             f"  command = {self.compiler} -shared {self.link_flags} -o $out $in {self.libs}",
             "  description = LINK $out",
@@ -146,8 +196,8 @@ class NinjaFile:
         if variant.toolkit:
             archs = os.environ.get("FLEXKV_CUDA_ARCHS", DEFAULT_CUDA_ARCHS)
             self.lines += [
-                f"nvccflags = -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -lineinfo --threads 2 "
-                f"{'-Werror all-warnings ' if fatal else ''}{_gencode(archs)} {cuda_define} -I{ROOT}/csrc",
+                f"nvccflags = -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -lineinfo "
+                f"{'-Werror all-warnings ' if fatal else ''}{_gencode(archs)} {self._cuda_define} -I{ROOT}/csrc",
                 "rule nvcc",
                 f"  command = {variant.toolkit.nvcc} -MD -MF $out.d $nvccflags -c $in -o $out",
                 "  depfile = $out.d",
@@ -156,25 +206,49 @@ class NinjaFile:
             ]
 
     def _object(self, source: Path) -> str:
-        name = source.relative_to(ROOT).as_posix().replace("/", ".") + ".o"
-        self.lines.append(f"build {name}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {source}")
-        if source.parts[-2:] == ("bindings", "module.cpp"):
-            self.lines.append(f"  cxxflags = $cxxflags '-DFLEXKV_INTERFACE=\"{interface_id()}\"'")
+        path = source.relative_to(ROOT).as_posix()
+        name = path.replace("/", ".") + ".o"
+        if source.suffix == ".cu":
+            self.lines.append(f"build cuda/{name}: nvcc {source}")
+            return f"cuda/{name}"
+        more, needs = "", ""
+        if header := _precompiled_header(source):
+            needs = f" | {self._precompiled(header)}"
+            more = f"{self._quickly} -include {header}.h"
+        if "bindings" in source.parts:
+            more += " $python"
+        if path in DIFFER:
+            more += f" {self._cuda_define}"
+            name = f"{self.variant.device}/{name}"
+        if path == "csrc/bindings/module.cpp":
+            more += f" '-DFLEXKV_INTERFACE=\"{interface_id()}\"'"
+        self.lines += [f"build {name}: cxx {source}{needs}", f"  more ={more}"]
         return name
+
+    def _precompiled(self, header: str) -> str:
+        """Adds the header's target, once: compilers take `x.h.gch` where `x.h` is included first."""
+        target = f"{header}.h.gch"
+        if header not in self._headers:
+            self._headers.add(header)
+            python = " $python" if header == "bindings" else ""
+            self.lines += [f"build {target}: header {header}.h", f"  more ={self._quickly}{python}"]
+        return target
 
     def add_extension(self, file_name: str) -> Path:
         """Adds the Python extension as a default target; returns where it will lie."""
         objects = [self._object(s) for s in _sources(self.variant)]
-        self.lines += [f"build {file_name}: so {' '.join(objects)}", f"default {file_name}"]
-        return self.variant.folder / file_name
+        library = f"{self.variant.device}/{file_name}"
+        self.lines += [f"build {library}: so {' '.join(objects)}", f"default {library}"]
+        return self.variant.folder / library
 
     def add_native_tests(self) -> Path:
         """Adds one doctest program of tests/native/*.cpp over the core (without bindings)."""
         core = [s for s in _sources(self.variant) if "bindings" not in s.parts]
         tests = sorted((ROOT / "tests" / "native").glob("*.cpp"))
         objects = [self._object(s) for s in [*core, *tests]]
-        self.lines += [f"build native_tests: exe {' '.join(objects)}", "default native_tests"]
-        return self.variant.folder / "native_tests"
+        program = f"{self.variant.device}/native_tests"
+        self.lines += [f"build {program}: exe {' '.join(objects)}", f"default {program}"]
+        return self.variant.folder / program
 
     def run(self) -> None:
         """Writes build.ninja and runs it, saying how far it is; MAX_JOBS bounds the jobs.
@@ -189,5 +263,15 @@ class NinjaFile:
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would write the same objects
+            for header in self._headers:
+                _write_if_changed(folder / f"{header}.h", HEADERS[header])
+            name, include = self._pybind11
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(include)
             (folder / "build.ninja").write_text("\n".join([*self.lines, ""]))
             run_ninja([*command, "-C", str(folder), *jobs], f"compiling {self.variant.name}")
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)

