@@ -16,7 +16,6 @@ from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicat
 from flexkv.adapters.vllm.layer_stores import LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
-from flexkv.errors import GeometryError
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
@@ -127,24 +126,17 @@ class WorkerSide(RankWorker):
     def wait_for_layer(self, name: str) -> None:
         """The forward is about to read this attention layer: returns when the step's loads have filled it.
 
-        Raises:
-            GeometryError: no KV cache was registered for the layer.
+        An attention layer without KV in the pool, as an encoder has them, is of no load.
         """
+        if not self._layer_loads.busy or (number := self._layer_numbers.get(name)) is None:
+            return
         stream = None if self.device is None else _current_stream(self.device)
-        self._layer_loads.wait(self._layer_number(name), stream)
+        self._layer_loads.wait(number, stream)
 
     def layer_written(self, name: str) -> None:
-        """The forward has written this attention layer's KV: its copies may start.
-
-        Raises:
-            GeometryError: no KV cache was registered for the layer.
-        """
-        self._layer_stores.written(self._layer_number(name))
-
-    def _layer_number(self, name: str) -> int:
-        if name not in self._layer_numbers:
-            raise GeometryError(f"layer {name!r} is none of {list(self._layer_numbers)[:4]}...")
-        return self._layer_numbers[name]
+        """The forward has written this attention layer's KV: its copies may start."""
+        if (number := self._layer_numbers.get(name)) is not None:
+            self._layer_stores.written(number)
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
         """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
