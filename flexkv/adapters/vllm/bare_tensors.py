@@ -62,7 +62,8 @@ def _common_spec(names: Sequence[str], vllm_config: VllmConfig):  # type: ignore
         raise GeometryError(
             f"layers of several kinds: {sorted(kinds)}; the built-in connector class serves one"
         )
-    return specs[0]
+    # One non-causal layer decides for the group, as in vLLM's own merge.
+    return next((spec for spec in specs if getattr(spec, "non_causal", False)), specs[0])
 
 
 def _placements(

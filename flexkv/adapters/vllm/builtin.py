@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.connector import warn_of_policy
+from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
-from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, check_parallelism
+from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
@@ -47,7 +48,8 @@ class FlexKVConnectorV1Impl:
     """What vLLM's built-in class delegates to.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, or the engine has more than one rank.
+        ConfigError: a setting is unknown or not allowed, the engine has more than one rank or another connector of
+            flexkv, or it or its model is refused by `check_engine`.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -55,7 +57,7 @@ class FlexKVConnectorV1Impl:
         transfer = vllm_config.kv_transfer_config
         asked = load_config(transfer.kv_connector_extra_config)
         configure_logging(asked.observe.log_level)
-        check_parallelism(vllm_config)
+        check_engine(vllm_config)
         check_hash(vllm_config.cache_config.prefix_caching_hash_algo)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks != 1:
@@ -68,6 +70,7 @@ class FlexKVConnectorV1Impl:
                 f'kv_load_failure_policy is "recompute" and loads run inside the step: {SYNC_LOADS_NEED}, or set '
                 f"{FULL_CONNECTOR}"
             )
+        self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
         self._engine_id = str(transfer.engine_id)
@@ -92,6 +95,7 @@ class FlexKVConnectorV1Impl:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+        end_registration(self._registration)
 
     # --- worker ---
 

@@ -16,8 +16,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
 from flexkv.adapters.vllm.fingerprint import engine_namespace
-from flexkv.adapters.vllm.geometry import block_geometry, check_parallelism, required_layout
+from flexkv.adapters.vllm.geometry import block_geometry, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.node_units import units_on_node
 from flexkv.adapters.vllm.possible_modes import with_possible_modes
@@ -73,8 +74,9 @@ class FlexKVConnector(KVConnectorBase_V1):
     "kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, or the engine is split in a way that is not supported.
-        GeometryError: the model's KV cache is not one group of full attention.
+        ConfigError: a setting is unknown or not allowed, the engine or its model is refused by `check_engine`, or the
+            engine has a connector of flexkv already.
+        GeometryError: the model's KV cache is not one group of causal full attention.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -92,7 +94,8 @@ class FlexKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
         configure_logging(settings.observe.log_level)
-        check_parallelism(vllm_config)
+        check_engine(vllm_config)
+        self._registration = register_only(vllm_config, role, type(self).__name__)
         geometry = block_geometry(kv_cache_config)
         parallel = vllm_config.parallel_config
         engine_id, ranks = str(self._kv_transfer_config.engine_id), parallel.tensor_parallel_size
@@ -167,6 +170,7 @@ class FlexKVConnector(KVConnectorBase_V1):
             self.worker.close()
         if self.scheduler is not None:
             self.scheduler.close()
+        end_registration(self._registration)
 
     # --- worker ---
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from flexkv.errors import ConfigError, GeometryError
+from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.transfer.engine import cuda_device_of
@@ -17,12 +17,14 @@ from flexkv.transfer.engine import cuda_device_of
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDER = "BLHNC"
 VECTOR_ISA = "vec"
 """vLLM's name of its attention kernel for AVX-512 and AVX2."""
+
+SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +51,21 @@ def block_geometry(config: KVCacheConfig) -> BlockGeometry:
     """Reads and checks the engine's KV cache configuration.
 
     Raises:
-        GeometryError: several KV groups, or a group that is not full attention.
+        GeometryError: several KV groups, or a group that is refused by `check_group`.
     """
     groups = config.kv_cache_groups
+    if not groups:
+        raise GeometryError(
+            "the model has no KV cache, so there is nothing to store; leave --kv-transfer-config out"
+        )
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise GeometryError(
             f"the model has {len(groups)} KV cache groups ({kinds}); flexkv stores models with 1. "
             "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
         )
+    check_group(groups[0])
     spec = groups[0].kv_cache_spec
-    if not isinstance(spec, (FullAttentionSpec, MLAAttentionSpec)):
-        raise GeometryError(
-            f"KV cache group of {len(groups[0].layer_names)} layers is a {type(spec).__name__}; flexkv stores "
-            "full attention (FullAttentionSpec, MLAAttentionSpec)"
-        )
     hash_tokens = config.hash_block_size or spec.block_size
     if spec.block_size % hash_tokens:
         raise GeometryError(
@@ -73,23 +75,34 @@ def block_geometry(config: KVCacheConfig) -> BlockGeometry:
     return BlockGeometry(spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names), dtype)
 
 
-def check_parallelism(config: VllmConfig) -> None:
-    """Refuses what splits a block's bytes or layers over ranks in a way that no slot image describes.
+def check_group(group: KVCacheGroupSpec) -> None:
+    """Refuses a KV cache group whose blocks are not a function of the tokens up to their end, or hold something else
+    than one state a token.
+
+    Only the two types themselves are served. vLLM derives others from them that mean something else: `RSWASpec` frees
+    blocks of a running request, `HiddenStateCacheSpec` holds no KV, `SinkFullAttentionSpec` has KV that belongs to no
+    token of the prompt.
 
     Raises:
-        ConfigError: names the setting and the value that works.
+        GeometryError: names the type or the field.
     """
-    parallel = config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise ConfigError(
-                f"vLLM's {name} is {size}; flexkv works with 1 (tensor and data parallelism are fine)"
-            )
+    spec, where = group.kv_cache_spec, f"KV cache group of {len(group.layer_names)} layers"
+    if type(spec) not in SERVED_SPECS:
+        served = ", ".join(kind.__name__ for kind in SERVED_SPECS)
+        raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores full attention ({served})")
+    if spec.non_causal:
+        raise GeometryError(
+            f"{where} is non-causal (a prefix LM): KV depends on later tokens of the prompt, so that of one prompt is "
+            "of no use to another; leave --kv-transfer-config out"
+        )
+    if spec.tokens_per_state != 1:
+        raise GeometryError(
+            f"{where} has {spec.tokens_per_state} tokens a state; flexkv stores models with 1"
+        )
+    if group.host_resident or not group.enable_kv_transfer:
+        raise GeometryError(
+            f"{where} is not for connectors ({group.role.value}); flexkv stores KV on the device"
+        )
 
 
 def required_layout(config: VllmConfig) -> str | None:
@@ -129,9 +142,16 @@ def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks:
 
 
 def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> dict[str, int]:
-    """Of each attention layer its number in the view; a layer that shares another's KV has that one's."""
+    """Of each attention layer its number in the view; a layer that shares another's KV has that one's.
+
+    vLLM adds layers that share KV to a copy of its configuration after it has made the connector, so only their
+    tensors show them.
+    """
     handler = _handler(caches, config, ranks)
-    return {name: handler.layer_number(name) for name in block_geometry(config).layer_names}
+    numbers = {name: handler.layer_number(name) for name in block_geometry(config).layer_names}
+    placed = {caches[name].data_ptr(): number for name, number in numbers.items()}
+    shared = {name: placed.get(cache.data_ptr()) for name, cache in caches.items() if name not in numbers}
+    return numbers | {name: number for name, number in shared.items() if number is not None}
 
 
 def _cpu_interior(config: KVCacheConfig) -> Interior:

@@ -24,7 +24,12 @@ def engine(**changes: Any) -> Any:
             "kv_load_failure_policy": "recompute",
             "engine_id": "e",
         },
-        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "distributed_executor_backend": "uni",
+        },
+        "model_config": {"model": "m", "is_diffusion": False, "is_prefix_caching_supported": True},
         "cache_config": {"prefix_caching_hash_algo": "sha256"},
         "scheduler_config": {"async_scheduling": False},
     }

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1 import kv_cache_interface as specs
 
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
-from flexkv.adapters.vllm.geometry import block_geometry, build_view, check_parallelism, required_layout
-from flexkv.errors import ConfigError, GeometryError
+from flexkv.adapters.vllm.geometry import (
+    block_geometry,
+    build_view,
+    check_group,
+    layer_numbers,
+    required_layout,
+)
+from flexkv.errors import GeometryError
 from flexkv.transfer.engine import cuda_device_of
 from tests.unit.adapters.mini_pools import kv_config, make_caches
 
@@ -31,12 +39,84 @@ def test_several_groups_are_refused() -> None:
         block_geometry(config)
 
 
-def test_a_sliding_window_is_refused() -> None:
+def test_a_model_without_kv_is_refused() -> None:
     config = kv_config(9)
-    spec = SlidingWindowSpec(block_size=4, num_kv_heads=2, head_size=4, dtype=torch.float32, sliding_window=8)
-    config.kv_cache_groups[0] = KVCacheGroupSpec(["layer.0"], spec)
-    with pytest.raises(GeometryError, match="SlidingWindowSpec"):
+    config.kv_cache_groups.clear()
+    with pytest.raises(GeometryError, match="no KV cache"):
         block_geometry(config)
+
+
+SHAPE: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
+SERVED = (specs.FullAttentionSpec(**SHAPE), specs.MLAAttentionSpec(**SHAPE))
+REFUSED = (
+    specs.AttentionSpec(**SHAPE),
+    specs.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8),
+    specs.CircularBufferSpec(**SHAPE),
+    specs.CrossAttentionSpec(**SHAPE),
+    specs.EncoderOnlyAttentionSpec(**SHAPE),
+    specs.HiSparseHotSpec(block_size=4, page_size=64, blocks_per_request=1),
+    specs.HiSparseResidentSpec(block_size=4, page_size=64),
+    specs.HiddenStateCacheSpec(**SHAPE),
+    specs.MambaSpec(block_size=4, shapes=((2, 4),), dtypes=(torch.float32,)),
+    specs.RSWASpec(**SHAPE, rswa_window=8),
+    specs.SinkFullAttentionSpec(**SHAPE, sink_len=4),
+    specs.SlidingWindowMLASpec(**SHAPE, sliding_window=8),
+    specs.SlidingWindowSpec(**SHAPE, sliding_window=8),
+    specs.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"layer.0": SERVED[0]}),
+)
+
+
+def group_of(spec: Any, **fields: Any) -> Any:
+    return specs.KVCacheGroupSpec(["layer.0"], spec, **fields)
+
+
+@pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: type(spec).__name__)
+def test_a_kind_of_kv_cache_that_is_not_full_attention_itself_is_refused(spec: Any) -> None:
+    with pytest.raises(GeometryError, match=f"is a {type(spec).__name__}; flexkv stores full attention"):
+        check_group(group_of(spec))
+
+
+@pytest.mark.parametrize("spec", SERVED, ids=lambda spec: type(spec).__name__)
+def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
+    check_group(group_of(spec))
+    check_group(group_of(replace(spec, sliding_window=8)))
+
+
+def test_every_kind_of_kv_cache_that_vllm_has_is_decided() -> None:
+    kinds = {
+        kind for _, kind in inspect.getmembers(specs, inspect.isclass) if issubclass(kind, specs.KVCacheSpec)
+    }
+    assert kinds - {type(spec) for spec in (*SERVED, *REFUSED)} == {specs.KVCacheSpec}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"non_causal": True}, "non-causal .*depends on later tokens"),
+        ({"tokens_per_state": 4}, "4 tokens a state"),
+    ],
+)
+@pytest.mark.parametrize("spec", SERVED, ids=lambda spec: type(spec).__name__)
+def test_kv_that_is_not_one_state_for_each_token_before_is_refused(
+    spec: Any, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GeometryError, match=message):
+        check_group(group_of(replace(spec, **fields)))
+
+
+@pytest.mark.parametrize("fields", [{"host_resident": True}, {"enable_kv_transfer": False}])
+def test_a_group_that_vllm_keeps_to_itself_is_refused(fields: dict[str, bool]) -> None:
+    with pytest.raises(GeometryError, match="not for connectors"):
+        check_group(group_of(SERVED[0], **fields))
+
+
+def test_a_layer_that_shares_anothers_kv_has_its_number() -> None:
+    config = kv_config(9)
+    caches = make_caches(config)
+    view = build_view(caches, config, 1)[0]
+    caches |= {"layer.2": caches["layer.0"], "layer.3": caches["layer.1"], "encoder": caches["layer.0"][1:]}
+    assert layer_numbers(caches, config, 1) == {"layer.0": 0, "layer.1": 1, "layer.2": 0, "layer.3": 1}
+    assert build_view(caches, config, 1)[0].segments.tolist() == view.segments.tolist()
 
 
 def test_a_tensor_of_another_dtype_is_refused() -> None:
@@ -75,20 +155,6 @@ def test_foreign_tensors_are_refused() -> None:
         build_view({"other": caches["layer.0"]}, kv_config(9), 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
-)
-def test_ranks_that_split_layers_or_tokens_are_refused(name: str) -> None:
-    parallel = {
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        name: 2,
-    }
-    with pytest.raises(ConfigError, match=f"{name} is 2"):
-        check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**parallel)))
-
-
 def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
     assert required_layout(SimpleNamespace()) is None
 
@@ -102,6 +168,17 @@ def test_tensors_alone_give_the_same_view(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.num_blocks == 9
     one, other = build_view(caches, config, 1)[0], build_view(caches, found, 1)[0]
     assert one.segments.tolist() == other.segments.tolist()
+
+
+def test_one_non_causal_layer_is_enough_for_the_built_in_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = kv_config(9)
+    caches, spec = make_caches(config), config.kv_cache_groups[0].kv_cache_spec
+    found = {"layer.0": spec, "layer.1": replace(spec, non_causal=True)}
+    layers = {name: SimpleNamespace(get_kv_cache_spec=lambda _, one=one: one) for name, one in found.items()}
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: layers)
+    read = config_of_tensors(caches, SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC")))
+    with pytest.raises(GeometryError, match="non-causal"):
+        block_geometry(read)
 
 
 def test_tensors_that_share_memory_are_refused_by_the_built_in_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,123 @@
+"""Which engines are refused at their start: those whose KV cannot be used again, or whose ranks cannot be reached.
+
+What is refused by the KV cache's own configuration is in `geometry.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from flexkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Refuses engines that flexkv would crash, answer wrongly, or never serve.
+
+    Raises:
+        ConfigError: names the setting or the model's property, and what to do.
+    """
+    check_parallelism(config.parallel_config)
+    check_model(config.model_config)
+
+
+def check_parallelism(parallel: ParallelConfig) -> None:
+    """Refuses what splits a block's bytes or layers over ranks in a way that no slot image describes, and launchers
+    that leave each rank alone.
+
+    Raises:
+        ConfigError: names the setting and the value that works.
+    """
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ConfigError(
+                f"vLLM's {name} is {size}; flexkv works with 1 (tensor and data parallelism are fine)"
+            )
+    ranks = parallel.tensor_parallel_size
+    if ranks > 1 and parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            f"vLLM's distributed_executor_backend is 'external_launcher' with tensor_parallel_size {ranks}: each rank "
+            "runs an engine of its own and reaches no other rank, so the pages of a block never come together; "
+            "flexkv works with 'mp' or 'ray' there, and with 'external_launcher' where tensor_parallel_size is 1"
+        )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuses models that vLLM cannot compute from the middle of a prompt, or whose KV depends on later tokens.
+
+    vLLM turns prefix caching off by itself for such models, but still takes what a connector promises. A plain
+    `--no-enable-prefix-caching` for another model is fine.
+
+    Raises:
+        ConfigError: names the model's property.
+    """
+    if model.is_diffusion:
+        raise ConfigError(
+            f"{model.model} is a diffusion model: the KV of a token depends on later tokens of its canvas, so that of "
+            "one prompt is of no use to another; leave --kv-transfer-config out"
+        )
+    if not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"vLLM does not support prefix caching for {model.model} ({_kind_of(model)}): a hit would have it compute "
+            "a part of a prompt alone, which it cannot do; leave --kv-transfer-config out"
+        )
+
+
+def _kind_of(model: ModelConfig) -> str:
+    """What vLLM decides by: the kind of attention and, for pooling models, the kind of pooling."""
+    pooler = model.pooler_config
+    pooling = ""
+    if pooler is not None:
+        kinds = [str(kind) for kind in (pooler.seq_pooling_type, pooler.tok_pooling_type) if kind]
+        pooling = f", {' and '.join(kinds)} pooling"
+    return f"{model.attn_type} attention{pooling}"
+
+
+@dataclass(eq=False)
+class Registration:
+    """One live connector of an engine's role.
+
+    Attributes:
+        part: of the engine's configuration: the same object for every connector of one engine.
+    """
+
+    role: KVConnectorRole
+    part: Any
+    name: str
+
+
+_registered: WeakSet[Registration] = WeakSet()
+
+
+def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Registration:
+    """Registers the one connector of flexkv that an engine may have in a role; it ends with `end_registration` or with
+    the object.
+
+    Raises:
+        ConfigError: the engine has one already, as another child of a MultiConnector.
+    """
+    part = config.cache_config
+    for other in list(_registered):
+        if other.role is role and other.part is part:
+            raise ConfigError(
+                f"a second connector of flexkv in one engine ({other.name}, then {name}): both would store the same "
+                'blocks; keep one of them in the "connectors" of MultiConnector\'s kv_connector_extra_config'
+            )
+    registration = Registration(role, part, name)
+    _registered.add(registration)
+    return registration
+
+
+def end_registration(registration: Registration) -> None:
+    """The connector was shut down: the engine may make another one."""
+    _registered.discard(registration)

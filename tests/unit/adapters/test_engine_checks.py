@@ -1,0 +1,122 @@
+"""Engines and models that are refused at their start, and what the refusal says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import ModelConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from flexkv.adapters.vllm.engine_checks import (
+    check_engine,
+    check_model,
+    check_parallelism,
+    end_registration,
+    register_only,
+)
+from flexkv.errors import ConfigError
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+
+
+def parallel(**fields: Any) -> Any:
+    sizes = dict.fromkeys(
+        (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        1,
+    )
+    return SimpleNamespace(**{**sizes, "distributed_executor_backend": "mp", **fields})
+
+
+class Model(SimpleNamespace):
+    """A model's configuration, as far as vLLM itself decides by it."""
+
+    is_diffusion = ModelConfig.is_diffusion
+    is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported
+
+
+def model(
+    attention: str = "decoder", pooling: tuple[str | None, str | None] | None = None, **config: Any
+) -> Any:
+    """
+    Args:
+        pooling: of sequences and of tokens; None for a model that generates.
+    """
+    pooler = pooling and SimpleNamespace(seq_pooling_type=pooling[0], tok_pooling_type=pooling[1])
+    hf_config = SimpleNamespace(**config)
+    return Model(model="some/model", attn_type=attention, pooler_config=pooler, hf_config=hf_config)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_ranks_that_split_layers_or_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 2"):
+        check_parallelism(parallel(**{name: 2}))
+
+
+def test_ranks_that_reach_no_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"external_launcher.*tensor_parallel_size 2.*'mp' or 'ray'"):
+        check_parallelism(parallel(tensor_parallel_size=2, distributed_executor_backend="external_launcher"))
+    check_parallelism(parallel(tensor_parallel_size=2))
+    check_parallelism(parallel(distributed_executor_backend="external_launcher"))
+
+
+@pytest.mark.parametrize(
+    ("attention", "pooling", "kind"),
+    [
+        ("decoder", ("MEAN", None), "decoder attention, MEAN pooling"),
+        ("decoder", ("CLS", None), "decoder attention, CLS pooling"),
+        ("decoder", ("LAST", "STEP"), "decoder attention, LAST and STEP pooling"),
+        ("encoder_only", ("LAST", None), "encoder_only attention, LAST pooling"),
+        ("encoder_decoder", None, "encoder_decoder attention"),
+        ("attention_free", None, "attention_free attention"),
+    ],
+)
+def test_a_model_that_vllm_cannot_compute_in_parts_is_refused(
+    attention: str, pooling: tuple[str | None, str | None] | None, kind: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"prefix caching for some/model \({kind}\)"):
+        check_model(model(attention, pooling))
+
+
+@pytest.mark.parametrize(
+    ("attention", "pooling"), [("decoder", None), ("decoder", ("LAST", "ALL")), ("hybrid", None)]
+)
+def test_other_models_are_not(attention: str, pooling: tuple[str | None, str | None] | None) -> None:
+    check_engine(SimpleNamespace(parallel_config=parallel(), model_config=model(attention, pooling)))
+
+
+def test_a_diffusion_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="some/model is a diffusion model"):
+        check_model(model(canvas_length=256))
+
+
+def test_a_second_connector_in_one_engine_is_refused() -> None:
+    engine = SimpleNamespace(cache_config=SimpleNamespace())
+    child = SimpleNamespace(cache_config=engine.cache_config)
+    first = register_only(engine, WORKER, "FlexKVConnector")
+    scheduler = register_only(engine, SCHEDULER, "FlexKVConnector")
+    with pytest.raises(ConfigError, match=r"\(FlexKVConnector, then Other\).*connectors"):
+        register_only(child, WORKER, "Other")
+    end_registration(first)
+    assert register_only(child, WORKER, "Other").name == "Other"
+    assert scheduler.role is SCHEDULER
+
+
+def test_engines_in_one_process_do_not_refuse_each_other() -> None:
+    engines = [SimpleNamespace(cache_config=SimpleNamespace()) for _ in range(2)]
+    kept = [register_only(engine, SCHEDULER, "FlexKVConnector") for engine in engines]
+    assert len(kept) == 2
+
+
+def test_a_connector_that_is_gone_is_not_counted() -> None:
+    engine = SimpleNamespace(cache_config=SimpleNamespace())
+    register_only(engine, SCHEDULER, "Gone")
+    assert register_only(engine, SCHEDULER, "Next").name == "Next"
