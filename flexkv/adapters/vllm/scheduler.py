@@ -18,7 +18,7 @@ from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import current_device_is_host
 from flexkv.config import FlexKVConfig
-from flexkv.observe import Counters
+from flexkv.observe import Counters, get_logger
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+HANDSHAKE_STEPS = 16
+"""Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
+report of the first step; with two batches in flight that is heard with the third."""
 
 
 class SchedulerSide:
@@ -67,6 +73,8 @@ class SchedulerSide:
         self._forward_step = 0
         self.counters = Counters()
         self.events = EventLog(with_events, geometry)
+        self._owed_reset = False
+        self._old_kv = False
 
     # --- set up ---
 
@@ -94,12 +102,23 @@ class SchedulerSide:
         self.handshakes.update(ranks)
         if self.parts is None and len(self.handshakes) == self._ranks:
             self.parts = self._make_parts()
+            self._reset_if_owed(self.parts)
 
     def _make_parts(self) -> Parts:
         assert self._watch is not None, "the engine binds its block pool before the handshake"
         workers = local_link.workers_here(self._engine_id, self._ranks)
         return self._blueprint.make(
             self.handshakes, workers, self._watch, self.requests, self.counters, self.events
+        )
+
+    def _warn_of_missing_ranks(self) -> None:
+        missing = [rank for rank in range(self._ranks) if rank not in self.handshakes]
+        logger.warning(
+            "no handshake from rank(s) %s of %d after %d steps of the engine: until every rank has shaken hands "
+            "nothing is stored and nothing is loaded",
+            ", ".join(map(str, missing)),
+            self._ranks,
+            self._step,
         )
 
     @property
@@ -145,6 +164,8 @@ class SchedulerSide:
         """The step's orders. Costs O(requests + new blocks)."""
         self._step += 1
         parts = self.parts
+        if parts is None and self._step == HANDSHAKE_STEPS:
+            self._warn_of_missing_ranks()
         self.requests.follow(output, parts.stores if parts is not None else None, self._preempted)
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
@@ -250,10 +271,13 @@ class SchedulerSide:
 
         Returns:
             False when a load is in flight: its request would go on with KV of the old weights, and so is told that
-            the load failed. The engine should reset again when its own blocks are free.
+            the load failed. The engine should reset again when its own blocks are free. True before every rank has
+            shaken hands: then the reset is carried out as soon as they have, before anything is stored or promised.
         """
         parts = self.parts
         if parts is None:
+            self._owed_reset = True
+            self._old_kv = any(tracker.block_ids for tracker in self.requests) or bool(self._hashed_blocks())
             return True
         parts.outcomes.collect_early()
         parts.unit.manager.reset()
@@ -263,10 +287,27 @@ class SchedulerSide:
             tracker.stale = bool(tracker.block_ids)
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
-        parts.stores.reset(
-            {b.block_id: b.block_hash for b in parts.watch.pool.blocks if b.block_hash is not None}
-        )
+        parts.stores.reset(self._hashed_blocks())
         return not parts.loads
+
+    def _reset_if_owed(self, parts: Parts) -> None:
+        """Carries out a reset that came before there was anything to reset: disks may hold pages of the old weights.
+
+        What the engine had computed before it may have spread since, so then nothing of what it has now is stored.
+        """
+        if not self._owed_reset:
+            return
+        self._owed_reset = False
+        if self._old_kv:
+            self.reset()
+        else:
+            parts.unit.manager.reset()
+            self.counters.add("flexkv_resets_total")
+
+    def _hashed_blocks(self) -> dict[int, bytes]:
+        """Blocks that the engine's own prefix cache knows, and their hashes."""
+        assert self._watch is not None, "the engine binds its block pool before it resets"
+        return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV cache events since the last call."""

@@ -34,6 +34,9 @@ NAMESPACE = namespace_digest({"model": "mini"})
 class MiniEngine:
     """`ranks` workers; `remote` keeps the sides apart as different processes would be.
 
+    Args:
+        early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
+
     Attributes:
         failed_by_another: blocks that another connector beside ours failed to load, named in the next report.
         after_layer: called in the forward with the number of each layer that it has written, where the step's stores
@@ -49,6 +52,7 @@ class MiniEngine:
         with_events: bool = False,
         use: Use = Use(),  # noqa: B008 - frozen
         latent: bool = False,
+        early_handshake: bool = True,
         **settings: Any,
     ) -> None:
         config = load_config(
@@ -74,8 +78,9 @@ class MiniEngine:
             use=use,
         )
         self.side.bind_block_pool(self.pool)
-        handshakes = {worker.rank: worker.handshake() for worker in self.workers}
-        self.side.take_handshake({rank: said for rank, said in handshakes.items() if said is not None})
+        if early_handshake:
+            handshakes = {worker.rank: worker.handshake() for worker in self.workers}
+            self.side.take_handshake({rank: said for rank, said in handshakes.items() if said is not None})
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()

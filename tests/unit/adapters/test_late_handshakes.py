@@ -1,0 +1,116 @@
+"""Handshakes that come with the first step's report, or never, and resets that come before them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.adapters.vllm.scheduler import HANDSHAKE_STEPS
+from flexkv.adapters.vllm.worker import WorkerSide
+from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+LATE: dict[str, Any] = {"early_handshake": False}
+
+
+class Mute(WorkerSide):
+    """A worker that never shakes hands, as one of another engine does not."""
+
+    def handshake(self) -> None:
+        return None
+
+
+class HalfMute(WorkerSide):
+    """Of two ranks, the second never shakes hands."""
+
+    def handshake(self) -> Any:
+        return None if self.rank == 1 else super().handshake()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def steps(engine: MiniEngine, count: int) -> None:
+    for _ in range(count):
+        engine.step({})
+
+
+@pytest.mark.parametrize(("worker", "ranks", "missing"), [(Mute, 1, "0 of 1"), (HalfMute, 2, "1 of 2")])
+def test_ranks_that_do_not_shake_hands_are_named_once(
+    make_engine: Make, said: pytest.LogCaptureFixture, worker: type[WorkerSide], ranks: int, missing: str
+) -> None:
+    engine = make_engine(worker_class=worker, ranks=ranks, remote=True, **LATE)
+    steps(engine, HANDSHAKE_STEPS - 1)
+    assert "handshake" not in said.text
+    steps(engine, 2 * HANDSHAKE_STEPS)
+    assert said.text.count("handshake") == 1
+    assert f"no handshake from rank(s) {missing}" in said.text
+    assert "nothing is stored and nothing is loaded" in said.text
+
+
+def test_handshakes_with_the_first_report_are_in_time(
+    make_engine: Make, said: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(ranks=2, remote=True, **LATE)
+    steps(engine, 2 * HANDSHAKE_STEPS)
+    assert "handshake" not in said.text
+    assert engine.side.unit is not None
+
+
+@pytest.fixture
+def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
+    return in_turn(make_engine, tmp_path)
+
+
+def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
+    """An engine over the pages of one before it. It is reset, if at all, before a rank has shaken hands."""
+    make_disk_engine().run(make_request(PROMPT, "before"))
+    engine = make_disk_engine(**LATE)
+    if reset:
+        assert engine.side.reset()
+    steps(engine, 1)
+    assert engine.side.unit is not None
+    return engine
+
+
+@pytest.mark.parametrize(("reset", "tokens"), [(False, 20), (True, 0)])
+def test_a_reset_before_the_handshake_makes_what_is_on_disk_a_miss(
+    make_disk_engine: Make, reset: bool, tokens: int
+) -> None:
+    engine = restarted(make_disk_engine, reset)
+    assert engine.run(make_request(PROMPT, "after")) == tokens
+    assert engine.counters.data.get("flexkv_resets_total", {}) == ({"": 1.0} if reset else {})
+    # What the new weights have computed is for this run alone: a later one starts with those of the model's files.
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "again")) == 20
+    assert make_disk_engine().run(make_request(PROMPT, "later")) == tokens
+
+
+def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[..., MiniEngine]) -> None:
+    engine = make_engine(blocks=14, **LATE)
+    engine.add(make_request(PROMPT, "one"))
+    reports = engine.hold_reports()
+    engine.step()
+    # The engine cannot reset while the request runs, and keeps its blocks.
+    assert engine.side.reset()
+    reports()
+    assert engine.side.unit is not None
+    engine.adopt(make_request([*PROMPT[:8], *range(10)], "two"), engine.live["one"].blocks[:2])
+    engine.step()
+    engine.finish("one")
+    engine.finish("two")
+    steps(engine, 3)
+    engine.drain()
+    assert engine.side.unit.manager.cached_blocks() == 0
+    engine.forget()
+    engine.run(make_request(PROMPT, "three"))
+    assert engine.side.unit.manager.cached_blocks() == 5
