@@ -96,7 +96,7 @@ def test_a_reset_before_the_handshake_makes_what_is_on_disk_a_miss(
 
 
 def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[..., MiniEngine]) -> None:
-    engine = make_engine(blocks=14, **LATE)
+    engine = make_engine(blocks=14, **LATE, **{"store.max_reference_share": 1.0})
     engine.add(make_request(PROMPT, "one"))
     reports = engine.hold_reports()
     engine.step()
