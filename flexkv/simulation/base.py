@@ -109,6 +109,7 @@ class SimulationReport:
         streamed_pages: pages promised while they were on their way up from disk.
         gds_pages: pages loaded from disk without a slot of host memory.
         lookups_after_failures: lookups of requests that a load has failed.
+        stored_while_read: pages stored while they were on their way up from disk.
         actions: how often each action was taken, by its name.
         stats: the manager's own totals; with those of its disk tier in `disk`.
     """
@@ -119,6 +120,7 @@ class SimulationReport:
     streamed_pages: int = 0
     gds_pages: int = 0
     lookups_after_failures: int = 0
+    stored_while_read: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
     disk: DiskCounts = field(default_factory=DiskCounts)

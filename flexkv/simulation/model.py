@@ -56,6 +56,7 @@ class Model:
         self.ops: dict[int, ModelOp] = {}
         self.disk_ops: dict[int, ModelOp] = {}
         self.failures: dict[str, ModelFailure] = {}
+        self.taken_over = 0
         self.waiting_slots: Callable[[int], set[int]] = lambda group: set()
         self.up = [0] * len(specs)
         self.epoch = 0
@@ -163,16 +164,31 @@ class Model:
         known: int,
         dropped: int,
         evicted: list[Key],
+        from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did before it is applied."""
+        """Checks what `begin_store` did before it is applied.
+
+        Args:
+            from_loads: positions of keys whose engine block is the target of a load in flight.
+        """
         group = keys[0][0]
         held = self.held_slots(group)
         require(not set(keys) & set(evicted), "a block was evicted to store its own neighbours")
         self.evict(evicted)
-        expected_known = [i for i, key in enumerate(keys) if key in self.visible or key in self.pending]
+        # What a read is to bring may yet fail, and then nobody would offer it again.
+        unverified = {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops} - from_loads
+        expected_known = [
+            i
+            for i, key in enumerate(keys)
+            if key in self.visible or (key in self.pending and i not in unverified)
+        ]
         require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
         require(not set(expected_known) & set(stored), "a known block was stored again")
         require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
+        for i in unverified & set(stored):
+            read = self.disk_ops[self.pending[keys[i]]]
+            read.gone.add(read.keys.index(keys[i]))
+        self.taken_over += len(unverified & set(stored))
         used = held | {slot for key, slot in self.visible.items() if key[0] == group}
         require(len(set(slots)) == len(slots) and not used & set(slots), "a slot in use was given away")
         require(all(0 <= slot < self.up[group] for slot in slots), "a slot that is not up was given away")

@@ -132,7 +132,9 @@ class Requests:
             world.model.plan_store_on_disk(keys, stored, on_disk, plan.known, plan.dropped, evicted)
         else:
             slots = op.slots.tolist() if op else []
-            world.model.plan_store(keys, stored, slots, plan.known, plan.dropped, evicted)
+            loading = world.blocks_being_loaded(group)
+            from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
+            world.model.plan_store(keys, stored, slots, plan.known, plan.dropped, evicted, from_loads)
         require((op is not None) == bool(stored), "a store without pages, or pages without a store")
         if op is not None:
             require(

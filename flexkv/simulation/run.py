@@ -93,6 +93,7 @@ class Simulation:
                 self.disks.check()
         self._drain()
         world.report.stats = world.manager.stats()
+        world.report.stored_while_read = world.model.taken_over
         if world.config.disk_places:
             world.report.disk = world.manager.disk.counts
         return world.report

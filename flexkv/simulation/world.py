@@ -139,6 +139,11 @@ class World:
             self.disk_lane.submit_of_ranks(op)
         self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
 
+    def blocks_being_loaded(self, group: int) -> set[int]:
+        """Engine blocks that a load in flight writes."""
+        loads = (op for op_id, op in self.ops.items() if self.model.ops[op_id].role is OpRole.LOAD)
+        return {block for op in loads if op.group == group for block in op.blocks.tolist()}
+
     def grow(self, group: int) -> None:
         slots = self.config.groups[group].slots
         self.model.up[group] = min(slots, self.model.up[group] + max(1, slots // 3))

@@ -18,7 +18,7 @@ from flexkv.cache.disk.stored_index import StoredIndex
 from flexkv.cache.disk.writes import DiskWrites
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightTable
-from flexkv.cache.leases import NO_ENTRIES, EntryIds
+from flexkv.cache.leases import NO_ENTRIES, NO_ENTRY, EntryIds
 from flexkv.cache.planner import Planner
 from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
 
@@ -59,11 +59,15 @@ class DiskFlow:
         self.siblings = siblings
         self._indexes = (disk,) if siblings is None else (disk, siblings)
         self.rates = DiskRates()
-        self.reads = DiskReads(host, planner, self._indexes, limits, self._orders, self.rates, clock)
+        self.reads = DiskReads(
+            host, planner, self._indexes, limits, self._orders, self.rates, clock, self._write_again
+        )
         self.writes = DiskWrites(host, planner, disk, limits, self._orders)
         self.gds_loads: GdsLoads | None = None
         if limits.gds_loads is not GdsUse.NEVER:
-            self.gds_loads = GdsLoads(disk, planner, inflight, limits.gds_loads, self.rates, clock)
+            self.gds_loads = GdsLoads(
+                disk, planner, inflight, limits.gds_loads, self.rates, clock, self._write_again
+            )
         self.gds_stores: GdsStores | None = None
         if limits.gds_stores:
             self.gds_stores = GdsStores(host, disk, planner, inflight, self._orders, limits.write_pages)
@@ -109,6 +113,12 @@ class DiskFlow:
         """These pages became visible in host memory by a store."""
         if not self.down:
             self.writes.offer(group, keys)
+
+    def _write_again(self, group: int, keys: Keys) -> None:
+        """These pages are not on disk after all: what host memory has of them was taken for written."""
+        there = self._host.index.find(group, keys) != NO_ENTRY
+        if there.any():
+            self.stored(group, keys[there])
 
     def evicted(self, group: int, keys: Keys) -> None:
         """These pages left host memory to make room."""

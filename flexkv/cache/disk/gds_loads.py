@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import NO_BLOCK, OpRole
+from flexkv.cache.base import NO_BLOCK, Keys, OpRole
 from flexkv.cache.disk.base import GdsUse, WantedBlocks
 from flexkv.cache.disk.index import DiskIndex
 from flexkv.cache.disk.rates import DiskRates
@@ -34,6 +34,7 @@ class GdsLoads(LoadRoute):
 
     Args:
         use: not NEVER.
+        forgotten: as of `DiskReads`.
         rates: of loads by this way and of those through host memory; the former are measured here.
 
     Attributes:
@@ -48,7 +49,9 @@ class GdsLoads(LoadRoute):
         use: GdsUse,
         rates: DiskRates,
         clock: Callable[[], float],
+        forgotten: Callable[[int, Keys], object],
     ) -> None:
+        self._forgotten = forgotten
         self._disk = disk
         self._planner = planner
         self._inflight = inflight
@@ -151,7 +154,10 @@ class GdsLoads(LoadRoute):
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
+        lost = self._disk.entries.keys_of(op.entries[op.suspect])
         self._disk.end_read(op.group, op.entries, op.plan.places, op.suspect)
+        if len(lost):
+            self._forgotten(op.group, lost)
 
     def _rest(self, reason: str) -> None:
         """A rank's lane or a disk failed, or nothing was brought: for a while pages come up through host memory."""

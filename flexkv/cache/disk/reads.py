@@ -46,6 +46,7 @@ class DiskReads:
     Args:
         indexes: of the unit's own disks, then of its siblings'.
         orders: takes the reads of the unit's own disks.
+        forgotten: is told of blocks that were forgotten on disk, because their place did not hold them.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class DiskReads:
         orders: list[TransferGraph],
         rates: DiskRates,
         clock: Callable[[], float],
+        forgotten: Callable[[int, Keys], object],
     ) -> None:
+        self._forgotten = forgotten
         self._host = host
         self._planner = planner
         self._indexes = indexes
@@ -271,6 +274,9 @@ class DiskReads:
             wait.ops.discard(op.op_id)
             if len(there):
                 wait.held.append((op.group, there))
+        lost = op.source.entries.keys_of(op.disk[suspect])
         op.source.end_read(op.group, op.disk, op.places, suspect)
         if len(there):
             self._host.published(op.group, there)
+        if len(lost):
+            self._forgotten(op.group, lost)
