@@ -119,6 +119,13 @@ _TABLE = (
         "pages",
         "Pages stored and thrown away, because a load that their step consumed had failed, or the weights changed.",
     ),
+    Metric(
+        "flexkv_refused_messages_total",
+        MetricKind.COUNTER,
+        "messages",
+        "Orders that reached a worker of another engine, and reports that reached another engine's scheduler: refused.",
+        (("kind", ("orders", "reports")),),
+    ),
     Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted to make room."),
     Metric(
         "flexkv_expired_leases_total",

@@ -9,14 +9,33 @@ reported once (`RankReports`). Plain and picklable: workers may be processes of 
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.transfer.graph import TransferGraph, TransferOp
 from flexkv.transfer.slab_map import SlabMap
+
+UnitId = NewType("UnitId", bytes)
+"""16 random bytes, made with a `HostUnit`. Grants, orders and reports carry it: a rank carries out the orders of its
+own unit, a scheduler's side takes the reports of its own unit, and both refuse all others."""
+
+PoolId = NewType("PoolId", bytes)
+"""16 random bytes, made when a worker takes an engine's pool. A grant names the pools that its unit was made for."""
+
+NO_UNIT = UnitId(b"")
+"""Before there is a unit, and of a rank that serves none."""
+
+NO_POOL = PoolId(b"")
+"""Of a rank whose scheduler's side reaches it by no message."""
+
+
+def random_id() -> bytes:
+    """16 random bytes; no two units or pools of any process have the same."""
+    return secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,7 @@ class RankFacts:
         heads: of K and V on this rank; 0 where a block is not made of heads.
         dtype: of the pool's elements, by name.
         gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
+        pool_id: of the pool that the worker has now.
     """
 
     rank: int
@@ -60,6 +80,7 @@ class RankFacts:
     heads: int = 0
     dtype: str = ""
     gpudirect: bool = False
+    pool_id: PoolId = NO_POOL
 
     @classmethod
     def of_view(
@@ -71,12 +92,24 @@ class RankFacts:
         replicated: bool = False,
         heads: int = 0,
         dtype: str = "",
+        pool_id: PoolId = NO_POOL,
     ) -> RankFacts:
         """What a rank of this process says of the pool that `view` (a `KvView`) describes."""
         runs = view.runs[:, [3, 2, 4]]
         runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
         pid = os.getpid()
-        return cls(rank, pid, view.stripe_bytes, num_blocks, runs, format_id, replicated, heads, dtype)
+        return cls(
+            rank,
+            pid,
+            view.stripe_bytes,
+            num_blocks,
+            runs,
+            format_id,
+            replicated,
+            heads,
+            dtype,
+            pool_id=pool_id,
+        )
 
     @property
     def runs(self) -> int:
@@ -104,8 +137,12 @@ class PoolGrant:
         descriptor: `HostPool.descriptor()`.
         places: of each rank.
         slabs: of the unit's disks, for ranks with gds loads; None where there are none.
+        unit: that the pool is of.
+        pools: of each rank, the engine's pool that the unit was made for.
     """
 
+    unit: UnitId
+    pools: tuple[PoolId, ...]
     descriptor: Any
     places: tuple[RankPlace, ...]
     slabs: SlabMap | None = None

@@ -6,7 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.base import PoolGrant, RankFacts, RankPlace, UnitOwner
+from flexkv.adapters.common.base import (
+    PoolGrant,
+    PoolId,
+    RankFacts,
+    RankPlace,
+    UnitId,
+    UnitOwner,
+    random_id,
+)
 from flexkv.adapters.common.unit_disk import UnitDisk, disk_group, disk_limits, find_siblings, open_tier
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
@@ -79,6 +87,8 @@ class HostUnit:
         usable: False after a rank could not use the pool: then nothing is promised and nothing stored.
         disk: None without a disk tier.
         slabs: for workers that load from the disks without a page of host memory; None where none does.
+        unit_id: see `UnitId`.
+        pools: of each rank, the engine's pool that this was made for.
     """
 
     pool: HostPool
@@ -90,6 +100,8 @@ class HostUnit:
     workers_pin: bool = False
     disk: UnitDisk | None = None
     slabs: SlabMap | None = None
+    unit_id: UnitId = field(default_factory=lambda: UnitId(random_id()))
+    pools: tuple[PoolId, ...] = ()
     _up: int = 0
     _evictions_said: int = 0
     _expire_at_s: float = 0.0
@@ -134,11 +146,13 @@ class HostUnit:
             tier = open_tier(config, block_tokens, said, owner, limits.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
-            return cls._create(config, block_tokens, said, shared, listener, tier, limits, siblings, ranks)
+            unit = cls._create(config, block_tokens, said, shared, listener, tier, limits, siblings, ranks)
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
             raise
+        unit.pools = tuple(handshakes[rank].pool_id for rank in range(ranks))
+        return unit
 
     @classmethod
     def _create(
@@ -200,7 +214,7 @@ class HostUnit:
             on_device: the engine's pool lies on devices, whose processes register the memory before they use it.
         """
         self.workers_pin = on_device
-        return PoolGrant(self.pool.descriptor(), self.places, self.slabs)
+        return PoolGrant(self.unit_id, self.pools, self.pool.descriptor(), self.places, self.slabs)
 
     def heard(self, ready: Mapping[int, int]) -> None:
         """Ranks said how many slots they can use."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexkv.adapters.common.base import PoolGrant, RankFacts, RankPlace
+from flexkv.adapters.common.base import (
+    NO_POOL,
+    NO_UNIT,
+    PoolGrant,
+    PoolId,
+    RankFacts,
+    RankPlace,
+    UnitId,
+    random_id,
+)
 from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
-from flexkv.errors import FlexKVError
+from flexkv.errors import ContractError, FlexKVError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
@@ -27,6 +36,8 @@ class RankWorker:
     Attributes:
         device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
         view: of the engine's pool, and `format_id` that of its pages; None before `take_pool`.
+        pool_id: of the engine's pool; NO_POOL before `take_pool`.
+        unit: that this rank serves, from its grant on and for good; NO_UNIT before.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
@@ -35,6 +46,8 @@ class RankWorker:
         self.device: int | None = None
         self.view: Any = None
         self.format_id: Any = None
+        self.pool_id: PoolId = NO_POOL
+        self.unit: UnitId = NO_UNIT
         self._config = config
         self._current_stream = current_stream
         self._owners: Sequence[OnDevice] = ()
@@ -59,7 +72,8 @@ class RankWorker:
         heads: int,
         dtype: str,
     ) -> None:
-        """The engine's pool is known.
+        """The engine's pool is known. Where a unit was made for another one, this rank serves that no more: it refuses
+        every order, so that no block number of the one pool is ever taken for one of the other.
 
         Args:
             owners: the tensors that the view lies in; kept as long as anything may touch them.
@@ -67,6 +81,11 @@ class RankWorker:
             heads: of K and V on this rank; 0 where a block is not made of heads.
             dtype: of the pool's elements, by name.
         """
+        if self.unit != NO_UNIT:
+            self._ops.close()
+            self._ops.refusal = "the engine registered another KV pool"
+            logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
+        self.pool_id = PoolId(random_id())
         self.view, self.format_id = view, format_id
         self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated
         self._heads, self._dtype = heads, dtype
@@ -85,14 +104,22 @@ class RankWorker:
             self._replicated,
             self._heads,
             self._dtype,
+            self.pool_id,
         )
 
-    def attach(self, pool: HostPool, place: RankPlace, slabs: SlabMap | None = None) -> None:
+    def attach(self, unit: UnitId, pool: HostPool, place: RankPlace, slabs: SlabMap | None = None) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool, and `slabs` if there are any.
 
         Raises:
+            ContractError: this rank serves another unit.
             GeometryError, ConfigError: see `open_lanes` and `open_gds_lane`.
         """
+        if self.unit not in (NO_UNIT, unit):
+            raise ContractError(
+                f"rank {self.rank} serves unit {self.unit.hex()} and was asked to serve {unit.hex()}: a worker serves "
+                "one unit as long as it lives"
+            )
+        self.unit = unit
         gds_lane = None
         if slabs is not None:
             stripe = 0 if self._replicated else self.rank
@@ -111,11 +138,15 @@ class RankWorker:
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
 
     def take_grant(self, grant: PoolGrant) -> None:
-        """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal."""
-        if self._ops.engine is not None or self._ops.refusal:
+        """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal.
+
+        A grant of another unit than the one that this rank serves changes nothing; nor does one for another pool.
+        """
+        if self.unit != NO_UNIT or grant.pools[self.rank : self.rank + 1] != (self.pool_id,):
             return
+        self.unit = grant.unit
         try:
-            self.attach(HostPool.attach(grant.descriptor), grant.places[self.rank], grant.slabs)
+            self.attach(grant.unit, HostPool.attach(grant.descriptor), grant.places[self.rank], grant.slabs)
         except FlexKVError as error:
             # The engine can live without a cache; the scheduler's side is told and promises nothing.
             self._ops.refusal = f"{type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, r
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
@@ -73,13 +74,14 @@ class FlexKVConnectorV1Impl:
         self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
-        self._engine_id = str(transfer.engine_id)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(self._settings, 0, 1)
-            local_link.announce(self._engine_id, self._worker)
+            self._own_pools = OwnPools()
+            local_link.announce(self._worker, vllm_config.cache_config)
         else:
+            check_agent(vllm_config)
             # vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
             warn_of_policy(transfer)
@@ -101,6 +103,7 @@ class FlexKVConnectorV1Impl:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self._worker is not None
+        self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, config_of_tensors(kv_caches, self._vllm_config))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -170,8 +173,8 @@ class FlexKVConnectorV1Impl:
         """The scheduler's side, made when the worker has registered its KV caches."""
         if self._scheduler is not None:
             return self._scheduler
-        workers = local_link.workers_here(self._engine_id, 1)
-        if not workers or workers[0].kv_config is None:
+        worker = local_link.worker_of_engine(self._vllm_config.cache_config)
+        if worker is None or worker.kv_config is None or (handshake := worker.handshake()) is None:
             warn_once(
                 logger,
                 "builtin-no-worker",
@@ -180,20 +183,19 @@ class FlexKVConnectorV1Impl:
                 FULL_CONNECTOR,
             )
             return None
-        geometry: BlockGeometry = block_geometry(workers[0].kv_config)
+        geometry: BlockGeometry = block_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
         self._scheduler = SchedulerSide(
             self._settings,
             geometry,
             engine_namespace(self._vllm_config, geometry, self._settings),
-            self._engine_id,
             ranks=1,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             with_events=events is not None and events.enable_kv_cache_events,
             stores_end_in_step=True,
         )
         self._scheduler.bind_watch(NoWatch())
-        self._scheduler.find_ranks()
+        self._scheduler.take_handshake({0: handshake})
         return self._scheduler
 
 

@@ -21,6 +21,7 @@ from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.node_units import units_on_node
+from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.adapters.vllm.possible_modes import with_possible_modes
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
@@ -98,13 +99,15 @@ class FlexKVConnector(KVConnectorBase_V1):
         self._registration = register_only(vllm_config, role, type(self).__name__)
         geometry = block_geometry(kv_cache_config)
         parallel = vllm_config.parallel_config
-        engine_id, ranks = str(self._kv_transfer_config.engine_id), parallel.tensor_parallel_size
+        ranks = parallel.tensor_parallel_size
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
-            local_link.announce(engine_id, self.worker)
+            self._own_pools = OwnPools()
+            local_link.announce(self.worker, vllm_config.cache_config)
             return
+        check_agent(vllm_config)
         log_package(logger)
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
@@ -113,7 +116,6 @@ class FlexKVConnector(KVConnectorBase_V1):
             share_of_node(with_possible_modes(settings, vllm_config), units_on_node(settings, vllm_config)),
             geometry,
             engine_namespace(vllm_config, geometry, settings),
-            engine_id,
             ranks,
             vllm_config.scheduler_config.max_num_batched_tokens,
             with_events=events is not None and events.enable_kv_cache_events,
@@ -186,6 +188,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         return orders
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

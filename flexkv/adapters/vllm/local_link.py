@@ -2,26 +2,41 @@
 
 vLLM runs scheduler and worker in one process when there is one rank (and always without multiprocessing). Then the
 host pool can be private memory, and the scheduler's side learns of ended copies without an engine step in between.
+
+Names do not pair them: a user may give two engines one `engine_id`. What pairs them is the pool that a handshake
+names, or an object that both sides of one engine were made with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
+
+from flexkv.adapters.common.base import PoolId
 
 if TYPE_CHECKING:
     from flexkv.adapters.vllm.worker import WorkerSide
 
-_workers: WeakValueDictionary[tuple[str, int], WorkerSide] = WeakValueDictionary()
+_engines: WeakKeyDictionary[WorkerSide, object] = WeakKeyDictionary()
 
 
-def announce(engine_id: str, worker: WorkerSide) -> None:
-    """Makes a worker's side known under its engine and rank; a later one of the same name replaces it."""
-    _workers[(engine_id, worker.rank)] = worker
+def announce(worker: WorkerSide, engine: object = None) -> None:
+    """Makes a worker's side known in this process.
+
+    Args:
+        engine: part of the engine's configuration: the same object on both of its sides.
+    """
+    _engines[worker] = engine
 
 
-def workers_here(engine_id: str, ranks: int) -> tuple[WorkerSide, ...]:
-    """All ranks' worker sides if every one of them lives in this process, else none."""
-    found = [_workers.get((engine_id, rank)) for rank in range(ranks)]
-    present = tuple(worker for worker in found if worker is not None)
-    return present if len(present) == ranks else ()
+def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
+    """The worker's side of each rank, by the pools that their handshakes name, if all of them live in this process."""
+    by_pool = {worker.pool_id: worker for worker in list(_engines)}
+    found = tuple(by_pool[pool] for pool in pools if pool in by_pool)
+    return found if len(found) == len(pools) else ()
+
+
+def worker_of_engine(engine: object) -> WorkerSide | None:
+    """The worker's side in this process that was announced for this engine."""
+    return next((worker for worker, its in list(_engines.items()) if its is engine), None)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.adapters.common.base import LoadJob, PoolGrant, RankFacts
+from flexkv.adapters.common.base import NO_UNIT, LoadJob, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 
@@ -24,6 +24,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     """One step's orders to every worker of the unit.
 
     Attributes:
+        unit: whose orders these are; NO_UNIT before the ranks have shaken hands.
         step: number of the last step with a forward, this one included.
         grant: the host pool, until every rank has said that it has it.
         early: stores of blocks that were complete before this step; submitted before its forward.
@@ -36,6 +37,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         disk_busy: the unit's disks are at work, which an idle step may wait a moment for as well.
     """
 
+    unit: UnitId = NO_UNIT
     step: int = 0
     grant: PoolGrant | None = None
     early: list[TransferGraph] = field(default_factory=list)
@@ -53,6 +55,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers tell the scheduler after a step.
 
     Attributes:
+        unit: that ordered what this reports; NO_UNIT of ranks that serve none yet.
         step: of the orders that were carried out, where it had a forward. Who hears it has heard how that forward
             ended, also of loads that were not ours.
         results: (rank, terminal result of an op on that rank), in the order in which they came.
@@ -61,26 +64,33 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         no_gds: why a rank cannot load from the disks without a page of host memory.
         handshakes: of ranks that have no pool yet. vLLM collects handshakes itself at the start, but a MultiConnector
             passes on those of one of its connectors only.
+        others: reports of ranks that serve another unit.
     """
 
+    unit: UnitId = NO_UNIT
     step: int = 0
     results: list[tuple[int, OpResult]] = field(default_factory=list)
     ready: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     no_gds: dict[int, str] = field(default_factory=dict)
     handshakes: dict[int, Handshake] = field(default_factory=dict)
+    others: list[WorkerMetadata] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Joins another rank's report to this one."""
         assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
+        if other.unit != self.unit:
+            self.others.append(other)
+            return self
         self.step = max(self.step, other.step)
         self.results.extend(other.results)
         self.ready.update(other.ready)
         self.errors.update(other.errors)
         self.no_gds.update(other.no_gds)
         self.handshakes.update(other.handshakes)
+        self.others.extend(other.others)
         return self
 
     def __bool__(self) -> bool:
-        said = (self.results, self.ready, self.errors, self.no_gds, self.handshakes)
+        said = (self.results, self.ready, self.errors, self.no_gds, self.handshakes, self.others)
         return bool(self.step or any(said))

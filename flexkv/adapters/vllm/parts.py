@@ -97,7 +97,7 @@ class Blueprint:
         )
         try:
             for worker in workers:
-                worker.attach(unit.pool, unit.places[worker.rank], unit.slabs)
+                worker.attach(unit.unit_id, unit.pool, unit.places[worker.rank], unit.slabs)
         except BaseException:
             unit.close()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from flexkv.adapters.common.base import UnitOwner
+from flexkv.adapters.common.base import NO_UNIT, UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.events import EventLog
@@ -49,7 +49,6 @@ class SchedulerSide:
         config: FlexKVConfig,
         geometry: BlockGeometry,
         namespace: bytes,
-        engine_id: str,
         ranks: int,
         step_tokens: int,
         with_events: bool = False,
@@ -62,7 +61,6 @@ class SchedulerSide:
         self._blueprint = Blueprint(config, geometry, namespace, owner, step_tokens, stores_end_in_step, use)
         self._config = config
         self._geometry = geometry
-        self._engine_id = engine_id
         self._ranks = ranks
         self.handshakes: dict[int, Handshake] = {}
         self.requests = RequestTable(namespace, geometry, config.keys.scheme)
@@ -75,6 +73,7 @@ class SchedulerSide:
         self.events = EventLog(with_events, geometry)
         self._owed_reset = False
         self._old_kv = False
+        self._refused = False
 
     # --- set up ---
 
@@ -85,12 +84,6 @@ class SchedulerSide:
     def bind_watch(self, watch: StoreWatch) -> None:
         """Takes what says when a block is handed out again."""
         self._watch = watch
-
-    def find_ranks(self) -> None:
-        """Takes the handshake of workers in this process from themselves."""
-        workers = local_link.workers_here(self._engine_id, self._ranks)
-        handshakes = {worker.rank: worker.handshake() for worker in workers}
-        self.take_handshake({rank: said for rank, said in handshakes.items() if said is not None})
 
     def take_handshake(self, ranks: Mapping[int, Handshake]) -> None:
         """When every rank's geometry is known: sizes and creates the host pool. Until then nothing is promised.
@@ -106,7 +99,7 @@ class SchedulerSide:
 
     def _make_parts(self) -> Parts:
         assert self._watch is not None, "the engine binds its block pool before the handshake"
-        workers = local_link.workers_here(self._engine_id, self._ranks)
+        workers = local_link.workers_of_pools([said.pool_id for _, said in sorted(self.handshakes.items())])
         return self._blueprint.make(
             self.handshakes, workers, self._watch, self.requests, self.counters, self.events
         )
@@ -181,6 +174,9 @@ class SchedulerSide:
             if parts.steps is not None and output.total_num_scheduled_tokens:
                 sync = any(job.sync for job in self.orders.loads)
                 parts.steps.began(self._forward_step, output, sync)
+        if parts is not None:
+            # Also of a unit that is off: its last ops end by these orders' reports.
+            self.orders.unit = parts.unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
@@ -191,13 +187,13 @@ class SchedulerSide:
             self.parts.outcomes.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerMetadata):
-            self._take_report(report)
+            self._take_reports(report)
 
     def collect(self) -> None:
         """Takes the reports of workers in this process, for a connector class that does not carry them."""
         for worker in self.parts.workers if self.parts is not None else ():
             if (report := worker.take_metadata()) is not None:
-                self._take_report(report)
+                self._take_reports(report)
 
     def finished(self, request: Request) -> None:
         """The request has ended, its blocks are about to be freed."""
@@ -220,21 +216,42 @@ class SchedulerSide:
             # The forward that wrote the blocks has returned, and no further step may ever come.
             early, self.orders.early = self.orders.early, []
             for worker in parts.workers:
-                worker.before_forward(ConnectorMetadata(step=self._forward_step, early=early))
+                worker.before_forward(
+                    ConnectorMetadata(parts.unit.unit_id, step=self._forward_step, early=early)
+                )
 
     def _preempted(self, tracker: RequestTracker) -> None:
         if self.parts is not None:
             self.parts.stores.preempted(tracker)
             self.parts.outcomes.retire(tracker, self._forward_step)
 
-    def _take_report(self, report: WorkerMetadata) -> None:
-        if report.handshakes:
-            self.take_handshake(report.handshakes)
-        if self.parts is not None:
-            self.parts.outcomes.take(report)
-            if self.parts.steps is not None and report.step:
-                self.parts.steps.ended(report.step)
-            self._pump(self.parts)
+    def _take_reports(self, report: WorkerMetadata) -> None:
+        for part in (report, *report.others):
+            if self.parts is None and part.unit == NO_UNIT and part.handshakes:
+                self.take_handshake(part.handshakes)
+            elif self.parts is not None and part.unit == self.parts.unit.unit_id:
+                self._take_report(self.parts, part)
+            elif part.unit != NO_UNIT:
+                self._refuse_report(part)
+
+    def _take_report(self, parts: Parts, report: WorkerMetadata) -> None:
+        parts.outcomes.take(report)
+        if parts.steps is not None and report.step:
+            parts.steps.ended(report.step)
+        self._pump(parts)
+
+    def _refuse_report(self, report: WorkerMetadata) -> None:
+        """A rank of another unit reports: its ops have the numbers of ours, and say nothing of them."""
+        self.counters.add("flexkv_refused_messages_total", kind="reports")
+        if not self._refused:
+            self._refused = True
+            logger.error(
+                "a report of unit %s reached the scheduler's side of %s: dropped, as all further ones",
+                report.unit.hex(),
+                f"unit {self.parts.unit.unit_id.hex()}"
+                if self.parts is not None
+                else "one that is not made yet",
+            )
 
     def _pump(self, parts: Parts) -> None:
         """Gives the disks what there is to do, and takes what they have done."""

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
+from flexkv.adapters.common.base import UnitId
 from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.rank_worker import RankWorker
+from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicated, layer_numbers
 from flexkv.adapters.vllm.layer_stores import LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
@@ -50,12 +53,14 @@ class WorkerSide(RankWorker):
         self._layer_numbers: dict[str, int] = {}
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._layer_stores = LayerStores(self._ops)
+        self._foreign = ForeignSteps(config, rank, self.counters)
         self._heard_step = 0
         self._step_said = 0
         self._ready_said = -1
         self._handshake_said = False
         self._error_said = False
         self._no_gds_said = False
+        self._foreign_said: UnitId | None = None
 
     # --- set up ---
 
@@ -93,11 +98,14 @@ class WorkerSide(RankWorker):
     def before_forward(self, orders: ConnectorMetadata) -> None:
         """Takes the pool, submits early stores, and ends copies out of blocks that this step may write. Then submits
         the step's stores that go by layer: nothing of them is copied before the forward has written it."""
+        if orders.grant is not None:
+            self.take_grant(orders.grant)
+        if self._foreign.begin(orders, self.unit):
+            self._foreign.refuse(stores=orders.early)
+            return
         if orders.step > self._ops.step:
             self._layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
-        if orders.grant is not None:
-            self.take_grant(orders.grant)
         for graph in orders.early:
             # A forward is waiting for this copy, so it goes before the other stores.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
@@ -114,6 +122,9 @@ class WorkerSide(RankWorker):
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads from its start."""
         # Not every connector class forwards the hook that comes before.
+        if self._foreign.begin(orders, self.unit):
+            self._foreign.refuse(loads=orders.loads)
+            return
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job)
@@ -140,6 +151,9 @@ class WorkerSide(RankWorker):
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
         """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
+        if self._foreign.begin(orders, self.unit):
+            self._foreign.refuse(stores=orders.stores)
+            return
         self._layer_loads.finish()
         self._layer_stores.finish()
         for graph in orders.stores:
@@ -149,7 +163,8 @@ class WorkerSide(RankWorker):
     def finish_stores(self, orders: ConnectorMetadata) -> None:
         """`submit_stores`, and returns when the copies have ended (or are counted as failed)."""
         self.submit_stores(orders)
-        self._ops.finish_stores(orders.stores)
+        if self._foreign.unit is None:
+            self._ops.finish_stores(orders.stores)
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
         """Collects ended ops. With `idle`, waits a moment for one if any is under way, here or on the disks."""
@@ -161,15 +176,22 @@ class WorkerSide(RankWorker):
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
-        return self._ops.reports.take_finished()
+        return self._reports.take_finished()
 
     def take_failed_blocks(self) -> set[int]:
         """Engine blocks that a load should have filled and did not."""
-        return self._ops.reports.take_failed_blocks()
+        return self._reports.take_failed_blocks()
+
+    @property
+    def _reports(self) -> RankReports:
+        """Of the unit that ordered the step under way."""
+        return self._ops.reports if self._foreign.unit is None else self._foreign.reports
 
     def take_metadata(self) -> WorkerMetadata | None:
         """The step's report to the scheduler's side; None when there is nothing to say."""
-        report = WorkerMetadata()
+        if self._foreign.unit is not None:
+            return self._take_refusals(self._foreign.unit)
+        report = WorkerMetadata(unit=self.unit)
         if self._ops.step != self._step_said:
             report.step = self._step_said = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.reports.take_results()]
@@ -188,6 +210,14 @@ class WorkerSide(RankWorker):
         if self._ops.gds_refusal and not self._no_gds_said:
             report.no_gds[self.rank] = self._ops.gds_refusal
             self._no_gds_said = True
+        return report if report else None
+
+    def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
+        report = WorkerMetadata(unit=unit)
+        report.results = [(self.rank, result) for result in self._foreign.reports.take_results()]
+        if self._foreign_said != unit:
+            self._foreign_said = unit
+            report.errors[self.rank] = self._foreign.reason
         return report if report else None
 
     def take_results_early(self) -> list[OpResult]:

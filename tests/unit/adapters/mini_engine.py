@@ -60,18 +60,16 @@ class MiniEngine:
         )
         self.kv_config = kv_config(blocks, latent=latent)
         self.pool: BlockPool = make_pool(blocks)
-        engine_id = f"mini-{id(self)}"
         self.pools = MiniPools(self.kv_config, ranks, latent)
         self.workers = [worker_class(config, rank, ranks) for rank in range(ranks)]
         for worker, caches in zip(self.workers, self.pools.caches, strict=True):
             worker.register_kv_caches(caches, self.kv_config)
             if not remote:
-                local_link.announce(engine_id, worker)
+                local_link.announce(worker)
         self.side = SchedulerSide(
             config,
             block_geometry(self.kv_config),
             NAMESPACE,
-            engine_id,
             ranks,
             step_tokens=16,
             with_events=with_events,

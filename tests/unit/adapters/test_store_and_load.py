@@ -230,7 +230,7 @@ def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
 
 def test_without_a_pool_nothing_is_promised_and_nothing_stored(make_engine: Make) -> None:
     class Homeless(WorkerSide):
-        def attach(self, pool: object, place: object, slabs: object = None) -> None:
+        def attach(self, *args: object, **kwargs: object) -> None:
             raise CapacityError("no room")
 
     engine = make_engine(remote=True, worker_class=Homeless)

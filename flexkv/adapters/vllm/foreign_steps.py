@@ -1,0 +1,67 @@
+"""Steps that another unit has ordered: every op ends as refused, every block of a load is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flexkv.adapters.common.base import LoadJob, UnitId
+from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.adapters.common.rank_reports import RankReports
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.config import FlexKVConfig
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.graph import TransferGraph
+
+logger = get_logger(__name__)
+
+
+class ForeignSteps:
+    """Refuses what is not for this rank's unit, and reports it to who ordered it.
+
+    Such steps come where vLLM hands an engine's metadata to the worker of another. Nothing of them is copied, and
+    nothing of this rank's own unit is reported with them.
+
+    Attributes:
+        unit: that ordered the step under way; None while that is this rank's own.
+        reason: why it is refused.
+    """
+
+    def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
+        self._rank = rank
+        self._counters = counters
+        # Without lanes it refuses every op.
+        self._ops = RankOps(config, rank, counters)
+        self._logged: UnitId | None = None
+        self.unit: UnitId | None = None
+        self.reason = ""
+
+    def begin(self, orders: ConnectorMetadata, own: UnitId) -> bool:
+        """Whether the step is another unit's than `own`; costs one comparison a step."""
+        if orders.unit == own:
+            self.unit = None
+            return False
+        self.unit = orders.unit
+        self._counters.add("flexkv_refused_messages_total", kind="orders")
+        if self._logged != orders.unit:
+            self._logged = orders.unit
+            self.reason = self._ops.refusal = (
+                f"a step of {_name(orders.unit)} reached rank {self._rank} of {_name(own)}"
+            )
+            logger.error("%s: nothing of such steps is loaded or stored", self.reason)
+        return True
+
+    def refuse(self, loads: Iterable[LoadJob] = (), stores: Iterable[TransferGraph] = ()) -> None:
+        """Ends ops of the step."""
+        for job in loads:
+            self._ops.submit_load(job)
+        for graph in stores:
+            self._ops.submit_store(graph)
+
+    @property
+    def reports(self) -> RankReports:
+        """What is to be reported to the unit that ordered the step."""
+        return self._ops.reports
+
+
+def _name(unit: UnitId) -> str:
+    return f"unit {unit.hex()}" if unit else "a unit that is not made yet"

@@ -1,0 +1,52 @@
+"""More engines in the process of the one that is steered: made, asked, shut down or merely dropped."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from demo import engine_child
+
+_others: dict[str, Any] = {}
+
+
+def make_other(llm: Any, name: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Starts one more engine; `refused` is the error of one that does not start."""
+    from vllm import LLM
+
+    try:
+        _others[name] = LLM(**engine)
+    except Exception as error:  # the test judges it
+        return {"refused": f"{type(error).__name__}: {error}"}
+    return {"refused": ""}
+
+
+def ask_other(llm: Any, name: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    return engine_child.generate(_others[name], requests)
+
+
+def reset_other(llm: Any, name: str) -> dict[str, Any]:
+    """Drops the engine's own prefix cache, when its stores have ended."""
+    engine_child.drain(_others[name])
+    return engine_child.reset(_others[name])
+
+
+def shut_down_other(llm: Any, name: str) -> dict[str, Any]:
+    _others.pop(name).llm_engine.engine_core.shutdown()
+    return {}
+
+
+def drop_other(llm: Any, name: str) -> dict[str, Any]:
+    """Drops the last reference to the engine, as `del llm` does."""
+    del _others[name]
+    gc.collect()
+    return {}
+
+
+OPERATIONS: dict[str, engine_child.Operation] = {
+    "make_other": make_other,
+    "ask_other": ask_other,
+    "reset_other": reset_other,
+    "shut_down_other": shut_down_other,
+    "drop_other": drop_other,
+}
