@@ -3,9 +3,8 @@
 namespace flexkv {
 
 const char* to_string(OpKind kind) {
-  static constexpr const char* kNames[kOpKinds] = {"H2D",        "D2H",        "DISK_READ", "DISK_WRITE",
-                                                   "REMOTE_GET", "REMOTE_PUT", "GDS_READ",  "GDS_WRITE",
-                                                   "DROP",       "DISK_SEAL"};
+  static constexpr const char* kNames[kOpKinds] = {"H2D",      "D2H",       "DISK_READ", "DISK_WRITE",
+                                                   "GDS_READ", "GDS_WRITE", "DISK_SEAL"};
   const auto number = static_cast<int>(kind);
   return number >= 0 && number < kOpKinds ? kNames[number] : "unknown";
 }

@@ -17,14 +17,11 @@ enum class OpKind : int32_t {
   kD2H = 1,
   kDiskRead = 2,
   kDiskWrite = 3,
-  kRemoteGet = 4,
-  kRemotePut = 5,
-  kGdsRead = 6,
-  kGdsWrite = 7,
-  kDrop = 8,
-  kDiskSeal = 9,
+  kGdsRead = 4,
+  kGdsWrite = 5,
+  kDiskSeal = 6,
 };
-inline constexpr int kOpKinds = 10;
+inline constexpr int kOpKinds = 7;
 const char* to_string(OpKind kind);
 
 // A set of kinds, one bit each.
@@ -63,8 +60,8 @@ constexpr bool has_host_side(OpKind kind) {
 inline constexpr size_t kTagBytes = 40;
 
 // Lower runs first.
-enum class Priority : int32_t { kLoad = 0, kDelete = 1, kStore = 2 };
-inline constexpr int kPriorities = 3;
+enum class Priority : int32_t { kLoad = 0, kStore = 1 };
+inline constexpr int kPriorities = 2;
 
 enum class EdgeKind : int32_t {
   kBarrier = 0,  // `after` starts when every page of `before` ended OK

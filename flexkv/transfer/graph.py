@@ -54,12 +54,9 @@ class OpKind(IntEnum):
     D2H = 1
     DISK_READ = 2
     DISK_WRITE = 3
-    REMOTE_GET = 4
-    REMOTE_PUT = 5
-    GDS_READ = 6
-    GDS_WRITE = 7
-    DROP = 8
-    DISK_SEAL = 9
+    GDS_READ = 4
+    GDS_WRITE = 5
+    DISK_SEAL = 6
     """Writes the trailer of pages whose stripes GDS_WRITE ops have written: the page exists from then on."""
 
 
@@ -68,11 +65,10 @@ WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
 
 
 class Priority(IntEnum):
-    """Lower runs first within a lane: a load before a delete before a store."""
+    """Lower runs first within a lane: a load before a store."""
 
     LOAD = 0
-    DELETE = 1
-    STORE = 2
+    STORE = 1
 
 
 class EdgeKind(IntEnum):

@@ -101,7 +101,9 @@ def test_blocks_that_the_engine_has_in_part_are_not_looked_up(make_world: Make) 
 
 
 def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None:
-    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"}, movers=(faults := Faults(FAIL, OpKind.DROP)))
+    world = stored(
+        make_world, {"FLEXKV_LOAD_MODE": "sync"}, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL))
+    )
     request = world.request(PROMPT, new_tokens=1)
     world.executor.run(until=lambda: request.state != "context")
     calls = faults.mover.calls
@@ -151,7 +153,7 @@ def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_wor
 
 def test_an_order_waits_for_its_id(make_world: Make) -> None:
     """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
-    world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DROP)))
+    world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL)))
     calls = faults.mover.calls
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)

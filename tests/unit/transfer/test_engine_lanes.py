@@ -36,27 +36,25 @@ def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
     return world
 
 
-def test_loads_go_before_deletes_before_stores_whatever_came_first(make_world: Callable[..., World]) -> None:
+def test_loads_go_before_stores_whatever_came_first(make_world: Callable[..., World]) -> None:
     world = busy_world(make_world)
     ops = {
         "store": world.op(OpKind.D2H, [1]),
         "old store": world.op(OpKind.D2H, [2], priority=Priority.STORE),
-        "delete": world.op(OpKind.D2H, [3], priority=Priority.DELETE),
         "load": world.op(OpKind.H2D, [4]),
         "store for a load": world.op(OpKind.D2H, [5]),
     }
-    for name in ("store", "old store", "delete", "load"):
+    for name in ("store", "old store", "load"):
         world.submit(ops[name])
     follower = world.op(OpKind.H2D, [6], [5])
     world.submit(ops["store for a load"], follower, edges=[(0, 1, EdgeKind.BARRIER)])
     world.mover.release()
-    order = list(world.results(7))[1:]
+    order = list(world.results(6))[1:]
     names = {op.op_id: name for name, op in ops.items()} | {follower.op_id: "follower"}
     assert [names[op_id] for op_id in order] == [
         "load",
         "store for a load",
         "follower",
-        "delete",
         "store",
         "old store",
     ]

@@ -24,15 +24,17 @@ from flexkv.transfer.graph import (
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_every_field_arrives(protocol: int, layerwise: bool) -> None:
     blocks, slots = np.array([7, 3, 9], np.int32), np.array([0, 2, 1], np.int32)
-    store = TransferOp(OpId(2**40), OpKind.D2H, 3, Priority.STORE, blocks, slots, layerwise)
-    drop = TransferOp(OpId(5), OpKind.DROP, 0, Priority.DELETE, blocks[:0], slots[:1])
     tags = np.arange(3 * TAG_BYTES, dtype=np.uint8).reshape(3, TAG_BYTES)
+    store = TransferOp(OpId(2**40), OpKind.D2H, 3, Priority.STORE, blocks, slots, layerwise)
+    write = TransferOp(
+        OpId(5), OpKind.GDS_WRITE, 0, Priority.STORE, blocks, slots[:0], places=blocks, tags=tags
+    )
     read = TransferOp(
         OpId(6), OpKind.DISK_READ, 0, Priority.LOAD, blocks[:0], slots, layerwise, places=blocks, tags=tags
     )
     reads = np.array([2**40, 0, 5], np.int64)
     load = TransferOp(OpId(7), OpKind.H2D, 0, Priority.LOAD, blocks, slots, layerwise, reads=reads)
-    sent = TransferGraph((store, drop, read, load), (Edge(0, 1, EdgeKind.STREAM),))
+    sent = TransferGraph((store, write, read, load), (Edge(0, 1, EdgeKind.STREAM),))
     came = pickle.loads(pickle.dumps(sent, protocol))
     assert came.edges == sent.edges
     assert len(came.ops) == 4
