@@ -736,7 +736,12 @@ class GDSManager:
         """Started so far: they start with the first I/O of their disk."""
     @property
     def staging_bytes(self) -> int:
-        """Of the manager's own staging: 0 until a transfer needs it."""
+        """Of the manager's own staging: 0 until it is reserved, or a transfer needs it."""
+    @property
+    def staging_slots(self) -> int:
+        """Into which the own staging is divided; 0 before the first."""
+    @property
+    def staging_slot_bytes(self) -> int: ...
     @property
     def down_reason(self) -> str:
         """Why no transfer is taken any more; empty while they are."""
@@ -805,6 +810,18 @@ class GdsLane(Lane):
     def totals(self) -> GdsTotals: ...
     @property
     def staging_bytes(self) -> int: ...
+    @property
+    def staging_slots(self) -> int:
+        """Into which the staging is divided; 0 before the first."""
+    @property
+    def staging_slot_bytes(self) -> int: ...
+    def reserve_staging(self, group: int, view: KvView) -> None:
+        """Takes the staging that blocks of `view`, the view of `group`, will pass through.
+
+        Raises:
+            CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
+            ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
+        """
     def counts(self) -> DiskCounts: ...
 
 def transfer_kv_blocks_gds_staged(
@@ -876,6 +893,37 @@ def transfer_kv_blocks_gds(
     gpu_block_type: int = 0,
 ) -> None:
     """The same without staging: a call for each part of a block that is contiguous in the pool and in the file."""
+
+def reserve_gds_staging(
+    gds_manager: GDSManager,
+    gpu_layer_id_list: object,
+    gpu_layer_ptrs_tensor: object,
+    gds_block_ids: object,
+    gpu_block_ids: object,
+    gpu_kv_stride_in_bytes: int,
+    gpu_block_stride_in_bytes: int,
+    gpu_layer_stride_in_bytes: int,
+    gds_layer_stride_in_bytes: int,
+    gds_block_stride_in_bytes: int,
+    gds_kv_stride_in_bytes: int,
+    block_size_in_bytes: int,
+    gds_copy_off_inside_chunks: int,
+    num_blocks_per_file: int,
+    total_layers: int,
+    is_read: bool,
+    verbose: bool = False,
+    is_mla: bool = False,
+    gpu_block_type: int = 0,
+) -> None:
+    """Takes the manager's own staging for such transfers, so that a shortage shows before the first one.
+
+    The blocks named stand for all, and none is touched: two show how all of them are aligned. Nothing is taken where
+    blocks go straight.
+
+    Raises:
+        CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
+        ClosedError, GeometryError, BlockRangeError: see `transfer_kv_blocks_gds_staged`.
+    """
 
 def transfer_kv_blocks(
     gpu_block_id_tensor: object,

@@ -104,13 +104,15 @@ GTensorHandler to_handler(const TensorArgument& pointers, int32_t gpu_block_type
   return handler;
 }
 
-// Both functions of the raw files; the staged one has a staging buffer in the end.
+enum class RawCall { kDirect, kStaged, kReserve };
+
+// All functions of the raw files; the staged one has a staging buffer in the end.
 void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, const py::object& gpu_layer_ptrs,
                   const py::object& gds_block_ids, const py::object& gpu_block_ids, int64_t gpu_kv_stride,
                   int64_t gpu_block_stride, int64_t gpu_layer_stride, int64_t gds_layer_stride,
                   int64_t gds_block_stride, int64_t gds_kv_stride, int64_t block_size, int64_t copy_offset,
                   int64_t num_blocks_per_file, int64_t total_layers, bool is_read, bool verbose, bool is_mla,
-                  int32_t gpu_block_type, const py::object& staging_buffer, bool staged) {
+                  int32_t gpu_block_type, const py::object& staging_buffer, RawCall call) {
   const TensorArgument layers(gpu_layer_id_list, "gpu_layer_id_list");
   const TensorArgument pointers(gpu_layer_ptrs, "gpu_layer_ptrs_tensor");
   const TensorArgument file_blocks(gds_block_ids, "gds_block_ids");
@@ -137,14 +139,18 @@ void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, cons
   transfer.pool_blocks = pool_blocks.int64s();
   transfer.blocks_per_file = num_blocks_per_file;
   transfer.is_read = is_read;
-  transfer.staged = staged;
+  transfer.staged = call != RawCall::kDirect;
   transfer.verbose = verbose;
   if (staging) {
     transfer.staging = staging->data();
     transfer.staging_bytes = staging->bytes();
   }
   const py::gil_scoped_release release;
-  transfer_raw(manager, transfer);
+  if (call == RawCall::kReserve) {
+    reserve_raw_staging(manager, transfer);
+  } else {
+    transfer_raw(manager, transfer);
+  }
 }
 
 void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_tensor_ptrs,
@@ -241,6 +247,9 @@ void bind_gds(py::module_& m) {
                              })
       .def_property_readonly("threads", &GDSManager::threads)
       .def_property_readonly("staging_bytes", &GDSManager::staging_bytes)
+      .def_property_readonly("staging_slots", [](const GDSManager& g) { return g.staging_slots().slots; })
+      .def_property_readonly("staging_slot_bytes",
+                             [](const GDSManager& g) { return g.staging_slots().slot_bytes; })
       .def_property_readonly("down_reason", [](const GDSManager& g) { return to_text(g.down_reason()); })
       .def_property_readonly("totals", [](const GDSManager& g) { return to_dict(g.totals()); })
       .def("describe", [](const GDSManager& g) { return to_text(g.describe()); })
@@ -255,7 +264,7 @@ void bind_gds(py::module_& m) {
          int32_t gpu_block_type, const py::object& staging_buffer) {
         run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block, gpu_layer,
                      gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file, total_layers, is_read,
-                     verbose, is_mla, gpu_block_type, staging_buffer, true);
+                     verbose, is_mla, gpu_block_type, staging_buffer, RawCall::kStaged);
       },
       py::arg("staging_buffer") = py::none());
   def_raw_transfer(m, "transfer_kv_blocks_gds",
@@ -266,7 +275,19 @@ void bind_gds(py::module_& m) {
                       bool is_read, bool verbose, bool is_mla, int32_t gpu_block_type) {
                      run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block,
                                   gpu_layer, gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file,
-                                  total_layers, is_read, verbose, is_mla, gpu_block_type, py::none(), false);
+                                  total_layers, is_read, verbose, is_mla, gpu_block_type, py::none(),
+                                  RawCall::kDirect);
+                   });
+  def_raw_transfer(m, "reserve_gds_staging",
+                   [](GDSManager& manager, const py::object& layer_ids, const py::object& layer_ptrs,
+                      const py::object& gds_ids, const py::object& gpu_ids, int64_t gpu_kv, int64_t gpu_block,
+                      int64_t gpu_layer, int64_t gds_layer, int64_t gds_block, int64_t gds_kv,
+                      int64_t block_size, int64_t copy_offset, int64_t per_file, int64_t total_layers,
+                      bool is_read, bool verbose, bool is_mla, int32_t gpu_block_type) {
+                     run_transfer(manager, layer_ids, layer_ptrs, gds_ids, gpu_ids, gpu_kv, gpu_block,
+                                  gpu_layer, gds_layer, gds_block, gds_kv, block_size, copy_offset, per_file,
+                                  total_layers, is_read, verbose, is_mla, gpu_block_type, py::none(),
+                                  RawCall::kReserve);
                    });
   m.def("transfer_kv_blocks", &copy_blocks, py::arg("gpu_block_id_tensor"), py::arg("gpu_tensor_ptrs_tensor"),
         py::arg("gpu_kv_stride_in_bytes"), py::arg("gpu_block_stride_in_bytes"),

@@ -50,6 +50,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,
                            .max_staging_bytes = max_staging_bytes,
+                           .most_transfer_bytes = most_gds_transfer_bytes(),
                            .deadline_s = kLongestWaitS,
                            .stuck_s = kLongestWaitS};
   const IoBackend backend = to_io_backend(io);
@@ -77,6 +78,12 @@ void bind_gds_lane(py::module_& m) {
       .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
       .def_property_readonly("staging_bytes",
                              [](const GdsLane& lane) { return lane.manager().staging_bytes(); })
+      .def_property_readonly("staging_slots",
+                             [](const GdsLane& lane) { return lane.manager().staging_slots().slots; })
+      .def_property_readonly("staging_slot_bytes",
+                             [](const GdsLane& lane) { return lane.manager().staging_slots().slot_bytes; })
+      .def("reserve_staging", &GdsLane::reserve_staging, py::arg("group"), py::arg("view"),
+           py::call_guard<py::gil_scoped_release>())
       .def("counts", [](const GdsLane& lane) { return to_dict(lane.counts()); });
 }
 

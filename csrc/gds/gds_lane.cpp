@@ -11,6 +11,7 @@
 #include "cuda/event.h"
 #include "gds/slab_gate.h"
 #include "storage/striping.h"
+#include "transfer/sub_batch.h"
 
 namespace flexkv {
 namespace {
@@ -216,6 +217,8 @@ MoveResult GdsLane::Shared::failed(const PageMove& page, const PageFailure& fail
           blame};
 }
 
+int64_t most_gds_transfer_bytes() { return kMostTransferBytes + kSubBatchBytes; }
+
 GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager)
     : shared_(std::make_shared<Shared>()) {
   if (groups.empty()) throw ContractError("a gds lane needs a group");
@@ -257,6 +260,21 @@ PageSizes GdsLane::check(const OpSpec& op) const {
                           std::to_string(slots * disks) + ")");
   }
   return {group.codec->image().stripe_bytes(shared_->stripe), group.codec->layers()};
+}
+
+void GdsLane::reserve_staging(int32_t group, const KvView& view) {
+  if (group < 0 || static_cast<size_t>(group) >= shared_->groups.size()) {
+    throw ContractError("group " + std::to_string(group) + ": the gds lane has groups [0, " +
+                        std::to_string(shared_->groups.size()) + ")");
+  }
+  const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
+  const PageMap map = PageMap::stripe(view, place_of(*of.codec, shared_->stripe, view), true);
+  std::vector<StagedPage> samples;  // two blocks show how all of them are aligned
+  for (const auto& [device, shape] : of.slabs) {
+    if (device < 0) continue;
+    for (const int64_t block : {0, 1}) samples.push_back({block, device, group, shape.header_bytes});
+  }
+  shared_->manager->reserve_staging(map, samples);
 }
 
 void GdsLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {

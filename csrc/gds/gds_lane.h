@@ -29,6 +29,9 @@ struct GdsGroup {
   std::vector<GdsSlab> slabs;
 };
 
+// Unit: bytes. What one transfer takes at most: see kMostTransferBytes; the last piece of it may go beyond.
+int64_t most_gds_transfer_bytes();
+
 class GdsLane : public Lane {
  public:
   // `manager` has the slab files: file g of a device is that of group g. `stripe`: the rank whose stripe is
@@ -40,6 +43,9 @@ class GdsLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite); }
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
+  // Takes the staging that pages of this view, which will be the group's, need. Throws ContractError for
+  // another group, GeometryError for another stripe, and CapacityError, which says what to set.
+  void reserve_staging(int32_t group, const KvView& view);
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   bool needs_stream() const override { return device_ != nullptr; }
   std::shared_ptr<StreamEvent> record(StreamId stream) override;

@@ -25,6 +25,9 @@ const GdsOptions& checked(const GdsOptions& options) {
   if (options.max_staging_bytes < 1) {
     refuse("max_staging_bytes", std::to_string(options.max_staging_bytes), "1 and more");
   }
+  if (options.most_transfer_bytes < 1) {
+    refuse("most_transfer_bytes", std::to_string(options.most_transfer_bytes), "1 and more");
+  }
   if (!(options.deadline_s > 0)) refuse("deadline_s", std::to_string(options.deadline_s), "more than 0");
   if (!(options.stuck_s > 0)) refuse("stuck_s", std::to_string(options.stuck_s), "more than 0");
   return options;
@@ -93,21 +96,42 @@ void GDSManager::close() {
   parts_.io = nullptr;
 }
 
+int64_t GDSManager::slots_for(int64_t slot_bytes) const {
+  if (slot_bytes > options_.max_staging_bytes) {
+    throw CapacityError(
+        "one block needs " + std::to_string(slot_bytes) +
+        " bytes of staging, more than max_staging_bytes = " + std::to_string(options_.max_staging_bytes) +
+        ": raise gds.max_staging_bytes, or switch gds.use_staged_transfer off");
+  }
+  const int64_t at_once = options_.most_transfer_bytes / slot_bytes + 1;
+  return std::min({int64_t{options_.max_staging_blocks}, options_.max_staging_bytes / slot_bytes, at_once});
+}
+
 std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
   const int64_t slot = map.slot_bytes();
-  if (slot > options_.max_staging_bytes) {
-    throw CapacityError(
-        "one block needs " + std::to_string(slot) +
-        " bytes of staging, more than max_staging_bytes = " + std::to_string(options_.max_staging_bytes));
-  }
+  const int64_t slots = slots_for(slot);
   const std::lock_guard lock(mutex_);
-  const int64_t blocks = std::min<int64_t>(options_.max_staging_blocks, options_.max_staging_bytes / slot);
   // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
-  if (staging_ == nullptr || staging_->bytes() < blocks * slot) {
+  if (staging_ == nullptr || staging_->bytes() < slots * slot) {
     staging_ = nullptr;  // before the larger one is made
-    staging_ = std::make_shared<StagingBuffer>(parts_.device, parts_.io, blocks * slot);
+    try {
+      staging_ = std::make_shared<StagingBuffer>(parts_.device, parts_.io, slots * slot);
+    } catch (const CapacityError& error) {
+      throw CapacityError(std::string(error.what()) + "; " + std::to_string(slots) + " staging slots of " +
+                          std::to_string(slot) +
+                          " bytes: lower gds.max_staging_blocks or gds.max_staging_bytes, or switch "
+                          "gds.use_staged_transfer off");
+    }
   }
+  staging_slots_ = {slots, slot};
   return staging_;
+}
+
+void GDSManager::reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct) {
+  TransferControl control(options_.deadline_s, options_.stuck_s);
+  const Running running(*this, control);
+  const Way way = way_of(map, samples, force_direct);
+  if (way != Way::kStraight) own_staging(way == Way::kBeside ? *map.beside_slots() : map);
 }
 
 void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) const {
@@ -138,24 +162,33 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
   }
 }
 
-TransferReport GDSManager::dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
-                                    std::shared_ptr<StagingBuffer> staging, bool force_direct,
-                                    const TransferControl& control, const TransferHooks& hooks) {
-  const auto direct = [&] {
-    return transfer_direct(parts_, map, pages, is_read, options_.threads_per_device * kDirectPagesPerThread,
-                           control, hooks);
-  };
+GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
+                                   bool force_direct) const {
   // A page in one piece gains nothing from a slot; more pieces go straight where that is asked for.
   const PageMap* beside = map.beside_slots();
   if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
       can_go_direct(*parts_.io, *beside, pages)) {
-    return dispatch_staged(*beside, pages, is_read, std::move(staging), control, hooks);
+    return Way::kBeside;
   }
   const bool must_stage = map.pieces().empty();
-  if (!must_stage && (force_direct || !options_.use_staged_transfer)) return direct();
+  if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
   // The same for pages without digests, unless their calls would be bounced.
-  if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return direct();
-  return dispatch_staged(map, pages, is_read, std::move(staging), control, hooks);
+  if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return Way::kStraight;
+  return Way::kStaged;
+}
+
+TransferReport GDSManager::dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
+                                    std::shared_ptr<StagingBuffer> staging, bool force_direct,
+                                    const TransferControl& control, const TransferHooks& hooks) {
+  switch (way_of(map, pages, force_direct)) {
+    case Way::kStraight:
+      return transfer_direct(parts_, map, pages, is_read, options_.threads_per_device * kDirectPagesPerThread,
+                             control, hooks);
+    case Way::kBeside:
+      return dispatch_staged(*map.beside_slots(), pages, is_read, std::move(staging), control, hooks);
+    default:
+      return dispatch_staged(map, pages, is_read, std::move(staging), control, hooks);
+  }
 }
 
 TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const StagedPage> pages,
@@ -228,6 +261,11 @@ int32_t GDSManager::threads() const {
 int64_t GDSManager::staging_bytes() const {
   const std::lock_guard lock(mutex_);
   return staging_ ? staging_->bytes() : 0;
+}
+
+GDSManager::StagingSlots GDSManager::staging_slots() const {
+  const std::lock_guard lock(mutex_);
+  return staging_slots_;
 }
 
 }  // namespace flexkv

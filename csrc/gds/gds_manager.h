@@ -31,7 +31,8 @@ struct GdsOptions {
   bool use_staged_transfer = true;  // false: one call for each piece of a page, straight to the pool
   int32_t max_staging_blocks = kDefaultStagingBlocks;
   int64_t max_staging_bytes = kDefaultStagingBytes;
-  double deadline_s = 600;  // of one transfer
+  int64_t most_transfer_bytes = INT64_MAX;  // of one transfer; staging for more would never be used
+  double deadline_s = 600;                  // of one transfer
   double stuck_s = 60;
   IoBackend io = IoBackend::kAuto;  // of plain memory, where the manager makes its own I/O
 };
@@ -67,6 +68,10 @@ class FLEXKV_EXPORT GDSManager {
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
                           const TransferHooks& hooks = {});
+  // Takes the staging now that transfers of such pages will use, so that a shortage shows before the first.
+  // `samples` decide, like the pages of a transfer, whether they pass through slots at all; nothing of theirs
+  // is touched. Throws CapacityError, which says what to set, and ClosedError.
+  void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
   // Cancels, waits for what is in flight, closes files and threads. Idempotent.
@@ -82,10 +87,20 @@ class FLEXKV_EXPORT GDSManager {
   // Why this manager takes no transfers any more; empty while it does.
   std::string down_reason() const;
   int64_t staging_bytes() const;
+  // Of the manager's own staging, as the last reservation or transfer divided it; {0, 0} before the first.
+  struct StagingSlots {
+    int64_t slots = 0;
+    int64_t slot_bytes = 0;
+  };
+  StagingSlots staging_slots() const;
   int32_t threads() const;
 
  private:
   class Running;
+  // How the pages of a map go: `staged` through slots, `beside` them but for their trailers, or straight.
+  enum class Way { kStaged, kBeside, kStraight };
+  Way way_of(const PageMap& map, std::span<const StagedPage> pages, bool force_direct) const;
+  int64_t slots_for(int64_t slot_bytes) const;
   std::shared_ptr<StagingBuffer> own_staging(const PageMap& map);
   void check_pages(std::span<const StagedPage> pages, bool is_read) const;
   TransferReport dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
@@ -102,6 +117,7 @@ class FLEXKV_EXPORT GDSManager {
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::shared_ptr<StagingBuffer> staging_;
+  StagingSlots staging_slots_;
   std::set<TransferControl*> running_;
   GdsTotals totals_;
   std::string down_reason_;

@@ -11,6 +11,7 @@
 #include "gds/transform_lanes.h"
 #include "gds/transform_tables.h"
 #include "transfer/host_copy.h"
+#include "transfer/memory_limit.h"
 
 namespace flexkv {
 namespace {
@@ -121,6 +122,12 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
+    // Overcommitted memory would be missed at the first touch, by the OOM killer.
+    const MemoryLimit limit = machine_memory_limit();
+    if (bytes > limit.available_bytes) {
+      throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
+                          std::to_string(limit.available_bytes) + " are available (" + limit.source + ")");
+    }
     const bool huge = bytes >= kHugePageBytes;
     const int64_t unit = huge ? kHugePageBytes : kIoAlignBytes;
     const auto size = static_cast<size_t>(round_up(bytes, unit));

@@ -74,6 +74,17 @@ int64_t raw_slot_bytes(const RawTransfer& transfer) {
   return PageMap::raw(transfer.pool, transfer.file, transfer.layers).slot_bytes();
 }
 
+void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer) {
+  const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
+  if (transfer.pool_blocks.size() != transfer.file_blocks.size()) {
+    throw GeometryError("as many blocks of the pool as of the files are needed");
+  }
+  std::vector<StagedPage> samples = pages_of(manager, transfer);
+  std::erase_if(samples,
+                [&](const StagedPage& page) { return !manager.files().has(page.device, page.file); });
+  manager.reserve_staging(map, samples, !transfer.staged);
+}
+
 void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
   const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
   check_blocks(map, transfer.pool_blocks, transfer.file_blocks, "the files");

@@ -30,6 +30,10 @@ struct RawTransfer {
 // throw.
 FLEXKV_EXPORT void transfer_raw(GDSManager& manager, const RawTransfer& transfer);
 
+// Takes the manager's own staging that such transfers will use; the blocks named stand for all, and none is
+// touched. Throws CapacityError, which says what to set, and what PageMap::raw() throws.
+FLEXKV_EXPORT void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer);
+
 // Unit: bytes. What one block of a transfer takes in a staging buffer.
 FLEXKV_EXPORT int64_t raw_slot_bytes(const RawTransfer& transfer);
 

@@ -11,6 +11,7 @@ from flexkv import c_ext
 from flexkv.config import GdsConfig, IoBackend
 from flexkv.observe import get_logger
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.transfer.staging_limits import staging_cut
 
 
 def make_gds_lane(
@@ -21,6 +22,7 @@ def make_gds_lane(
     use_staged_transfer: bool | None = None,
     max_staging_blocks: int | None = None,
     io: IoBackend = "auto",
+    views: Sequence[c_ext.KvView] = (),
 ) -> c_ext.GdsLane:
     """Opens the slabs for one rank. The lane serves one transfer engine.
 
@@ -29,25 +31,34 @@ def make_gds_lane(
         device: the CUDA device that has the engine's pool; None for plain memory.
         use_staged_transfer, max_staging_blocks: win over `config` where given.
         io: of plain memory, and of copies from it where a GPU has no other way.
+        views: of the rank's pool, one a group: the staging that their blocks need is taken now. Without them it is
+            taken by the first transfer.
 
     Raises:
         ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
-        GeometryError: the runs do not fill the stripes.
+        GeometryError: the runs do not fill the stripes, or are not those of a view.
+        CapacityError: the staging is not there; says what to set.
     """
     codecs = [c_ext.PageCodec(list(g.stripe_bytes), _tables(g.runs), False) for g in slabs.groups]
     staged = config.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
+    slots = config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks
     lane = c_ext.GdsLane(
         codecs,
         stripe,
         slabs.disks,
         threads_per_device=config.threads_per_disk,
         use_staged_transfer=staged,
-        max_staging_blocks=config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks,
+        max_staging_blocks=slots,
         max_staging_bytes=config.max_staging_bytes,
         gpu_device_id=-1 if device is None else device,
         io=io,
     )
-    get_logger("gds").info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
+    log = get_logger("gds")
+    log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
+    for group, view in enumerate(views):
+        lane.reserve_staging(group, view)
+        if cut := staging_cut(lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes):
+            log.info("slabs of group %d: %s", group, cut)
     return lane
 
 

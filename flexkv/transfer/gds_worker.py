@@ -7,7 +7,7 @@ worker.read(gpu_blocks=[4, 9], ssd_blocks=[100, 101])
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.config import GdsConfig, IoBackend, load_config
-from flexkv.errors import GeometryError
+from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import get_logger
+from flexkv.transfer.staging_limits import staging_cut
 
 Ids = Sequence[int] | NDArray[np.int64]
+
+SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
+"""Two blocks show how all of a pool are aligned, and so whether they pass through staging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class GDSTransferWorker:
     Raises:
         ConfigError: a setting or option that is not allowed, a file that cannot be opened, or `io` that the kernel
             refuses.
+        CapacityError: the staging is not there; says what to set.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class GDSTransferWorker:
         log = get_logger("gds")
         log.info("%s; %s", self.manager.describe(), "staged" if self.use_staged_transfer else "a call a run")
         self._log = log
+        self._reserve_staging(gds.max_staging_bytes)
 
     def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
         """Files to pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
@@ -133,15 +139,47 @@ class GDSTransferWorker:
         """Pool to files; otherwise as `read`."""
         self._move(gpu_blocks, ssd_blocks, layers, is_read=False)
 
+    def _reserve_staging(self, max_bytes: int) -> None:
+        try:
+            self._call(
+                c_ext.reserve_gds_staging, SAMPLE_BLOCKS, SAMPLE_BLOCKS, self._all_layers, is_read=True
+            )
+        except FlexKVError:
+            self.manager.close()
+            raise
+        manager = self.manager
+        if cut := staging_cut(
+            manager.staging_slots, manager.staging_slot_bytes, self.max_staging_blocks, max_bytes
+        ):
+            self._log.info("%s", cut)
+
     def _move(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None, is_read: bool) -> None:
-        pool, files = self._pool, self._files
         start = time.perf_counter()
-        c_ext.transfer_kv_blocks_gds_staged(
-            self.manager,
-            self._all_layers if layers is None else _ids(layers, "layers").astype(np.int32),
-            self._ptrs,
-            _ids(ssd_blocks, "ssd_blocks"),
+        self._call(
+            c_ext.transfer_kv_blocks_gds_staged,
             _ids(gpu_blocks, "gpu_blocks"),
+            _ids(ssd_blocks, "ssd_blocks"),
+            self._all_layers if layers is None else _ids(layers, "layers").astype(np.int32),
+            is_read,
+        )
+        taken_ms = 1e3 * (time.perf_counter() - start)
+        self._log.debug("%s %d blocks in %.1f ms", "read" if is_read else "wrote", len(gpu_blocks), taken_ms)
+
+    def _call(
+        self,
+        function: Callable[..., None],
+        gpu_blocks: NDArray[np.int64],
+        ssd_blocks: NDArray[np.int64],
+        layers: NDArray[np.int32],
+        is_read: bool,
+    ) -> None:
+        pool, files = self._pool, self._files
+        function(
+            self.manager,
+            layers,
+            self._ptrs,
+            ssd_blocks,
+            gpu_blocks,
             pool.kv_stride,
             pool.block_stride,
             pool.layer_stride,
@@ -156,8 +194,6 @@ class GDSTransferWorker:
             is_mla=pool.is_mla,
             gpu_block_type=pool.gpu_block_type,
         )
-        taken_ms = 1e3 * (time.perf_counter() - start)
-        self._log.debug("%s %d blocks in %.1f ms", "read" if is_read else "wrote", len(gpu_blocks), taken_ms)
 
     def close(self) -> None:
         """Ends what is under way and closes the files. Idempotent."""

@@ -148,6 +148,42 @@ TEST_CASE_TEMPLATE("staging that cannot be had is an error, and later transfers 
   CHECK(world.move(false).ok());
 }
 
+TEST_CASE_TEMPLATE("staging is reserved before the first transfer, or that is an error", Io, PosixFileIo,
+                   UringFileIo) {
+  GdsWorldOf<Io> world;
+  world.device->fail_allocation(true);
+  std::string words;
+  try {
+    world.manager->reserve_staging(*world.map, world.pages(2));
+  } catch (const CapacityError& error) {
+    words = error.what();
+  }
+  CHECK(words.find("CUDA error 2; 3 staging slots of 24576 bytes") != std::string::npos);
+  CHECK(words.find("gds.max_staging_blocks") != std::string::npos);
+  CHECK(world.manager->staging_bytes() == 0);
+
+  world.device->fail_allocation(false);
+  world.manager->reserve_staging(*world.map, world.pages(2));
+  CHECK(world.manager->staging_bytes() == 3 * GdsWorld::kImage);
+  CHECK(world.manager->staging_slots().slots == 3);
+  CHECK(world.io->in_flight() == 0);
+  CHECK(world.move(false).ok());
+  CHECK(world.device->allocated() == 1);
+
+  world.manager->close();
+  CHECK_THROWS_AS(world.manager->reserve_staging(*world.map, world.pages(2)), ClosedError);
+}
+
+TEST_CASE("staging holds no more than one transfer moves") {
+  GdsOptions options;
+  options.most_transfer_bytes = GdsWorld::kImage;  // two pages at most
+  GdsWorld world({}, options);
+  world.manager->reserve_staging(*world.map, world.pages(2));
+  CHECK(world.manager->staging_slots().slots == 2);
+  CHECK(world.move(false).ok());
+  CHECK(world.manager->staging_bytes() == 2 * GdsWorld::kImage);
+}
+
 TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest has stopped moving", Io,
                    PosixFileIo, UringFileIo) {
   for (const bool is_read : {true, false}) {

@@ -16,22 +16,25 @@ from flexkv.transfer.slab_map import SlabMap
 
 
 def open_gds_lane(
-    config: FlexKVConfig, slabs: SlabMap, stripe: int, tensors: Sequence[Any]
+    config: FlexKVConfig, slabs: SlabMap, stripe: int, view: Any, tensors: Sequence[Any]
 ) -> tuple[GdsLane | None, str]:
     """The lane to slabs on disk that blocks are loaded from without a page of the host pool.
 
     Args:
         stripe: the rank whose stripe of them this rank loads.
-        tensors: of the rank's pool; they say which device it lies on.
+        view: `KvView` of the rank's pool.
+        tensors: that the view was made of; they say which device it lies on.
 
     Returns:
         The lane; or, where `disk.gds` leaves it to the machine, None and why there is none.
 
     Raises:
-        ConfigError: `disk.gds` demands the lane, and it cannot be opened.
+        ConfigError: `disk.gds` demands the lane, and it or its staging cannot be had.
     """
     try:
-        return make_gds_lane(slabs, stripe, cuda_device_of(tensors), config.gds, io=config.disk.io), ""
+        device = cuda_device_of(tensors)
+        lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=[view])
+        return lane, ""
     except FlexKVError as error:
         if config.disk.gds != "auto":
             raise ConfigError(

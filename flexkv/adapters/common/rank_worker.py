@@ -123,7 +123,7 @@ class RankWorker:
         gds_lane = None
         if slabs is not None:
             stripe = 0 if self._replicated else self.rank
-            gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self._owners)
+            gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self.view, self._owners)
             self._ops.gds_refusal = refusal
         engine = open_lanes(
             self._config,

@@ -152,6 +152,14 @@ def test_with_on_a_rank_that_cannot_open_the_slabs_is_an_error(
     assert not engine.side.unit.usable
 
 
+def test_staging_that_cannot_be_had_is_an_error_at_the_start(make_gds: Make) -> None:
+    short = {"gds.max_staging_bytes": 4096}
+    with pytest.raises(
+        ConfigError, match=r"disk.gds=on: one block needs \d+ bytes of staging.* raise gds.max_st"
+    ):
+        make_gds(**short)
+
+
 def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) -> None:
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))

@@ -93,7 +93,9 @@ class SlabWorld:
         self.lanes: list[c_ext.GdsLane] = []
         for number in range(ranks):
             rank = make_rank(layers, kv, run, blocks, block_first, number)
-            lane = make_gds_lane(self.slabs, number, device, GdsConfig(), staged, staging_blocks)
+            lane = make_gds_lane(
+                self.slabs, number, device, GdsConfig(), staged, staging_blocks, views=[rank.view]
+            )
             engine = TransferEngine(lanes=[lane], device=device)
             engine.attach_view(
                 0,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexkv.config import GdsConfig
-from flexkv.errors import BlockRangeError, ContractError
+from flexkv.errors import BlockRangeError, CapacityError, ContractError, GeometryError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
@@ -236,6 +236,40 @@ def test_staging_is_bounded_and_arguments_win(tmp_path: Path) -> None:
     world.engines.append(engine)
     assert world.run(engine, world.op(OpKind.GDS_READ, [0, 1], [0, 1]))[0].reason == ""
     assert lane.staging_bytes <= world.codec.image_bytes
+    world.close()
+
+
+def test_staging_is_taken_when_the_lane_is_opened(tmp_path: Path) -> None:
+    world = SlabWorld([tmp_path])
+    (lane,) = world.lanes
+    assert lane.totals["transfers"] == 0
+    assert lane.staging_bytes == 3 * world.codec.image_bytes
+    world.store([0], [0])
+    assert lane.staging_bytes == 3 * world.codec.image_bytes
+    with pytest.raises(CapacityError, match=r"raise gds.max_staging_bytes"):
+        make_gds_lane(world.slabs, 0, None, GdsConfig(max_staging_bytes=4096), views=[world.ranks[0].view])
+    with pytest.raises(GeometryError, match="the slabs have other runs"):
+        make_gds_lane(world.slabs, 0, None, GdsConfig(), views=[Rank(2, 3, 4096, 4, False, 0).view])
+    with pytest.raises(ContractError, match=r"group 1: the gds lane has groups \[0, 1\)"):
+        make_gds_lane(world.slabs, 0, None, GdsConfig(), views=[world.ranks[0].view] * 2)
+    world.close()
+
+
+def test_staging_holds_no_more_than_a_lane_moves_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    world = SlabWorld([tmp_path], run=1 << 20, blocks=2, staging_blocks=None)
+    (lane,) = world.lanes
+    image = world.codec.image_bytes
+    assert (lane.staging_slots, lane.staging_slot_bytes) == ((40 << 20) // image + 1, image)
+    assert lane.staging_bytes == lane.staging_slots * image
+    (line,) = [r.message for r in caplog.records if "max_staging" in r.message]
+    assert line.startswith(f"slabs of group 0: {lane.staging_slots} staging slots of 6.0 MiB")
+    assert "gds.max_staging_blocks = 64 asks for" in line
+    assert "what a lane moves at once takes no more" in line
+    world.store([0, 1], [0, 1])
+    assert world.load(0, [1, 0], [0, 1]).reason == ""
     world.close()
 
 

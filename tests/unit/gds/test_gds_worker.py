@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexkv.config import load_config
-from flexkv.errors import ConfigError, GeometryError
+from flexkv.errors import CapacityError, ConfigError, GeometryError
 from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
 LAYERS, CHUNK, BLOCKS = 5, 4096, 10
@@ -112,6 +112,54 @@ def test_staging_is_bounded_in_bytes(rank: Rank) -> None:
     worker.write(list(range(BLOCKS)), list(range(BLOCKS)))
     assert worker.manager.staging_bytes == 2 * rank.files.block_stride
     worker.close()
+
+
+def test_staging_is_taken_at_the_start(rank: Rank) -> None:
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=3)
+    assert worker.manager.staging_bytes == 3 * rank.files.block_stride
+    assert worker.manager.totals["transfers"] == 0
+    worker.write([0], [0])
+    assert worker.manager.staging_bytes == 3 * rank.files.block_stride
+    worker.close()
+
+
+def test_staging_that_is_not_there_is_an_error_at_the_start_with_what_to_set(rank: Rank) -> None:
+    config = load_config({"gds.max_staging_bytes": "1024TiB"}, {}).gds
+    with pytest.raises(CapacityError) as caught:
+        GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config, max_staging_blocks=2**31 - 1)
+    words = str(caught.value)
+    assert "are available (MemAvailable)" in words or "cgroup" in words
+    assert f"{2**31 - 1} staging slots of {rank.files.block_stride} bytes" in words
+    assert "lower gds.max_staging_blocks or gds.max_staging_bytes" in words
+    # Nothing of it stays: the files can be opened again, with less.
+    GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=1).close()
+
+
+def test_a_limit_that_leaves_no_slot_is_an_error_at_the_start(rank: Rank) -> None:
+    config = load_config({"gds.max_staging_bytes": rank.files.block_stride - 1}, {}).gds
+    with pytest.raises(
+        CapacityError, match=r"raise gds.max_staging_bytes, or switch gds.use_staged_transfer off"
+    ):
+        GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config)
+    GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config, use_staged_transfer=False).close()
+
+
+def test_a_limit_that_cuts_another_is_logged_with_both_and_the_result(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = rank.files.block_stride
+    config = load_config({"gds.max_staging_bytes": size * 5 // 2}, {}).gds
+    caplog.set_level("INFO")
+    worker = GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config)
+    assert (worker.manager.staging_slots, worker.manager.staging_slot_bytes) == (2, size)
+    worker.close()
+    assert [r.message for r in caplog.records if "max_staging" in r.message] == [
+        "2 staging slots of 40.0 KiB, 80.0 KiB together: gds.max_staging_blocks = 64 asks for 2.5 MiB, and "
+        "gds.max_staging_bytes = 100.0 KiB leaves no more"
+    ]
+    caplog.clear()
+    GDSTransferWorker(rank.pool, rank.files, rank.paths, config=config, max_staging_blocks=2).close()
+    assert [r.message for r in caplog.records if "max_staging" in r.message] == []
 
 
 def test_defaults_are_the_documented_ones() -> None:
