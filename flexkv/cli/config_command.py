@@ -11,6 +11,7 @@ from rich.table import Table
 from flexkv.cli.tables import print_table
 from flexkv.config import FlexKVConfig, SettingRow, load_config
 from flexkv.config.names import ALIASES
+from flexkv.config.samples import SAMPLES, sample_text
 from flexkv.config.sizes import format_size
 from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
@@ -47,6 +48,22 @@ def show(as_json: bool, extra: str | None) -> None:
 def docs() -> None:
     """Print the reference of all settings in Markdown."""
     click.echo(markdown_reference())
+
+
+@command.command()
+def samples() -> None:
+    """List the sample files that `flexkv config sample` prints."""
+    table = Table("sample", "what it is", box=None, pad_edge=False)
+    for name, what in SAMPLES.items():
+        table.add_row(name, what)
+    print_table(table)
+
+
+@command.command()
+@click.argument("name")
+def sample(name: str) -> None:
+    """Print one sample file: flexkv's settings, or what an engine is given to attach flexkv."""
+    click.echo(sample_text(name), nl=False)
 
 
 def show_value(row: SettingRow) -> str:

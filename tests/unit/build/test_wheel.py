@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from build_support.ninja_file import Variant
+from flexkv.config.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD_S = 600
@@ -45,7 +46,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {str(p.relative_to(ROOT)) for s in ("*.py", "*.pyi") for p in (ROOT / "flexkv").rglob(s)}
     (library,) = (name for name in names if name.endswith(".so"))
-    assert names == sources | {"flexkv/py.typed", library}
+    samples = {f"flexkv/config/samples/{name}" for name in SAMPLES}
+    assert names == sources | samples | {"flexkv/py.typed", library}
 
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
 
@@ -54,6 +56,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(target)
     program = (
         "import flexkv, flexkv.c_ext as c; info = c.build_info(); "
+        "from flexkv.config.samples import SAMPLES, sample_text; assert all(map(sample_text, SAMPLES)); "
         "print(flexkv.__file__, info['cpp_standard'], info['cuda'])"
     )
     environ = {**os.environ, "PYTHONPATH": str(target)}
@@ -75,7 +78,7 @@ def test_source_archive_can_be_built_from(tmp_path: Path) -> None:
         names = {name.split("/", 1)[1] for name in content.getnames() if "/" in name}
     wanted = [
         p
-        for folder in ("csrc", "build_support")
+        for folder in ("csrc", "build_support", "flexkv/config/samples")
         for p in (ROOT / folder).rglob("*")
         if "__pycache__" not in p.parts
     ]

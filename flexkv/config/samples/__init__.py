@@ -1,0 +1,36 @@
+"""Commented files to start from: flexkv's own settings, and what each engine is given to attach flexkv."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from flexkv.errors import ConfigError
+
+SAMPLES = {
+    "vllm.yaml": "settings beside vLLM",
+    "sglang.yaml": "settings beside SGLang",
+    "tensorrt-llm.yaml": "settings beside TensorRT-LLM",
+    "laptop.yaml": "settings for a small machine without a GPU",
+    "one-gpu-node.yaml": "settings for a node that two engines share, with a disk tier",
+    "disk.yaml": "settings of a disk tier on two SSDs",
+    "gds.yaml": "settings of GPUDirect Storage",
+    "engine-vllm.json": "vLLM's --kv-transfer-config",
+    "engine-sglang.yaml": "SGLang's --config",
+    "engine-tensorrt-llm.yaml": "TensorRT-LLM's --extra_llm_api_options",
+}
+"""File -> what it is."""
+
+ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
+"""Those that an engine reads; flexkv reads the others (FLEXKV_CONFIG)."""
+
+
+def sample_text(name: str) -> str:
+    """The file, by its name with or without the ending.
+
+    Raises:
+        ConfigError: there is no such sample; names those that there are.
+    """
+    for file in SAMPLES:
+        if name in (file, file.rpartition(".")[0]):
+            return (files(__name__) / file).read_text(encoding="utf-8")
+    raise ConfigError(f"no sample {name!r}: there are {', '.join(SAMPLES)}")
