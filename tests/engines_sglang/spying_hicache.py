@@ -20,11 +20,11 @@ class SpyingHiCache(FlexKVHiCache):
     """As a user's storage class, but for the orders."""
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        with self._lock:
+        with self._ready.lock:
             if self._ordered("spoil"):
                 self.mem_pool_host.kv_buffer.view(torch.uint8).fill_(NOISE_BYTE)
             if self._ordered("corrupt"):
-                damage(self._ready)
+                damage(self._ready.cache)
             return super().batch_exists(keys, extra_info)
 
     def _ordered(self, what: str) -> bool:

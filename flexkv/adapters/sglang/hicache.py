@@ -6,38 +6,31 @@ flexkv's slots by its lanes, each byte once.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.sglang.host_pool import view_of_host_pool
 from flexkv.adapters.sglang.identity import Place, owner_of
+from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.page_numbers import pages_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.sglang.weight_watch import watch_weights
-from flexkv.cache.base import Completion
 from flexkv.config import load_config
 from flexkv.errors import ContractError, GeometryError
-from flexkv.observe import NamedThread, configure_logging, get_logger, log_package
+from flexkv.observe import configure_logging, get_logger, log_package
 
 logger = get_logger(__name__)
-
-PUMP_S = 0.005
-"""How often the disks are looked after while they have something to do."""
 
 OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Entries of the extra config that are SGLang's; all others are flexkv's."""
 
 
 class FlexKVHiCache(HiCacheStorage):
-    """One rank's storage. SGLang calls it from its prefetch and backup threads at once; a lock puts them in order.
+    """One rank's storage. SGLang calls it from its prefetch and backup threads at once.
 
     Raises:
         ConfigError: a setting is wrong, or nothing identifies the weights.
@@ -52,10 +45,7 @@ class FlexKVHiCache(HiCacheStorage):
         self._config = share_of_node(load_config(settings), self._place.units_on_node)
         configure_logging(self._config.observe.log_level)
         log_package(logger)
-        self._cache: RankCache | None = None
-        self._lock = threading.RLock()
-        self._stored = threading.Event()
-        self._numbers = count(1)
+        self._batches: PageBatches | None = None
 
     # --- set up ---
 
@@ -70,7 +60,7 @@ class FlexKVHiCache(HiCacheStorage):
         from sglang.srt.runtime_context import get_server_args
 
         owner = owner_of(get_server_args(), pool, self._place, self._config, str(mem_pool_host.dtype))
-        self._cache = RankCache(
+        cache = RankCache(
             self._config,
             pool.view,
             str(pool.format_id),
@@ -80,7 +70,7 @@ class FlexKVHiCache(HiCacheStorage):
             owner,
             stream_of=_no_stream,
         )
-        NamedThread("flexkv-hicache", self._write_to_disk).start()
+        self._batches = PageBatches(cache, self._config.disk.wait_s)
         if not watch_weights(self):
             raise ContractError(
                 "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
@@ -99,20 +89,16 @@ class FlexKVHiCache(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     @property
-    def _ready(self) -> RankCache:
-        if self._cache is None:
+    def _ready(self) -> PageBatches:
+        if self._batches is None:
             raise ContractError("SGLang has not registered its host pool")
-        return self._cache
+        return self._batches
 
     # --- what SGLang asks ---
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Pages from the first on that can be had; what is on disk comes up for that."""
-        with self._lock:
-            request, cache = self._request(), self._ready
-            pages = cache.match(request, cache.keys(keys), self._config.disk.wait_s)
-            cache.manager.end_request(request)
-            return pages
+        return self._ready.exists(keys)
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -125,20 +111,9 @@ class FlexKVHiCache(HiCacheStorage):
         Raises:
             ClosedError: see `RankCache.finish`; SGLang uses or frees the pages when the call returns.
         """
-        with self._lock:
-            request, cache = self._request(), self._ready
-            blocks = pages_of(host_indices, cache.page_tokens)
-            found = cache.match(request, cache.keys(keys), self._config.disk.wait_s)
-            graph = cache.manager.begin_load(request, [blocks[:found]]) if found else None
-            arrived = np.zeros(len(keys), np.bool_)
-            if graph is not None:
-                ended: list[Completion] = []
-                if cache.submit(graph, ended.append) is None:
-                    cache.drop(graph, "the load lane's queue is full")
-                cache.finish(graph)
-                arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
-            cache.manager.end_request(request)
-            return [bool(page) for page in arrived]
+        batches = self._ready
+        blocks = pages_of(host_indices, batches.cache.page_tokens)
+        return [bool(page) for page in batches.load(keys, blocks)]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -148,42 +123,23 @@ class FlexKVHiCache(HiCacheStorage):
         Raises:
             ClosedError: as `batch_get_v1`.
         """
-        with self._lock:
-            request, cache = self._request(), self._ready
-            blocks = pages_of(host_indices, cache.page_tokens)
-            ended: list[Completion] = []
-            plan = cache.store(request, cache.keys(keys), blocks, ended.append, None)
-            stored = np.ones(len(keys), np.bool_)
-            if plan.dropped:
-                # Which of the others were dropped and which known the plan does not say: none of them is claimed.
-                stored[:] = False
-                stored[plan.stored] = True
-            if plan.graph is not None:
-                cache.finish(plan.graph)
-                stored[np.isin(blocks, ended[0].failed_blocks)] = False
-            cache.manager.end_request(request)
-            self._stored.set()
-            return [bool(page) for page in stored]
+        batches = self._ready
+        blocks = pages_of(host_indices, batches.cache.page_tokens)
+        return [bool(page) for page in batches.store(keys, blocks)]
 
     def clear(self) -> None:
         """Everything stored becomes a miss."""
-        with self._lock:
-            self._ready.manager.reset()
+        self._ready.clear()
 
     def close(self) -> None:
         """Writes what waits and gives the memory back."""
-        with self._lock:
-            if self._cache is not None:
-                logger.info("%s", self._cache.take_counters().summary())
-                self._cache.close()
-                self._cache = None
-                self._stored.set()
+        if self._batches is not None:
+            self._batches.close()
 
     def new_weights(self) -> None:
         """The weights are about to change: nothing stored so far is a hit again."""
-        with self._lock:
-            if self._cache is not None:
-                self._cache.new_weights()
+        if self._batches is not None:
+            self._batches.new_weights()
 
     # --- the older interface, which SGLang does not use with "interface_v1" ---
 
@@ -200,25 +156,6 @@ class FlexKVHiCache(HiCacheStorage):
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         raise NotImplementedError('pages move by batch_set_v1: set "interface_v1": 1')
-
-    # --- internals ---
-
-    def _write_to_disk(self) -> None:
-        """A thread: gives the disks what was stored, also when SGLang asks for nothing more. Ends with `close`."""
-        while True:
-            self._stored.wait()
-            self._stored.clear()
-            busy = True
-            while busy:
-                with self._lock:
-                    if self._cache is None:
-                        return
-                    self._cache.pump()
-                    busy = self._cache.disk_busy
-                time.sleep(PUMP_S)
-
-    def _request(self) -> str:
-        return f"batch {next(self._numbers)}"
 
 
 def _no_stream(device: int) -> int:

@@ -29,6 +29,9 @@ QUIESCE_LOOK_S = 0.001
 
 Watcher = Callable[[Completion], None]
 
+Pause = Callable[[float], None]
+"""Lets so many seconds pass."""
+
 
 class RankCache:
     """The manager of one rank and its transfers. One thread calls it; completions are heard inside `poll`.
@@ -85,10 +88,11 @@ class RankCache:
         """Index keys of SGLang's page hashes."""
         return page_keys(self._namespace, hashes)
 
-    def match(self, request_id: str, keys: Keys, wait_s: float) -> int:
+    def match(self, request_id: str, keys: Keys, wait_s: float, pause: Pause = time.sleep) -> int:
         """Pages from the first on that are in host memory and verified; they are leased for `request_id`.
 
-        What is on disk is brought up first, for up to `wait_s` seconds: SGLang cannot be asked to come back.
+        What is on disk is brought up first, for up to `wait_s` seconds: SGLang cannot be asked to come back. Between
+        two looks at the disk `pause` is called; meanwhile others may use this cache. What it raises ends the lookup.
         """
         ends_s = time.monotonic() + wait_s
         while True:
@@ -98,12 +102,19 @@ class RankCache:
                 break
             self.pump()
             while self.manager.waits(request_id) and time.monotonic() < ends_s:
-                time.sleep(READ_LOOK_S)
+                self._pause(request_id, pause)
                 self.pump()
         if not match.blocks:
             # Nothing is leased, and nobody will say when the request ends.
             self.manager.release(request_id)
         return match.blocks
+
+    def _pause(self, request_id: str, pause: Pause) -> None:
+        try:
+            pause(READ_LOOK_S)
+        except BaseException:
+            self.manager.end_request(request_id)
+            raise
 
     # --- transfers ---
 

@@ -1,0 +1,155 @@
+"""One rank's cache behind calls that come from several threads at once, each for a batch of pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.cache.base import Completion
+from flexkv.errors import ClosedError
+from flexkv.observe import NamedThread, get_logger
+from flexkv.transfer.graph import BlockIds
+
+logger = get_logger(__name__)
+
+PUMP_S = 0.005
+"""How often the disks are looked after while they have something to do."""
+
+
+class PageBatches:
+    """A lock puts the calls in order. A lookup that waits for its disk holds none of the others up: it gives the lock
+    away between two looks.
+
+    Args:
+        wait_s: how long a lookup waits for pages on disk.
+
+    Attributes:
+        lock: is held while `cache` is used.
+    """
+
+    def __init__(self, cache: RankCache, wait_s: float) -> None:
+        self.cache = cache
+        self.lock = threading.RLock()
+        self._turn = threading.Condition(self.lock)
+        self._wait_s = wait_s
+        self._stored = threading.Event()
+        self._closed = False
+        self._numbers = count(1)
+        NamedThread("flexkv-hicache", self._write_to_disk).start()
+
+    def exists(self, hashes: Sequence[str]) -> int:
+        """Pages from the first on that can be had; what is on disk comes up for that.
+
+        Raises:
+            ClosedError: it was closed before.
+        """
+        with self.lock:
+            request, cache = self._request(), self._open
+            pages = self._match(request, hashes)
+            cache.manager.end_request(request)
+            return pages
+
+    def load(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
+        """Fills engine pages; which of them hold what was asked for, bool [pages].
+
+        Raises:
+            ClosedError: see `RankCache.finish`; or it was closed before.
+        """
+        with self.lock:
+            request, cache = self._request(), self._open
+            found = self._match(request, hashes)
+            graph = cache.manager.begin_load(request, [blocks[:found]]) if found else None
+            arrived = np.zeros(len(hashes), np.bool_)
+            if graph is not None:
+                ended: list[Completion] = []
+                if cache.submit(graph, ended.append) is None:
+                    cache.drop(graph, "the load lane's queue is full")
+                cache.finish(graph)
+                arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
+            cache.manager.end_request(request)
+            return arrived
+
+    def store(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
+        """Stores engine pages; False for those that found no room, True for what was there already, bool [pages].
+
+        Raises:
+            ClosedError: as of `load`.
+        """
+        with self.lock:
+            request, cache = self._request(), self._open
+            ended: list[Completion] = []
+            plan = cache.store(request, cache.keys(hashes), blocks, ended.append, None)
+            stored = np.ones(len(hashes), np.bool_)
+            if plan.dropped:
+                # Which of the others were dropped and which known the plan does not say: none of them is claimed.
+                stored[:] = False
+                stored[plan.stored] = True
+            if plan.graph is not None:
+                cache.finish(plan.graph)
+                stored[np.isin(blocks, ended[0].failed_blocks)] = False
+            cache.manager.end_request(request)
+            self._stored.set()
+            return stored
+
+    def clear(self) -> None:
+        """Everything stored becomes a miss."""
+        with self.lock:
+            self._open.manager.reset()
+
+    def new_weights(self) -> None:
+        """The weights are about to change: nothing stored so far is a hit again."""
+        with self.lock:
+            if not self._closed:
+                self.cache.new_weights()
+
+    def close(self) -> None:
+        """Writes what waits and gives the memory back. Idempotent."""
+        with self.lock:
+            if not self._closed:
+                logger.info("%s", self.cache.take_counters().summary())
+                self.cache.close()
+                self._closed = True
+                self._stored.set()
+                self._turn.notify_all()
+
+    # --- internals ---
+
+    @property
+    def _open(self) -> RankCache:
+        if self._closed:
+            raise ClosedError("the storage was closed")
+        return self.cache
+
+    def _match(self, request: str, hashes: Sequence[str]) -> int:
+        try:
+            return self.cache.match(request, self.cache.keys(hashes), self._wait_s, self._let_others_in)
+        except ClosedError:
+            return 0
+
+    def _let_others_in(self, seconds: float) -> None:
+        self._turn.wait(seconds)
+        if self._closed:
+            raise ClosedError("the storage was closed while a lookup waited for its disk")
+
+    def _write_to_disk(self) -> None:
+        """A thread: gives the disks what was stored, also when nothing more is asked. Ends with `close`."""
+        while True:
+            self._stored.wait()
+            self._stored.clear()
+            busy = True
+            while busy:
+                with self.lock:
+                    if self._closed:
+                        return
+                    self.cache.pump()
+                    busy = self.cache.disk_busy
+                time.sleep(PUMP_S)
+
+    def _request(self) -> str:
+        return f"batch {next(self._numbers)}"
