@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "io/thread_queue.h"
 #include "storage/disk.h"
 
 namespace flexkv {
@@ -54,9 +55,14 @@ std::unique_ptr<IoQueue> Disk::make_queue() {
   if (options_.io == IoBackend::kAuto) {
     if (const std::string refusal = uring_refusal(); !refusal.empty()) note("no io_uring: " + refusal);
   }
+  const std::string backend = queue->name();
+  if (backend == "threads" && options_.depth > kMostIoThreads) {
+    note(std::to_string(kMostIoThreads) +
+         " reads and writes at once, where disk.depth = " + std::to_string(options_.depth) + " allows more");
+  }
   {
     const std::lock_guard lock(mutex_);
-    backend_ = queue->name();
+    backend_ = backend;
   }
   return wrap_ ? wrap_(std::move(queue), number_) : std::move(queue);
 }

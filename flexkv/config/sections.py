@@ -273,7 +273,8 @@ class DiskConfig(Section):
     depth: Count = Field(
         32,
         le=1024,
-        description="Reads and writes under way at once on one disk; more only queue in the device.",
+        description="Reads and writes under way at once on one disk; more only queue in the device. Threads take 8 at "
+        "most, and the log says so.",
     )
     register_buffers: bool = Field(
         False,
@@ -303,7 +304,7 @@ class GdsConfig(Section):
     max_staging_bytes: SizeBytes = Field(
         2 * GIB,
         description="Memory that staging takes beside the engine's pool at most, whatever `max_staging_blocks` says: "
-        "it is taken from what the engine could use for its cache.",
+        "it is taken at the start, from what the engine could use for its cache. The log says which limit decided.",
     )
     threads_per_disk: Count = Field(
         4,

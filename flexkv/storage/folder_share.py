@@ -6,9 +6,16 @@ import shutil
 from pathlib import Path
 
 from flexkv.config import DiskConfig
+from flexkv.config.sizes import format_size
 from flexkv.errors import DiskError
+from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.folder import held_bytes, unit_folder
+
+logger = get_logger(__name__)
+
+EVEN_ROOM = 0.9
+"""Folders whose rooms differ by less are of one kind of disk: what the least of them costs the others is small."""
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group: DiskGroup) -> int:
@@ -24,7 +31,8 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
     """
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
-    rooms, reasons = [], []
+    rooms: dict[Path, int] = {}
+    reasons = []
     for root in map(Path, disk.folders):
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -33,11 +41,20 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
         except OSError as error:
             reasons.append(f"{root}: {error.strerror}")
             continue
-        rooms.append(share_bytes(free, own, others, disk.space_share, units))
+        rooms[root] = share_bytes(free, own, others, disk.space_share, units)
     if not rooms:
         allowed = "disk.folders takes folders that are there or can be made"
         raise DiskError(f"no disk can be used: {'; '.join(reasons)}; {allowed}")
-    return min(rooms)
+    least, most = min(rooms, key=rooms.__getitem__), max(rooms.values())
+    if rooms[least] < EVEN_ROOM * most:
+        logger.info(
+            "%s has room for %s by disk.space_share, others for up to %s: the least decides for all, as blocks are "
+            "striped over them; disk.bytes_per_folder sets it",
+            least,
+            format_size(rooms[least]),
+            format_size(most),
+        )
+    return rooms[least]
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:

@@ -43,6 +43,14 @@ def test_threads_take_over_where_io_uring_is_refused(tmp_path: Path, error: int,
     assert text in line
 
 
+def test_threads_cut_the_depth_and_say_so(tmp_path: Path) -> None:
+    said = used(tmp_path, "threads")
+    assert said["backend"] == "threads"
+    assert "8 reads and writes at once, where disk.depth = 32 allows more" in said["note"]
+    (line,) = [line for line in said["logged"] if "disk.depth" in line]
+    assert str(tmp_path) in line
+
+
 def test_io_uring_that_was_asked_for_and_is_refused_is_an_error(tmp_path: Path) -> None:
     said = used(tmp_path, "uring", IO_URING_SETUP, errno.EPERM)
     assert said == {"error": "DiskError: io_uring_setup: Operation not permitted"}

@@ -52,6 +52,27 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
         size(bad)
 
 
+def test_the_folder_that_cuts_the_others_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    free = {small: 1 << 30, large: 4 << 30}
+    monkeypatch.setattr("shutil.disk_usage", lambda root: SimpleNamespace(free=free[root]))
+    config = load_config({"disk.folders": f"{small}:{large}"}, {})
+    caplog.set_level("INFO")
+
+    def lines() -> list[str]:
+        caplog.clear()
+        bytes_per_folder(config.disk, 1, IDENTITY, make_group())
+        return [record.message for record in caplog.records]
+
+    (line,) = lines()
+    assert line.startswith(f"{small} has room for 512.0 MiB by disk.space_share, others for up to 2.0 GiB")
+    assert "disk.bytes_per_folder" in line
+    free[large] = (1 << 30) + 4096
+    assert lines() == []
+
+
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
     disk, held = 1000, {"first": 0, "second": 0, "third": 0}
