@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexkv.adapters.common.base import RankFacts, UnitOwner
+from flexkv.adapters.common.base import NO_UNIT, RankFacts, UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
-from flexkv.adapters.tensorrt_llm.link import Listener
+from flexkv.adapters.tensorrt_llm.link import Listener, Wire
 from flexkv.adapters.tensorrt_llm.messages import Order, RankReport
 from flexkv.adapters.tensorrt_llm.requests import RequestTable
 from flexkv.cache.base import OpRole
@@ -47,6 +47,8 @@ class JoinedRanks:
         self._listener = Listener()
         self._facts: dict[int, tuple[RankFacts, int]] = {}
         self._ready: set[int] = set()
+        self._rank_of: dict[Wire, int] = {}
+        self._refused = False
         self._off = ""
         self.joined: Joined | None = None
 
@@ -79,14 +81,45 @@ class JoinedRanks:
 
     def hear(self) -> None:
         """Takes what the ranks said."""
-        for report in self._listener.poll():
-            self._take(report)
+        for wire, report in self._listener.poll():
+            if refusal := self._refusal(wire, report):
+                self._refuse(wire, refusal)
+            else:
+                self._take(wire, report)
 
-    def _take(self, report: RankReport) -> None:
-        if report.facts is not None:
+    def _refusal(self, wire: Wire, report: RankReport) -> str:
+        """Why a report is not of this engine's rank; empty where it is."""
+        rank, ranks = report.rank, self._arguments.ranks
+        if wire not in self._rank_of:
+            if report.facts is None:
+                return f"rank {rank} reports before it has joined"
+            if not 0 <= rank < ranks:
+                return f"rank {rank} joins an engine of {ranks} rank(s)"
+            return f"rank {rank} has joined before" if rank in self._facts else ""
+        if self._rank_of[wire] != rank:
+            return f"rank {rank} reports on the connection of rank {self._rank_of[wire]}"
+        unit = self.joined.unit.unit_id if self.joined is not None else NO_UNIT
+        if report.unit != unit:
+            return f"rank {rank} reports to unit {report.unit.hex()}, this is {unit.hex()}"
+        return ""
+
+    def _refuse(self, wire: Wire, reason: str) -> None:
+        """Nothing of the report counts, and a connection that is no rank's ends."""
+        self._counters.add("flexkv_refused_messages_total", kind="reports")
+        if not self._refused:
+            self._refused = True
+            logger.error("a report is refused, as all further ones that are not of this engine: %s", reason)
+        if wire not in self._rank_of:
+            wire.close(reason)
+
+    def _take(self, wire: Wire, report: RankReport) -> None:
+        if wire not in self._rank_of and report.facts is not None:
+            self._rank_of[wire] = report.rank
+            self._listener.admit(wire)
             self._facts[report.rank] = (report.facts, report.block_tokens)
             if len(self._facts) == self._arguments.ranks and self.joined is None and not self._off:
                 self._join()
+            return
         if self.joined is None:
             return
         unit = self.joined.unit

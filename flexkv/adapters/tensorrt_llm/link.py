@@ -25,6 +25,9 @@ PEER = struct.Struct("3i")
 CHUNK_BYTES = 1 << 18
 """Read at once; a socket's default buffer holds about as much."""
 
+MAX_STRANGERS = 64
+"""Connections that have not been admitted at most; beyond it the oldest is closed."""
+
 MAX_WAITING_BYTES = 64 << 20
 """Unsent bytes to one rank at most: orders of a million pages. A rank that is further behind does not read."""
 
@@ -98,7 +101,10 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 class Listener:
-    """The scheduler's end. Only processes of the same user on this machine are let in."""
+    """The scheduler's end. Only processes of the same user on this machine may connect.
+
+    A connection is a stranger until `admit`: it is heard, but nothing is sent to it and its end means nothing.
+    """
 
     def __init__(self) -> None:
         self.address = f"flexkv-{os.getpid()}-{secrets.token_hex(16)}"
@@ -108,34 +114,44 @@ class Listener:
         self._socket.setblocking(False)
         self._socket.listen(64)
         self._wires: list[Wire] = []
+        self._strangers: list[Wire] = []
 
-    def poll(self) -> list[Any]:
-        """The messages of all ranks since the last call, in the order of each."""
+    def poll(self) -> list[tuple[Wire, Any]]:
+        """The messages of all connections since the last call, in the order of each."""
         while True:
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 break
             if _same_user(connection):
-                self._wires.append(Wire(connection))
+                self._strangers.append(Wire(connection))
             else:
                 logger.warning("a process of another user tried to connect; it was turned away")
                 connection.close()
-        return [message for wire in self._wires for message in wire.receive()]
+        for wire in self._strangers[:-MAX_STRANGERS]:
+            wire.close("too many connections that never joined")
+        heard = [(wire, message) for wire in (*self._wires, *self._strangers) for message in wire.receive()]
+        self._strangers = [wire for wire in self._strangers if not wire.closed]
+        return heard
+
+    def admit(self, wire: Wire) -> None:
+        """The connection is a rank's."""
+        self._strangers.remove(wire)
+        self._wires.append(wire)
 
     def broadcast(self, message: object) -> None:
-        """Sends to every rank."""
+        """Sends to every rank that was admitted."""
         for wire in self._wires:
             wire.send(message)
 
     @property
     def broken(self) -> str:
-        """Why a rank is gone; empty while all are there."""
+        """Why an admitted rank is gone; empty while all are there."""
         return next((wire.closed for wire in self._wires if wire.closed), "")
 
     def close(self) -> None:
         self._socket.close()
-        for wire in self._wires:
+        for wire in (*self._wires, *self._strangers):
             wire.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.base import LoadJob, PoolGrant, RankFacts
+from flexkv.adapters.common.base import NO_UNIT, LoadJob, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpResult, TransferGraph
 
 
@@ -14,7 +14,8 @@ class StepMetadata:
 
     Attributes:
         step: counts up, so that a worker that sees the same metadata again does nothing twice.
-        address: where the scheduler listens for its ranks.
+        address: where the scheduler listens for its ranks. No two schedulers have the same, so a rank that has joined
+            one takes no step of another.
         loads: of requests that this step's forward computes.
         requests: all that this step's forward computes, by id.
     """
@@ -58,6 +59,7 @@ class RankReport:
         facts: of its pool, in its first report, with `block_tokens` as its pool has them.
         ready: host slots that it can use; None when the number has not changed.
         error: why it cannot use the host pool at all.
+        unit: that the rank serves; NO_UNIT before its grant.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class RankReport:
     results: tuple[OpResult, ...] = ()
     ready: int | None = None
     error: str = ""
+    unit: UnitId = NO_UNIT
 
 
 Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant

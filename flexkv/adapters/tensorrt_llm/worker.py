@@ -69,6 +69,7 @@ class WorkerSide(RankWorker):
         self._save_of: dict[OpId, int] = {}
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._hooks_missed = False
+        self._foreign_logged = False
         self._running: tuple[int, ...] = ()
         self._spoiled = SpoiledRequests()
 
@@ -92,9 +93,10 @@ class WorkerSide(RankWorker):
         waits for layer by layer.
 
         Raises:
-            TransferError: some did not arrive. The engine would compute with what the blocks held before.
+            TransferError: some did not arrive, or another scheduler planned them. The engine would compute with what
+                the blocks held before.
         """
-        if metadata is None or metadata.step <= self._step:
+        if metadata is None or self._is_foreign(metadata) or metadata.step <= self._step:
             return
         self._end_broken_step()
         self._step, self._running = metadata.step, metadata.requests
@@ -115,6 +117,26 @@ class WorkerSide(RankWorker):
         if len(by_layer) < len(metadata.loads):
             self._report(self._end_ops())
             self._refuse_lost("the forward must not read them")
+
+    def _is_foreign(self, metadata: StepMetadata) -> bool:
+        """Whether another scheduler than the one that this rank has joined made the step.
+
+        Raises:
+            TransferError: the step's forward would read blocks that this rank does not load.
+        """
+        if not self.address or metadata.address == self.address:
+            return False
+        said = f"rank {self.rank} joined the scheduler at {self.address}; a step of {metadata.address} reached it"
+        self.counters.add("flexkv_refused_messages_total", kind="orders")
+        if metadata.loads:
+            blocks = [block for job in metadata.loads for op in job.ops for block in op.blocks.tolist()]
+            raise TransferError(
+                f"{said} and is refused, with loads of blocks {sorted(blocks)[:8]} ({len(blocks)} in all)"
+            )
+        if not self._foreign_logged:
+            self._foreign_logged = True
+            logger.error("%s: refused, as all further ones", said)
+        return True
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """The forward is about to read this layer: returns when the step's loads have filled it, or will not.
@@ -202,13 +224,20 @@ class WorkerSide(RankWorker):
             return
         for order in self._wire.receive():
             if isinstance(order, PoolGrant):
-                self.take_grant(order)
+                self._take_own_grant(order)
             elif isinstance(order, LoadOrder):
                 self._inbox.loads[order.request_id] = order
             elif isinstance(order, SaveOrder):
                 self._inbox.saves[order.request_id] = order
             elif isinstance(order, CancelOrder):
                 self._cancel(order.request_id)
+
+    def _take_own_grant(self, grant: PoolGrant) -> None:
+        self.take_grant(grant)
+        if self.unit != grant.unit and self._wire is not None:
+            said = "the host pool was granted for another KV pool than the one that this rank has"
+            logger.error("rank %d cannot use the host pool: %s", self.rank, said)
+            self._wire.send(RankReport(self.rank, error=said, unit=grant.unit))
 
     def _launch(self) -> None:
         alone = self._wire is None or bool(self._wire.closed)
@@ -296,7 +325,7 @@ class WorkerSide(RankWorker):
             return
         changed = ready if ready != self._ready_said else None
         self._ready_said, self._error_said = ready, bool(self._ops.refusal)
-        self._wire.send(RankReport(self.rank, results=results, ready=changed, error=error))
+        self._wire.send(RankReport(self.rank, results=results, ready=changed, error=error, unit=self.unit))
 
     @property
     def awaited(self) -> int:
