@@ -18,7 +18,7 @@ from flexkv.cache.disk.flow import DiskFlow
 from flexkv.config import DiskConfig
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
-from flexkv.storage.folder_share import bytes_per_folder
+from flexkv.storage.folder_share import bytes_per_folder, own_bytes
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
@@ -65,7 +65,7 @@ class SegmentDisk:
         )
         identity = DiskIdentity(model, namespace, UNIT)
         options = DiskOptions(
-            bytes_per_disk=bytes_per_folder(settings, 1, identity, group),
+            bytes_per_disk=bytes_per_folder(settings, 1, own_bytes(identity, group)),
             io=settings.io,
             depth=settings.depth,
             stuck_s=settings.stuck_s,

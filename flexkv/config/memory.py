@@ -9,6 +9,12 @@ from flexkv.config.model import FlexKVConfig
 from flexkv.config.sizes import format_size
 from flexkv.errors import CapacityError, ConfigError, ContractError
 
+HEADROOM_BYTES = 256 << 20
+"""What the native pool leaves of the memory available (`kHeadroomBytes`)."""
+
+SMALLEST_SLOT_BYTES = 4096
+"""A slot image is rounded up to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
@@ -70,7 +76,8 @@ def resolve_host_bytes(
 
     Raises:
         ConfigError: `ranks` is less than 1.
-        CapacityError: the size that was asked for is not there; names the setting and what is free.
+        CapacityError: the size that was asked for is not there, or holds no block of any model; names the setting and
+            what it may be.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a unit has at least 1 rank")
@@ -80,12 +87,70 @@ def resolve_host_bytes(
     elif host.bytes_per_rank is not None:
         size, key = host.bytes_per_rank * ranks, "host.bytes_per_rank"
     else:
-        return int(available_bytes * host.memory_share) // host.units_per_node
-    room = available_bytes + huge_free_bytes
+        share = int(available_bytes * host.memory_share)
+        return min(share, max(0, available_bytes - HEADROOM_BYTES)) // host.units_per_node
+    times = f" x {ranks} ranks" if key == "host.bytes_per_rank" else ""
+    asked = f"{key} ({config.origin(key)}){times} asks for {format_size(size)} of host memory"
+    # Reserved huge pages are taken where they hold all of it.
+    room = max(0, available_bytes - HEADROOM_BYTES, huge_free_bytes)
     if size > room:
-        times = f" x {ranks} ranks" if key == "host.bytes_per_rank" else ""
         raise CapacityError(
-            f"{key} ({config.origin(key)}){times} asks for {format_size(size)} of host memory, but {format_size(room)} "
-            f"are free; ask for less, or leave it unset to take host.memory_share of what is free"
+            f"{asked}, but {format_size(room)} can be had: set it to {room // times_of(key, ranks)} or less, or leave "
+            "it unset to take host.memory_share of what is free"
+        )
+    if size < SMALLEST_SLOT_BYTES:
+        raise CapacityError(
+            f"{asked}, which holds no block of any model: set it to gigabytes, or leave it unset to take "
+            "host.memory_share of what is free"
         )
     return size
+
+
+def times_of(key: str, ranks: int) -> int:
+    """How often the setting's bytes are taken."""
+    return ranks if key == "host.bytes_per_rank" else 1
+
+
+def check_numa_node(config: FlexKVConfig, root: Path = Path("/")) -> None:
+    """Memory can be taken from `host.numa_node`, if it is set.
+
+    Raises:
+        ConfigError: this machine has no such node with memory, or this process may not use it; names those it may.
+    """
+    node = config.host.numa_node
+    nodes = allowed_nodes(root)
+    if node is not None and nodes and node not in nodes:
+        raise ConfigError(
+            f"host.numa_node ({config.origin('host.numa_node')}) is {node}: memory of this machine that this process "
+            f"may use lies on {', '.join(map(str, sorted(nodes)))}; set it to one of them, or leave it unset"
+        )
+
+
+def allowed_nodes(root: Path = Path("/")) -> set[int]:
+    """NUMA nodes with memory that this process may use; empty where the kernel does not say."""
+    found: set[int] | None = None
+    for text in (_allowed_list(root), _text(root / "sys/devices/system/node/has_memory")):
+        if text:
+            nodes = _parse_list(text)
+            found = nodes if found is None else found & nodes
+    return found or set()
+
+
+def _allowed_list(root: Path) -> str:
+    lines = _text(root / "proc/self/status").splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), ""
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _parse_list(text: str) -> set[int]:
+    """Numbers of a list in the kernel's notation, such as "0-2,7"."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        numbers.update(range(int(low), int(high or low) + 1))
+    return numbers

@@ -1,11 +1,13 @@
-"""How much of each folder one unit may fill, where nobody says it in bytes."""
+"""How much of each folder one unit may fill, and which folders cannot be used with the settings."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from flexkv.config import DiskConfig
+from flexkv.config import DiskConfig, FlexKVConfig
 from flexkv.config.sizes import format_size
 from flexkv.errors import DiskError
 from flexkv.observe import get_logger
@@ -17,10 +19,18 @@ logger = get_logger(__name__)
 EVEN_ROOM = 0.9
 """Folders whose rooms differ by less are of one kind of disk: what the least of them costs the others is small."""
 
+OwnBytes = Callable[[Path], int]
+"""What of the bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
 
-def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group: DiskGroup) -> int:
+
+def own_bytes(identity: DiskIdentity, group: DiskGroup) -> OwnBytes:
+    """Of this unit."""
+    return lambda root: held_bytes(unit_folder(root, identity, [group]))
+
+
+def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     """What one of `units` units on this node may fill in each folder: the same in all, because blocks are striped over
-    them. `disk.bytes_per_folder`, or else a share of what is free.
+    them. `disk.bytes_per_folder`, or else a share of what is free, divided among the folders of one file system.
 
     What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
     units hold there cannot be had. Makes folders that are not there. A folder that cannot be used has no say: whoever
@@ -31,20 +41,28 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
     """
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
-    rooms: dict[Path, int] = {}
+    usable: list[Path] = []
+    ours: dict[Path, int] = {}
+    held: dict[Path, int] = {}
     reasons = []
     for root in map(Path, disk.folders):
         try:
             root.mkdir(parents=True, exist_ok=True)
-            free, own = shutil.disk_usage(root).free, held_bytes(unit_folder(root, identity, [group]))
-            others = held_bytes(root) - own
+            ours[root], held[root] = own(root), held_bytes(root)
         except OSError as error:
             reasons.append(f"{root}: {error.strerror}")
             continue
-        rooms[root] = share_bytes(free, own, others, disk.space_share, units)
-    if not rooms:
+        usable.append(root)
+    if not usable:
         allowed = "disk.folders takes folders that are there or can be made"
         raise DiskError(f"no disk can be used: {'; '.join(reasons)}; {allowed}")
+    rooms: dict[Path, int] = {}
+    for roots in by_file_system(usable):
+        mine = sum(ours[root] for root in roots)
+        others = sum(held[root] for root in roots) - mine
+        free = shutil.disk_usage(roots[0]).free
+        room = share_bytes(free, mine, others, disk.space_share, units) // len(roots)
+        rooms |= dict.fromkeys(roots, room)
     least, most = min(rooms, key=rooms.__getitem__), max(rooms.values())
     if rooms[least] < EVEN_ROOM * most:
         logger.info(
@@ -58,7 +76,54 @@ def bytes_per_folder(disk: DiskConfig, units: int, identity: DiskIdentity, group
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """Of a folder with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit may
-    fill, never more than it can have."""
+    """Of a file system with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit
+    may fill, never more than it can have."""
     fair = share * (free + own + others) / units
     return int(min(fair, max(own, share * (free + own))))
+
+
+def by_file_system(roots: list[Path]) -> list[list[Path]]:
+    """Folders that share a file system, together; in the order of the first of each."""
+    groups: dict[int, list[Path]] = {}
+    for root in roots:
+        groups.setdefault(nearest_there(root).stat().st_dev, []).append(root)
+    return list(groups.values())
+
+
+def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
+    """Of `disk.folders` those that cannot be used with the settings, and why. Makes nothing.
+
+    The engine does without such a disk, as without one that fails later; it does not start where none is left.
+    """
+    faults: dict[str, str] = {}
+    usable = []
+    for folder in config.disk.folders:
+        there = nearest_there(Path(folder))
+        if not there.is_dir():
+            faults[folder] = f"{there} is no folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            faults[folder] = f"no permission to write in {there}"
+        else:
+            usable.append(Path(folder))
+    asked = config.disk.bytes_per_folder
+    if asked is None:
+        return faults
+    for roots in by_file_system(usable):
+        room = shutil.disk_usage(nearest_there(roots[0])).free + sum(map(own, roots))
+        for root in roots[room // asked :]:
+            together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
+            faults[str(root)] = (
+                f"disk.bytes_per_folder ({config.origin('disk.bytes_per_folder')}) asks for {format_size(asked)} in "
+                f"each folder{together}, and {format_size(room)} can be had: set it to {room // len(roots)} or less"
+            )
+    return faults
+
+
+def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
+    """Folders of `disk.folders` that lie on one file system with another one: striping over them gains nothing."""
+    return [roots for roots in by_file_system(list(map(Path, disk.folders))) if len(roots) > 1]
+
+
+def nearest_there(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(at for at in (path, *path.parents) if os.path.exists(at))

@@ -15,7 +15,16 @@ from flexkv.adapters.common.base import (
     UnitOwner,
     random_id,
 )
-from flexkv.adapters.common.unit_disk import UnitDisk, disk_group, disk_limits, find_siblings, open_tier
+from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
+from flexkv.adapters.common.start_check import check_start
+from flexkv.adapters.common.unit_disk import (
+    UnitDisk,
+    disk_group,
+    disk_limits,
+    find_siblings,
+    open_tier,
+    overwritable,
+)
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.disk.base import DiskLimits, GdsUse
@@ -118,15 +127,18 @@ class HostUnit:
         listener: CacheListener | None,
         owner: UnitOwner,
         recomputes: bool = False,
+        prompt_limit: PromptLimit | None = None,
     ) -> HostUnit:
         """Opens the disks, sizes and creates pool and manager.
 
         Args:
             recomputes: see `disk_limits`.
+            prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
 
         Raises:
             GeometryError: a rank is missing, or the ranks count different blocks.
             CapacityError: the memory does not hold one slot, or is not there.
+            ConfigError: several settings cannot be had on this machine, or `host.numa_node`.
             FlexKVError: a folder of the disk tier cannot be used, or another process uses it.
         """
         ranks = len(handshakes)
@@ -140,13 +152,16 @@ class HostUnit:
             raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {said}")
         if said[0].replicated:
             del said[1:]
+        check_start(config, ranks, overwritable(config, block_tokens, said, owner))
         limits = disk_limits(config, recomputes, said)
         tier = None
         if config.disk.folders:
             tier = open_tier(config, block_tokens, said, owner, limits.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
-            unit = cls._create(config, block_tokens, said, shared, listener, tier, limits, siblings, ranks)
+            unit = cls._create(
+                config, block_tokens, said, shared, listener, tier, limits, siblings, ranks, prompt_limit
+            )
         except BaseException:
             if tier is not None:
                 tier.close(config.transfer.close_s)
@@ -166,6 +181,7 @@ class HostUnit:
         disk_limits: DiskLimits,
         siblings: Sequence[Sibling],
         ranks: int,
+        prompt_limit: PromptLimit | None,
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
@@ -184,27 +200,14 @@ class HostUnit:
             disk_limits=disk_limits,
             siblings=SiblingPages(siblings) if siblings else None,
         )
-        logger.info(
-            "host tier: %d slots of %d bytes (%.2f GiB) for %d rank(s), %d tokens a block",
-            pool.slots,
-            slot.slot_bytes,
-            pool.slots * slot.slot_bytes / 2**30,
-            ranks,
-            block_tokens,
-        )
+        _log_host_tier(config, pool, block_tokens, ranks, prompt_limit)
         unit = cls(pool, slot.places, manager, pool.slots)
         if tier is not None:
             group = disk_group(config, block_tokens, said)
             unit.disk = UnitDisk(config, tier, pool, manager, siblings, group)
             if disk_limits.gds_loads is not GdsUse.NEVER:
                 unit.slabs = tier.slab_map()
-            logger.info(
-                "disk tier: %d places of %d bytes on %d disk(s), %d blocks there already",
-                tier.slots(0),
-                slot.slot_bytes,
-                tier.disks,
-                len(manager.disk.index),
-            )
+            unit.disk.log_capacity(block_tokens, slot.slot_bytes, prompt_limit)
         return unit
 
     def make_grant(self, on_device: bool) -> PoolGrant:
@@ -279,6 +282,16 @@ class HostUnit:
         self.pool.close()
 
 
+def _log_host_tier(
+    config: FlexKVConfig, pool: HostPool, block_tokens: int, ranks: int, limit: PromptLimit | None
+) -> None:
+    per_rank = config.host.bytes_per_rank is not None
+    setting, shares = ("host.bytes_per_rank", ranks) if per_rank else ("host.bytes", 1)
+    capacity = TierCapacity("host tier", pool.slots, block_tokens, pool.slot_bytes, setting, shares)
+    logger.info("host tier: %s, for %d rank(s)", capacity.words(limit), ranks)
+    capacity.warn_if_short(logger, limit)
+
+
 def _make_pool(
     config: FlexKVConfig, block_tokens: int, slot_bytes: int, ranks: int, shared: bool
 ) -> HostPool:
@@ -287,8 +300,8 @@ def _make_pool(
     slots = size // slot_bytes
     if slots < 1:
         raise CapacityError(
-            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of "
-            f"{block_tokens} tokens over {ranks} ranks); set host.bytes to more"
+            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of {block_tokens} tokens over "
+            f"{ranks} ranks): set host.bytes to some thousand times {slot_bytes}"
         )
     extent_bytes = min(MAX_EXTENT_BYTES, max(config.host.extent_bytes, slot_bytes))
     pool = HostPool(

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from flexkv.adapters.common.base import RankFacts, UnitOwner
+from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.cache.disk.base import DiskCounts, DiskLimits, DiskMode, GdsUse
 from flexkv.cache.disk.driver import DiskDriver
@@ -16,7 +17,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
-from flexkv.storage.folder_share import bytes_per_folder
+from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
 from flexkv.storage.sibling_reader import SiblingReader
 from flexkv.storage.siblings import Sibling, open_siblings
 from flexkv.storage.unit import DiskUnit
@@ -95,8 +96,14 @@ def open_tier(
     group = disk_group(config, block_tokens, said)
     disk = config.disk
     identity = _identity(owner)
+    for roots in shared_file_systems(disk):
+        logger.warning(
+            "disk.folders: %s lie on one file system, which striping over them does not make faster; name one folder a "
+            "disk",
+            " and ".join(map(str, roots)),
+        )
     options = DiskOptions(
-        bytes_per_disk=bytes_per_folder(disk, config.host.units_per_node, identity, group),
+        bytes_per_disk=bytes_per_folder(disk, config.host.units_per_node, own_bytes(identity, group)),
         io=disk.io,
         depth=disk.depth,
         stuck_s=disk.stuck_s,
@@ -104,6 +111,21 @@ def open_tier(
         sealed_apart=sealed_apart,
     )
     return DiskUnit.open(_folders(config), identity, [group], options)
+
+
+def overwritable(
+    config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner
+) -> OwnBytes:
+    """Bytes in a folder that the unit may write over.
+
+    Raises:
+        GeometryError: as `disk_group`.
+    """
+
+    def own(root: Path) -> int:
+        return own_bytes(_identity(owner), disk_group(config, block_tokens, said))(root)
+
+    return own
 
 
 def disk_group(config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts]) -> DiskGroup:
@@ -177,6 +199,22 @@ class UnitDisk:
         self._close_s = transfer.close_s
         self._said = DiskCounts()
         self._durable_said = 0
+
+    def log_capacity(self, block_tokens: int, block_bytes: int, limit: PromptLimit | None) -> None:
+        """Logs what the disks in use have room for, and warns where that is less than one prompt."""
+        alive, disks = sum(self._tier.alive), self._tier.disks
+        blocks = self._tier.slots(0) // disks * alive
+        capacity = TierCapacity(
+            "disk tier", blocks, block_tokens, block_bytes, "disk.bytes_per_folder", alive
+        )
+        logger.info(
+            "disk tier: %s, on %d of %d disk(s); %d blocks there already",
+            capacity.words(limit),
+            alive,
+            disks,
+            len(self._flow.index),
+        )
+        capacity.warn_if_short(logger, limit)
 
     @property
     def busy(self) -> bool:

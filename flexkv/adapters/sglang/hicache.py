@@ -13,8 +13,9 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from flexkv.adapters.common.host_unit import share_of_node
+from flexkv.adapters.common.start_check import refusal_in_one_line
 from flexkv.adapters.sglang.host_pool import view_of_host_pool
-from flexkv.adapters.sglang.identity import Place, owner_of
+from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.page_numbers import pages_of
 from flexkv.adapters.sglang.rank_cache import RankCache
@@ -36,6 +37,7 @@ class FlexKVHiCache(HiCacheStorage):
         ConfigError: a setting is wrong, or nothing identifies the weights.
     """
 
+    @refusal_in_one_line(logger)
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
@@ -49,6 +51,7 @@ class FlexKVHiCache(HiCacheStorage):
 
     # --- set up ---
 
+    @refusal_in_one_line(logger)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes SGLang's host pool.
 
@@ -59,7 +62,8 @@ class FlexKVHiCache(HiCacheStorage):
         pool = view_of_host_pool(mem_pool_host)
         from sglang.srt.runtime_context import get_server_args
 
-        owner = owner_of(get_server_args(), pool, self._place, self._config, str(mem_pool_host.dtype))
+        server_args = get_server_args()
+        owner = owner_of(server_args, pool, self._place, self._config, str(mem_pool_host.dtype))
         cache = RankCache(
             self._config,
             pool.view,
@@ -69,6 +73,7 @@ class FlexKVHiCache(HiCacheStorage):
             pool.page_size,
             owner,
             stream_of=_no_stream,
+            prompt_limit=prompt_limit(server_args),
         )
         self._batches = PageBatches(cache, self._config.disk.wait_s)
         if not watch_weights(self):
@@ -76,6 +81,7 @@ class FlexKVHiCache(HiCacheStorage):
                 "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
             )
 
+    @refusal_in_one_line(logger)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """The pool of keys and values comes by `register_mem_pool_host`; any other would be left out.
 

@@ -11,6 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from flexkv.adapters.common.base import UnitOwner
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.common_keys import (
     COMMON,
     SharedModel,
@@ -85,6 +86,11 @@ def owner_of(
         fields["adapters"] = adapters
     digest = namespace_digest({name: framed(value) for name, value in fields.items()})
     return UnitOwner(str(model.model_path), digest, place.name)
+
+
+def prompt_limit(server_args: Any) -> PromptLimit:
+    """The longest prompt that the engine takes."""
+    return PromptLimit(int(ModelConfig.from_server_args(server_args).context_len), "context_length")
 
 
 def _shared_model(

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from flexkv.adapters.common.host_unit import share_of_node
-from flexkv.adapters.sglang.identity import Place, owner_of
+from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.page_numbers import pages_of
@@ -41,6 +42,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         ConfigError: a setting is wrong, or nothing identifies the weights.
     """
 
+    @refusal_in_one_line(logger)
     def __init__(
         self,
         server_args: Any,
@@ -74,6 +76,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             stream_of=_current_stream,
             mover=self.make_mover(),
             heads=pool.heads,
+            prompt_limit=prompt_limit(server_args),
         )
         self._loads = LoadBatches(self._cache, pool.layers, self._stream)
         self.layer_done_counter = self._loads

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexkv.adapters.common.base import RankFacts, UnitOwner
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.recall import recall, wait_all
@@ -44,6 +45,7 @@ class RankCache:
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
         heads: of K and V; 0 where a page is not made of heads.
+        prompt_limit: see `HostUnit.create`.
 
     Attributes:
         lanes: the rank's transfer engine.
@@ -63,6 +65,7 @@ class RankCache:
         stream_of: Callable[[int], int],
         mover: Any = None,
         heads: int = 0,
+        prompt_limit: PromptLimit | None = None,
     ) -> None:
         self.config = config
         self.page_tokens = page_tokens
@@ -71,7 +74,9 @@ class RankCache:
         self._watchers: dict[OpId, Watcher] = {}
         self._tickets: dict[OpId, Ticket] = {}
         facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
-        self._unit = HostUnit.create(config, page_tokens, pages, {0: facts}, False, None, owner)
+        self._unit = HostUnit.create(
+            config, page_tokens, pages, {0: facts}, False, None, owner, prompt_limit=prompt_limit
+        )
         self.manager = self._unit.manager
         try:
             self.lanes = open_lanes(

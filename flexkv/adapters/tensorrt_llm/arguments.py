@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.errors import ConfigError
 from flexkv.layout.trtllm import TrtllmModel
 from flexkv.observe import get_logger
@@ -31,6 +32,7 @@ class EngineArguments:
         overrides: of the model's configuration (`model_kwargs`).
         without_hooks: the argument by which forwards may run without the hooks of their layers; empty where every
             forward calls them.
+        prompt_limit: `max_seq_len`; None where the arguments leave it to the engine.
     """
 
     model: str
@@ -49,6 +51,7 @@ class EngineArguments:
     quant_algo: str = "None"
     overrides: Mapping[str, Any] = field(default_factory=dict)
     without_hooks: str = ""
+    prompt_limit: PromptLimit | None = None
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -83,6 +86,7 @@ class EngineArguments:
             quant_algo=str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)),
             overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
             without_hooks=_without_hooks(llm_args),
+            prompt_limit=_prompt_limit(llm_args),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
@@ -112,6 +116,12 @@ def _without_hooks(llm_args: Any) -> str:
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
     return next((name for name in names if getattr(llm_args, name, None) is not None), "")
+
+
+def _prompt_limit(llm_args: Any) -> PromptLimit | None:
+    """None where the arguments leave the length to the engine, which decides it from the model and its memory."""
+    tokens = getattr(llm_args, "max_seq_len", None)
+    return PromptLimit(int(tokens), "max_seq_len") if tokens else None
 
 
 def _refuse(llm_args: Any, cache: Any) -> None:

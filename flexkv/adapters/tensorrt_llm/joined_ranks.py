@@ -153,6 +153,7 @@ class JoinedRanks:
                 True,
                 None,
                 UnitOwner(self._arguments.model, namespace, "rank0"),
+                prompt_limit=self._arguments.prompt_limit,
             )
         except FlexKVError as error:
             # The engine is serving by now and can live without a cache.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from flexkv.adapters.common.capacity import PromptLimit
+from flexkv.adapters.common.start_check import refusal_in_one_line
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.connector import warn_of_policy
@@ -54,6 +56,7 @@ class FlexKVConnectorV1Impl:
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
+    @refusal_in_one_line(logger)
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
         asked = load_config(transfer.kv_connector_extra_config)
@@ -101,6 +104,7 @@ class FlexKVConnectorV1Impl:
 
     # --- worker ---
 
+    @refusal_in_one_line(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         assert self._worker is not None
         self._own_pools.check()
@@ -169,6 +173,7 @@ class FlexKVConnectorV1Impl:
         side = self._side()
         return side.take_events() if side is not None else ()
 
+    @refusal_in_one_line(logger)
     def _side(self) -> SchedulerSide | None:
         """The scheduler's side, made when the worker has registered its KV caches."""
         if self._scheduler is not None:
@@ -193,6 +198,7 @@ class FlexKVConnectorV1Impl:
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             with_events=events is not None and events.enable_kv_cache_events,
             stores_end_in_step=True,
+            prompt_limit=PromptLimit(self._vllm_config.model_config.max_model_len, "max_model_len"),
         )
         self._scheduler.bind_watch(NoWatch())
         self._scheduler.take_handshake({0: handshake})

@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import share_of_node
+from flexkv.adapters.common.start_check import refusal_in_one_line
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
 from flexkv.adapters.vllm.fingerprint import engine_namespace
@@ -89,6 +91,7 @@ class FlexKVConnector(KVConnectorBase_V1):
     def __init_subclass__(cls) -> None:
         _make_known(cls)
 
+    @refusal_in_one_line(logger)
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -127,6 +130,7 @@ class FlexKVConnector(KVConnectorBase_V1):
             ),
             model=str(vllm_config.model_config.model),
             unit_name=f"dp{parallel.data_parallel_index}",
+            prompt_limit=PromptLimit(vllm_config.model_config.max_model_len, "max_model_len"),
         )
 
     # --- both sides ---
@@ -187,6 +191,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         assert isinstance(orders, ConnectorMetadata)
         return orders
 
+    @refusal_in_one_line(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
@@ -232,6 +237,7 @@ class FlexKVConnector(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
 
+    @refusal_in_one_line(logger)
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
         self._scheduler.take_handshake(ours)

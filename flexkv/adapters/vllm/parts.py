@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexkv.adapters.common.base import UnitOwner
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.events import EventLog
@@ -64,6 +65,7 @@ class Blueprint:
     step_tokens: int
     stores_end_in_step: bool
     use: Use
+    prompt_limit: PromptLimit | None
 
     def make(
         self,
@@ -94,6 +96,7 @@ class Blueprint:
             listeners,
             self.owner,
             recomputes=self.use.recomputes,
+            prompt_limit=self.prompt_limit,
         )
         try:
             for worker in workers:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.common.base import NO_UNIT, UnitOwner
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.events import EventLog
@@ -56,9 +57,12 @@ class SchedulerSide:
         use: Use = Use(),  # noqa: B008 - frozen
         model: str = "",
         unit_name: str = "unit0",
+        prompt_limit: PromptLimit | None = None,
     ) -> None:
         owner = UnitOwner(model, namespace, unit_name)
-        self._blueprint = Blueprint(config, geometry, namespace, owner, step_tokens, stores_end_in_step, use)
+        self._blueprint = Blueprint(
+            config, geometry, namespace, owner, step_tokens, stores_end_in_step, use, prompt_limit
+        )
         self._config = config
         self._geometry = geometry
         self._ranks = ranks

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
@@ -53,6 +54,7 @@ class MiniEngine:
         use: Use = Use(),  # noqa: B008 - frozen
         latent: bool = False,
         early_handshake: bool = True,
+        prompt_limit: PromptLimit | None = None,
         **settings: Any,
     ) -> None:
         config = load_config(
@@ -74,6 +76,7 @@ class MiniEngine:
             step_tokens=16,
             with_events=with_events,
             use=use,
+            prompt_limit=prompt_limit,
         )
         self.side.bind_block_pool(self.pool)
         if early_handshake:

@@ -164,8 +164,10 @@ def test_a_native_core_that_was_not_built_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "make build" in one_line((done.stdout, done.stderr))
     done = run("info")
-    assert done.returncode == 0
+    assert done.returncode == 1
+    assert "problem: " in done.stdout
     assert "make build" in done.stdout
+    assert json.loads(run("info", "--json").stdout)["native_core"] is None
 
 
 def test_a_reader_that_has_gone_is_one_line_and_no_success() -> None:
@@ -213,13 +215,44 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -
     assert "Usage: flexkv" in capsys.readouterr().out
 
 
-def test_info_describes_build_and_machine(capsys: pytest.CaptureFixture[str]) -> None:
+INFO_KEYS: dict[str, set[str] | None] = {
+    "flexkv": {"version", "folder", "others"},
+    "python": None,
+    "native_core": {"variant", "compiler", "with_cuda"},
+    "cuda": {"devices", "driver", "reason"},
+    "cpus": {"usable", "total"},
+    "memory": {"usable_bytes", "total_bytes", "limited_by", "numa_nodes"},
+    "huge_pages": {"private", "shared", "page_bytes", "free_pages"},
+    "host_tier": {"bytes", "ranks", "numa_node"},
+    "disk_tier": {"mode", "io", "io_uring_refusal", "folders"},
+    "problems": None,
+    "hints": None,
+}
+"""Keys of `flexkv info --json` that scripts may rely on."""
+
+
+def test_info_is_json_with_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert {"flexkv", "native core", "cpus", "memory", "host tier", "huge pages, private"} <= set(facts)
-    assert all(isinstance(hint, str) for hint in facts["hints"])
+    assert set(facts) == set(INFO_KEYS)
+    for section, keys in INFO_KEYS.items():
+        assert keys is None or set(facts[section]) == keys
+    assert facts["flexkv"]["folder"] == str(ROOT / "flexkv")
+    assert 0 < facts["host_tier"]["bytes"] < facts["memory"]["usable_bytes"]
+    assert facts["problems"] == []
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert all(f"`{section}`" in text for section in INFO_KEYS), "docs/configuration.md lists the keys"
+
+
+def test_info_shows_the_same_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
     assert main(["info"]) == 0
-    assert capsys.readouterr().out.count("hint: ") == len(facts["hints"])
+    shown = capsys.readouterr().out
+    assert shown.count("hint: ") == len(facts["hints"])
+    assert f"{facts['flexkv']['version']} from {ROOT / 'flexkv'}" in shown
+    for row in ("native core", "cpus", "memory", "host tier", "huge pages, private", "disk tier"):
+        assert re.search(rf"^{row}  +\S", shown, re.M), row
 
 
 def test_info_describes_the_folders_of_the_disk_tier(
@@ -228,16 +261,23 @@ def test_info_describes_the_folders_of_the_disk_tier(
     file, new = tmp_path / "file", tmp_path / "new" / "folder"
     file.touch()
     assert main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["disk tier"].startswith("off")
+    assert json.loads(capsys.readouterr().out)["disk_tier"]["folders"] == []
     monkeypatch.setenv("FLEXKV_DISK_FOLDERS", f"{tmp_path}:{new}:{file}")
-    assert main(["info", "--json"]) == 0
+    assert main(["info", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
-    assert facts["disk tier"] == "3 folder(s), disk.mode through"
-    assert " free of " in facts[f"disk {tmp_path}"]
-    assert "0 unit(s) hold 0 B" in facts[f"disk {tmp_path}"]
-    assert facts[f"disk {new}"].endswith("made at the engine's start")
+    there, missing, broken = facts["disk_tier"]["folders"]
+    assert there["path"] == str(tmp_path)
+    assert (there["exists"], there["units"], there["held_bytes"], there["fault"]) == (True, 0, 0, "")
+    assert 0 < there["free_bytes"] <= there["total_bytes"]
+    assert (missing["exists"], missing["fault"]) == (False, "")
     assert not new.exists()
-    assert facts[f"disk {file}"] == f"cannot be used: {file} is no folder"
+    assert broken["fault"] == f"{file} is no folder"
+    assert facts["problems"] == [f"the engine would start without the disk {file}: {file} is no folder"]
+    assert main(["info"]) == 1
+    shown = capsys.readouterr().out
+    assert "3 folder(s), disk.mode through" in shown
+    assert "made at the engine's start" in shown
+    assert f"cannot be used: {file} is no folder" in shown
 
 
 def test_tables_keep_their_cells_whole_on_a_narrow_terminal(

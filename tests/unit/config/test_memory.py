@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from flexkv.config import load_config, read_memory, resolve_host_bytes
+from flexkv.config.memory import HEADROOM_BYTES, allowed_nodes, check_numa_node
 from flexkv.config.sizes import format_size, parse_size
 from flexkv.errors import CapacityError, ConfigError
 
@@ -79,25 +81,77 @@ def test_a_kernel_that_does_not_tell(tmp_path: Path) -> None:
 
 
 def test_share_of_free_memory_is_divided_among_the_units() -> None:
-    assert resolve_host_bytes(load_config({}, {}), 4, 100) == 50
+    assert resolve_host_bytes(load_config({}, {}), 4, 8 * GIB) == 4 * GIB
     shared = load_config({"host.memory_share": 0.8, "host.units_per_node": 2}, {})
-    assert resolve_host_bytes(shared, 4, 100) == 40
+    assert resolve_host_bytes(shared, 4, 10 * GIB) == 4 * GIB
+    # Never more than the pool takes: it leaves some of the memory free.
+    everything = load_config({"host.memory_share": 1}, {})
+    assert resolve_host_bytes(everything, 1, GIB) == GIB - HEADROOM_BYTES
+    assert resolve_host_bytes(everything, 1, 100) == 0
 
 
 def test_bytes_per_rank_is_multiplied_and_bytes_is_not() -> None:
-    assert resolve_host_bytes(load_config({"cpu_bytes_to_use_per_rank": 10}, {}), 4, 100) == 40
-    assert resolve_host_bytes(load_config({"host.bytes": 10}, {}), 4, 100) == 10
+    per_rank = load_config({"cpu_bytes_to_use_per_rank": 10_000}, {})
+    assert resolve_host_bytes(per_rank, 4, GIB) == 40_000
+    assert resolve_host_bytes(load_config({"host.bytes": 10_000}, {}), 4, GIB) == 10_000
 
 
 def test_more_than_is_free_is_refused_by_name() -> None:
     config = load_config({"cpu_bytes_to_use_per_rank": GIB}, {})
     with pytest.raises(
-        CapacityError, match=r"host\.bytes_per_rank \(engine extra config\) x 4 ranks.*4\.0 GiB.*3\.0"
+        CapacityError,
+        match=r"host\.bytes_per_rank \(engine extra config\) x 4 ranks.*4\.0 GiB.*3\.0 GiB can be had: "
+        rf"set it to {3 * GIB // 4} or less",
     ):
-        resolve_host_bytes(config, 4, 3 * GIB)
-    assert resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=GIB) == 4 * GIB
+        resolve_host_bytes(config, 4, 3 * GIB + HEADROOM_BYTES)
+    assert resolve_host_bytes(config, 4, 4 * GIB + HEADROOM_BYTES) == 4 * GIB
+    assert resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=4 * GIB) == 4 * GIB
+    with pytest.raises(CapacityError, match="can be had"):
+        # The pool lies in reserved huge pages or beside them.
+        resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=GIB)
     with pytest.raises(ConfigError, match="ranks=0"):
         resolve_host_bytes(config, 0, GIB)
+
+
+def test_less_than_a_block_of_any_model_is_refused_by_name() -> None:
+    with pytest.raises(CapacityError, match=r"host\.bytes \(env FLEXKV_HOST_BYTES\) asks for 1\.0 KiB"):
+        resolve_host_bytes(load_config({}, {"FLEXKV_HOST_BYTES": "1KiB"}), 1, GIB)
+
+
+def test_the_headroom_is_the_native_pools() -> None:
+    header = (Path(__file__).resolve().parents[3] / "csrc/transfer/host_pool.h").read_text()
+    [(number, shift)] = re.findall(r"kHeadroomBytes = int64_t\{(\d+)\} << (\d+);", header)
+    assert int(number) << int(shift) == HEADROOM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("files", "nodes"),
+    [
+        ({}, set()),
+        ({"proc/self/status": "Name:\tx\nMems_allowed_list:\t0-1,3\n"}, {0, 1, 3}),
+        ({"sys/devices/system/node/has_memory": "0,2\n"}, {0, 2}),
+        (
+            {
+                "proc/self/status": "Mems_allowed_list:\t0-1\n",
+                "sys/devices/system/node/has_memory": "1-2\n",
+            },
+            {1},
+        ),
+    ],
+)
+def test_a_numa_node_without_memory_for_this_process_is_refused(
+    tmp_path: Path, files: dict[str, str], nodes: set[int]
+) -> None:
+    root = machine(tmp_path, files)
+    assert allowed_nodes(root) == nodes
+    check_numa_node(load_config({}, {}), root)
+    for node in range(8):
+        config = load_config({"host.numa_node": node}, {})
+        if node in nodes or not nodes:
+            check_numa_node(config, root)
+        else:
+            with pytest.raises(ConfigError, match=rf"host\.numa_node \(engine extra config\) is {node}: "):
+                check_numa_node(config, root)
 
 
 @pytest.mark.parametrize(

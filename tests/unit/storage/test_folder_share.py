@@ -11,7 +11,13 @@ import pytest
 from flexkv.config import load_config
 from flexkv.errors import DiskError
 from flexkv.storage.folder import held_bytes, unit_folder
-from flexkv.storage.folder_share import bytes_per_folder, share_bytes
+from flexkv.storage.folder_share import (
+    bytes_per_folder,
+    folder_faults,
+    own_bytes,
+    share_bytes,
+    shared_file_systems,
+)
 from tests.unit.storage.disk_world import IDENTITY, make_group
 
 
@@ -25,16 +31,17 @@ def _disk_of_a_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_size_of_a_folder(tmp_path: Path) -> None:
     group = make_group()
+    own = own_bytes(IDENTITY, group)
     fixed = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "3MiB"}, {})
-    assert bytes_per_folder(fixed.disk, 1, IDENTITY, group) == 3 << 20
+    assert bytes_per_folder(fixed.disk, 1, own) == 3 << 20
     half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
-    before = bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group)
+    before = bytes_per_folder(half.disk, half.host.units_per_node, own)
     assert before == int(half.disk.space_share * (1 << 30) / 2)
     # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
-    own = unit_folder(tmp_path, IDENTITY, [group])
-    own.mkdir(parents=True)
-    (own / "slab").write_bytes(b"x" * (1 << 20))
-    assert bytes_per_folder(half.disk, half.host.units_per_node, IDENTITY, group) == before
+    folder = unit_folder(tmp_path, IDENTITY, [group])
+    folder.mkdir(parents=True)
+    (folder / "slab").write_bytes(b"x" * (1 << 20))
+    assert bytes_per_folder(half.disk, half.host.units_per_node, own) == before
 
 
 def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> None:
@@ -43,9 +50,11 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
 
     def size(*folders: Path) -> int:
         config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
-        return bytes_per_folder(config.disk, 1, IDENTITY, make_group())
+        return bytes_per_folder(config.disk, 1, own_bytes(IDENTITY, make_group()))
 
     assert size(bad, good) == size(good)
+    # Two folders of one file system share what one would have.
+    assert size(good, tmp_path / "beside") == size(good) // 2
     with pytest.raises(
         DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory; disk.folders "
     ):
@@ -58,12 +67,15 @@ def test_the_folder_that_cuts_the_others_is_logged(
     small, large = tmp_path / "small", tmp_path / "large"
     free = {small: 1 << 30, large: 4 << 30}
     monkeypatch.setattr("shutil.disk_usage", lambda root: SimpleNamespace(free=free[root]))
+    monkeypatch.setattr(
+        "flexkv.storage.folder_share.by_file_system", lambda roots: [[root] for root in roots]
+    )
     config = load_config({"disk.folders": f"{small}:{large}"}, {})
     caplog.set_level("INFO")
 
     def lines() -> list[str]:
         caplog.clear()
-        bytes_per_folder(config.disk, 1, IDENTITY, make_group())
+        bytes_per_folder(config.disk, 1, own_bytes(IDENTITY, make_group()))
         return [record.message for record in caplog.records]
 
     (line,) = lines()
@@ -71,6 +83,50 @@ def test_the_folder_that_cuts_the_others_is_logged(
     assert "disk.bytes_per_folder" in line
     free[large] = (1 << 30) + 4096
     assert lines() == []
+
+
+@pytest.mark.parametrize(
+    ("folders", "asked", "reasons"),
+    [
+        (["a"], "1GiB", {}),
+        (
+            ["a"],
+            "900TiB",
+            {"a": "asks for 900.0 TiB in each folder, and 1.0 GiB can be had: set it to 1073741824 or"},
+        ),
+        (["a", "b"], "400MiB", {}),
+        (
+            ["a", "b"],
+            "600MiB",
+            {"b": "of 2 on one file system, and 1.0 GiB can be had: set it to 536870912 or less"},
+        ),
+        (["a", "b"], "2GiB", {"a": "set it to 536870912 or", "b": "set it to 536870912 or"}),
+        (["file/x", "a"], "1GiB", {"file/x": "file is no folder"}),
+        (["file/x", "a"], "none", {"file/x": "file is no folder"}),
+    ],
+)
+def test_folders_that_cannot_be_used_are_named_with_what_to_set(
+    tmp_path: Path, folders: list[str], asked: str, reasons: dict[str, str]
+) -> None:
+    (tmp_path / "file").touch()
+    there = [str(tmp_path / folder) for folder in folders]
+    config = load_config({"disk.folders": there, "disk.bytes_per_folder": asked}, {})
+    found = folder_faults(config, own_bytes(IDENTITY, make_group()))
+    assert list(found) == [str(tmp_path / folder) for folder in reasons]
+    for folder, reason in reasons.items():
+        assert reason in found[str(tmp_path / folder)]
+    assert not (tmp_path / "a").exists()
+    assert [len(roots) for roots in shared_file_systems(config.disk)] == ([2] if len(folders) == 2 else [])
+
+
+def test_what_a_unit_holds_already_it_can_have_again(tmp_path: Path) -> None:
+    group = make_group()
+    folder = unit_folder(tmp_path, IDENTITY, [group])
+    folder.mkdir(parents=True)
+    (folder / "slab").write_bytes(b"x" * (100 << 20))
+    config = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "1GiB"}, {})
+    assert folder_faults(config, own_bytes(IDENTITY, group)) == {}
+    assert "can be had" in folder_faults(config, lambda root: 0)[str(tmp_path)]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

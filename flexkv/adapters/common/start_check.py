@@ -1,0 +1,63 @@
+"""What the settings ask of this machine, looked at before anything is taken: by an engine's start and `flexkv info`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
+from flexkv.config.memory import check_numa_node
+from flexkv.errors import ConfigError, DiskError, FlexKVError
+from flexkv.storage.folder_share import OwnBytes, folder_faults
+
+
+def start_faults(config: FlexKVConfig, ranks: int, own: OwnBytes) -> list[FlexKVError]:
+    """Why a unit of `ranks` ranks cannot start here; empty where it can, as far as is known without its model.
+
+    Args:
+        own: bytes under a folder that the unit may write over.
+    """
+    faults: list[FlexKVError] = []
+    try:
+        memory = read_memory()
+        resolve_host_bytes(config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free)
+    except FlexKVError as fault:
+        faults.append(fault)
+    try:
+        check_numa_node(config)
+    except ConfigError as fault:
+        faults.append(fault)
+    lost = folder_faults(config, own)
+    if lost and len(lost) == len(config.disk.folders):
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in lost.items())
+        faults.append(DiskError(f"no disk can be used: {reasons}"))
+    return faults
+
+
+def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
+    """
+    Raises:
+        FlexKVError: the unit cannot start here; where there are several reasons, a ConfigError with all of them.
+    """
+    faults = start_faults(config, ranks, own)
+    if len(faults) > 1:
+        lines = [
+            f"{len(faults)} settings cannot be had on this machine:",
+            *(f"- {fault}" for fault in faults),
+        ]
+        raise ConfigError("\n".join(lines))
+    if faults:
+        raise faults[0]
+
+
+@contextlib.contextmanager
+def refusal_in_one_line(logger: logging.Logger) -> Iterator[None]:
+    """Logs why flexkv refuses to start before the engine prints the exception among its own traceback."""
+    try:
+        yield
+    except FlexKVError as error:
+        for line in str(error).splitlines():
+            logger.error("flexkv refuses to start: %s", line)
+        # What led to it is in the message; the engine would print each step of it.
+        raise error.with_traceback(None) from None

@@ -1,0 +1,118 @@
+"""What `flexkv info` finds, as plain data; the keys are documented, and stay. Needs the native core."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexkv import c_ext
+from flexkv.adapters.common.start_check import start_faults
+from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
+from flexkv.cli.package_facts import Facts, package_facts
+from flexkv.config import FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
+from flexkv.config.memory import allowed_nodes
+from flexkv.errors import FlexKVError
+from flexkv.storage.folder import held_bytes, unit_folders
+from flexkv.storage.folder_share import folder_faults, nearest_there
+
+PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def collect(config: FlexKVConfig) -> Facts:
+    """All of it."""
+    memory = read_memory()
+    facts = package_facts() | machine_facts(memory) | tier_facts(config, memory)
+    # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
+    lost = [
+        f"{folder['path']}: {folder['fault']}" for folder in facts["disk_tier"]["folders"] if folder["fault"]
+    ]
+    refused = [str(fault) for fault in start_faults(config, 1, held_bytes)]
+    if refused and refused[-1].startswith("no disk can be used"):
+        lost = []
+    facts["problems"] = refused + [f"the engine would start without the disk {words}" for words in lost]
+    facts["hints"] = machine_hints(facts)
+    return facts
+
+
+def machine_facts(memory: MemoryState) -> Facts:
+    """CPUs, memory and huge pages."""
+    return {
+        "cpus": {"usable": len(os.sched_getaffinity(0)), "total": os.cpu_count()},
+        "memory": {
+            "usable_bytes": memory.usable,
+            "total_bytes": memory.total,
+            "limited_by": memory.limited_by,
+            "numa_nodes": sorted(allowed_nodes()),
+        },
+        "huge_pages": {
+            "private": _mode(PRIVATE_PAGES),
+            "shared": _mode(SHARED_PAGES),
+            "page_bytes": memory.huge_page_bytes,
+            "free_pages": memory.huge_pages_free,
+        },
+    }
+
+
+def tier_facts(config: FlexKVConfig, memory: MemoryState) -> Facts:
+    """The tiers with the current settings and one rank. `bytes` is None where the host tier cannot be had."""
+    huge = memory.huge_page_bytes * memory.huge_pages_free
+    host_bytes: int | None = None
+    with contextlib.suppress(FlexKVError):  # it is among the problems, in words
+        host_bytes = resolve_host_bytes(config, 1, memory.usable, huge)
+    refusal = c_ext.uring_refusal()
+    faults = folder_faults(config, held_bytes)
+    return {
+        "host_tier": {"bytes": host_bytes, "ranks": 1, "numa_node": config.host.numa_node},
+        "disk_tier": {
+            "mode": config.disk.mode,
+            "io": "threads" if refusal or config.disk.io == "threads" else "io_uring",
+            "io_uring_refusal": refusal,
+            "folders": [_folder(folder, faults) for folder in config.disk.folders],
+        },
+    }
+
+
+def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
+    path = Path(folder)
+    there = nearest_there(path)
+    usage = shutil.disk_usage(there)
+    units = [unit for unit in unit_folders(path) if unit != path] if there == path and path.is_dir() else []
+    return {
+        "path": folder,
+        "exists": there == path,
+        "free_bytes": usage.free,
+        "total_bytes": usage.total,
+        "units": len(units),
+        "held_bytes": sum(map(held_bytes, units)),
+        "fault": faults.get(folder, ""),
+    }
+
+
+def machine_hints(facts: Facts) -> list[str]:
+    """What could be changed about this machine."""
+    huge = facts["huge_pages"]
+    return hints(
+        Machine(
+            private_pages=huge["private"],
+            shared_pages=huge["shared"],
+            huge_page_bytes=huge["page_bytes"],
+            huge_pages_free=huge["free_pages"],
+            host_bytes=facts["host_tier"]["bytes"] or 0,
+            uring_refusal=facts["disk_tier"]["io_uring_refusal"],
+            has_gpu=gpu_driver_is_loaded(),
+            with_cuda=facts["native_core"]["with_cuda"],
+        )
+    )
+
+
+def _mode(path: str) -> str:
+    """The word in brackets of a kernel setting such as "always [madvise] never"."""
+    try:
+        words = Path(path).read_text().split()
+    except OSError:
+        return "not available"
+    return next((word.strip("[]") for word in words if word.startswith("[")), " ".join(words))
