@@ -202,8 +202,8 @@ def test_bytes_that_changed_in_host_memory_are_found(make_engine: Make) -> None:
 
 
 def test_too_little_memory_says_how_much_a_slot_needs(make_engine: Make) -> None:
-    with pytest.raises(CapacityError, match=r"1024 bytes .* host\.bytes"):
-        make_engine(**{"host.bytes": 1024})
+    with pytest.raises(CapacityError, match=r"4096 bytes .* slot of 8192 bytes .* host\.bytes"):
+        make_engine(ranks=2, **{"host.bytes": 4096})
 
 
 def test_ranks_that_disagree_are_refused(make_engine: Make) -> None:
