@@ -42,7 +42,9 @@ std::span<const EntryId> entries_of(const Entries& entries) {
   return {entries.data(), static_cast<size_t>(entries.shape(0))};
 }
 
-Bytes flags_for(const Entries& entries) { return Bytes(entries.shape(0)); }
+py::ssize_t length_of(const Entries& entries) { return static_cast<py::ssize_t>(entries_of(entries).size()); }
+
+Bytes flags_for(const Entries& entries) { return Bytes(length_of(entries)); }
 
 template <class T>
 py::array_t<T> array_of(const std::vector<T>& values) {
@@ -126,7 +128,7 @@ void bind_index(py::module_& m) {
       .def(
           "pin",
           [](BlockIndex& index, const Entries& entries) {
-            py::array_t<int32_t> slots(entries.shape(0));
+            py::array_t<int32_t> slots(length_of(entries));
             index.pin(entries_of(entries), slots.mutable_data());
             return slots;
           },
@@ -139,7 +141,7 @@ void bind_index(py::module_& m) {
             if (found.size() != span.size())
               throw ContractError("pin_found: " + std::to_string(found.size()) + " entries of " +
                                   std::to_string(span.size()) + " keys");
-            py::array_t<int32_t> slots(entries.shape(0));
+            py::array_t<int32_t> slots(length_of(entries));
             index.pin_found(group, span, found.data(), slots.mutable_data());
             return slots;
           },
@@ -147,7 +149,7 @@ void bind_index(py::module_& m) {
       .def(
           "pin_coming",
           [](BlockIndex& index, const Entries& entries) {
-            py::array_t<int32_t> slots(entries.shape(0));
+            py::array_t<int32_t> slots(length_of(entries));
             index.pin_coming(entries_of(entries), slots.mutable_data());
             return slots;
           },
@@ -166,7 +168,7 @@ void bind_index(py::module_& m) {
       .def(
           "finish",
           [](BlockIndex& index, const Entries& entries, const Bytes& ok, uint32_t leases) {
-            if (ok.ndim() != 1 || ok.shape(0) != entries.shape(0)) {
+            if (ok.ndim() != 1 || ok.shape(0) != length_of(entries)) {
               throw ContractError("finish: one flag an entry is needed");
             }
             Bytes published = flags_for(entries);
@@ -218,7 +220,7 @@ void bind_index(py::module_& m) {
       .def(
           "slots_of",
           [](const BlockIndex& index, const Entries& entries) {
-            Slots slots(entries.shape(0));
+            Slots slots(length_of(entries));
             index.copy_slots(entries_of(entries), slots.mutable_data());
             return slots;
           },
@@ -226,7 +228,7 @@ void bind_index(py::module_& m) {
       .def(
           "pins_of",
           [](const BlockIndex& index, const Entries& entries) {
-            py::array_t<uint32_t> pins(entries.shape(0));
+            py::array_t<uint32_t> pins(length_of(entries));
             index.copy_pins(entries_of(entries), pins.mutable_data());
             return pins;
           },
@@ -235,7 +237,7 @@ void bind_index(py::module_& m) {
       .def(
           "keys_of",
           [](const BlockIndex& index, const Entries& entries) {
-            Bytes keys({static_cast<size_t>(entries.shape(0)), kKeyBytes});
+            Bytes keys({entries_of(entries).size(), kKeyBytes});
             index.copy_keys(entries_of(entries), keys.mutable_data());
             return keys;
           },

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/bindings.h"
+#include "bindings/call_guard.h"
 #include "bindings/errors.h"
 
 namespace py = pybind11;
@@ -49,4 +50,5 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_cuda(m);  // after bind_transfer: its lane is a Lane
   flexkv::bind_storage(m);
   flexkv::bind_gds_lane(m);  // after bind_storage: it takes page codecs
+  flexkv::guard_calls(m);
 }

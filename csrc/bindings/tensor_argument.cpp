@@ -27,6 +27,7 @@ constexpr int32_t kDlCpu = 1;
 constexpr int32_t kDlCudaHost = 3;
 constexpr uint8_t kDlInt = 0;
 constexpr int32_t kMostDimensions = 64;
+constexpr Py_ssize_t kShownCharacters = 200;
 // Unit: bytes. No memory has more.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
@@ -36,7 +37,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
     return tensor.attr("__dlpack__")();
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_BufferError)) throw;
-    throw GeometryError(name + " gives no DLPack: " + shown(error.value(), 200));
+    throw GeometryError(name + " gives no DLPack: " + shown(error.value(), kShownCharacters));
   }
 }
 
@@ -69,13 +70,19 @@ void TensorArgument::check_extent() const {
   if (data_ == nullptr && count_ > 0) throw GeometryError(name_ + " has the address 0");
 }
 
-void TensorArgument::take_pointer() {
+void TensorArgument::take_pointer() try {
   if (!object_.attr("is_contiguous")().cast<bool>()) throw GeometryError(name_ + " is not contiguous");
   data_ = reinterpret_cast<void*>(object_.attr("data_ptr")().cast<uintptr_t>());
   count_ = object_.attr("numel")().cast<int64_t>();
   item_bytes_ = object_.attr("element_size")().cast<int64_t>();
   dtype_ = last_word(py::str(object_.attr("dtype")));
   on_host_ = std::string(py::str(object_.attr("device"))).rfind("cpu", 0) == 0;
+} catch (const py::cast_error&) {
+  throw GeometryError(name_ + " is no tensor: is_contiguous() must give a bool, data_ptr(), numel() and " +
+                      "element_size() integers");
+} catch (const py::error_already_set& error) {
+  if (!error.matches(PyExc_AttributeError)) throw;
+  throw GeometryError(name_ + " has data_ptr() and is no tensor: " + shown(error.value(), kShownCharacters));
 }
 
 void TensorArgument::take_dlpack() {

@@ -65,9 +65,10 @@ def parameters(native: object) -> list[str] | None:
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is None or "Overloaded" in rest:
         return None
-    found = re.findall(
-        r"(?:^|, )(\*?\*?\w+)(?=:|,|$)", re.sub(r"\[[^\[\]]*(\[[^\[\]]*\])*[^\[\]]*\]", "", match[1])
-    )
+    flat, innermost = match[1], r"\[[^\[\]]*\]"
+    while re.search(innermost, flat):
+        flat = re.sub(innermost, "", flat)
+    found = re.findall(r"(?:^|, )(\*?\*?\w+)(?=:|,|$)", flat)
     return [name for name in found if not name.startswith("*")]
 
 
