@@ -100,7 +100,11 @@ py::array_t<uint8_t> from_blames(const std::vector<Blame>& blames) {
 }
 
 OpSpec to_op(const py::object& op) {
-  const auto fields = op.cast<py::tuple>();
+  if (!py::isinstance<py::tuple>(op)) {
+    throw ContractError("an op is a tuple of " + std::to_string(kOpFields) + " fields, given a " +
+                        Py_TYPE(op.ptr())->tp_name);
+  }
+  const auto fields = py::reinterpret_borrow<py::tuple>(op);
   if (fields.size() != kOpFields) {
     throw ContractError("an op has " + std::to_string(kOpFields) + " fields, given " +
                         std::to_string(fields.size()));

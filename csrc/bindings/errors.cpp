@@ -65,6 +65,8 @@ void translate(std::exception_ptr pending) {
     set(classes->disk, e);
   } catch (const Error& e) {
     set(classes->base, e);
+  } catch (const py::cast_error& e) {
+    set(PyExc_TypeError, e);  // a RuntimeError of pybind11's own otherwise
   } catch (const std::bad_alloc&) {
     set_error(classes->capacity, "the native core has no memory for what this call asks for");
   } catch (const std::length_error& e) {

@@ -24,6 +24,7 @@ FOLDERS = {
         "tests/unit/transfer",
         "tests/unit/storage",
         "tests/unit/gds/test_gds_matrix.py",
+        "tests/unit/native_border",
         "tests/unit/blend/test_rotation.py",
     ),
     "thread": (

@@ -54,6 +54,11 @@ def test_an_array_is_no_list_of_ops() -> None:
     assert said.startswith("ContractError ")
 
 
+def test_an_op_is_a_tuple() -> None:
+    said = run(SEQUENCES + "caught(engine.submit, [OnDemand(lambda at: at, 1 << 40)], [])")
+    assert said == "ContractError an op is a tuple of 11 fields, given a OnDemand\n"
+
+
 @pytest.mark.parametrize("length", ["1 << 40", "-1"])
 def test_a_length_that_cannot_be_is_refused_before_anything_is_reserved(length: str) -> None:
     said = run(

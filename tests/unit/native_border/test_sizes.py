@@ -14,6 +14,7 @@ from flexkv.errors import (
     BlockRangeError,
     CapacityError,
     ConfigError,
+    ContractError,
     FlexKVError,
     GeometryError,
 )
@@ -176,6 +177,25 @@ def test_a_tensor_that_cannot_be_is_refused(claims: dict[str, object], said: str
         c_ext.transfer_kv_blocks(
             ids, pointers, 2048, 4096, 4096, ids, memory, 2048, 0, 4096, 64, 0, 1, is_mla=True
         )
+
+
+def test_an_object_with_an_address_alone_is_no_tensor() -> None:
+    class Address:
+        def data_ptr(self) -> int:
+            return 4096
+
+    memory = np.zeros(8192, np.uint8)
+    with pytest.raises(GeometryError, match=r"cpu_tensor has data_ptr\(\) and is no tensor"):
+        c_ext.transfer_kv_blocks(
+            np.zeros(1, np.int64), np.array([memory.ctypes.data]), 2048, 4096, 4096, np.zeros(1, np.int64),
+            Address(), 2048, 0, 4096, 64, 0, 1, is_mla=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("member", ["ready", "pin", "remove", "slots_of", "keys_of", "pins_of", "pin_coming"])
+def test_entries_of_no_dimension_are_refused(member: str) -> None:
+    with pytest.raises(ContractError, match="entries must have one dimension"):
+        getattr(c_ext.BlockIndex([4]), member)(np.array(1, np.uint32))
 
 
 def test_a_read_only_array_is_refused_by_name() -> None:

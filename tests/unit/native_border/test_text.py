@@ -7,6 +7,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import ConfigError, TokenError
+from tests.unit.native_border.crash import run
 
 
 class Odd(str):
@@ -46,3 +47,15 @@ def test_unaligned_tokens_are_read(dtype: type) -> None:
     odd, even = c_ext.TokenChain(4), c_ext.TokenChain(4)
     assert odd.extend(tokens) == even.extend(list(range(8))) == 2
     assert (odd.digests == even.digests).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["sha256(b''", "HostMover(", "HostPool.attach(", "TokenChain(4).truncate(", "TokenChain(4).extend([]"],
+)
+def test_a_keyword_that_is_no_text_is_a_type_error(call: str) -> None:
+    comma = "" if call.endswith("(") else ", "
+    said = run(f"caught(lambda: c_ext.{call}{comma}**{{'\\ud800': 1}}))")
+    assert said.startswith(
+        "TypeError arguments that fit no signature and cannot be shown: UnicodeEncodeError"
+    )

@@ -1,0 +1,323 @@
+"""Cases of the fuzzer: a few calls in a row on objects that they share, all decided by a seed and the case's number.
+
+Each call has a seed of its own, so that a case can be run again with some of its calls left out.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flexkv.errors import ConfigError, FlexKVError
+from tests.unit.native_border import hostile
+from tests.unit.native_border.makers import (
+    NEED_A_GPU,
+    NOT_MADE,
+    RECIPES,
+    World,
+    valid_argument,
+    valid_arguments,
+)
+from tests.unit.native_border.surface import Parameter, Target, classes, targets
+
+MOST_CALLS = 6
+JOIN_S = 60.0
+THREADED = 0.2
+"""Share of the calls that are made beside another: the same, or a good one of the same class."""
+
+RAW_ADDRESSES = {
+    ("transfer_kv_blocks*", "gpu_*"): "addresses of an engine's tensors, and what is added to them",
+    ("transfer_kv_blocks*", "*_layer*"): "which address is taken, and how far from it",
+    ("transfer_kv_blocks*", "num_layers"): "the same",
+    ("transfer_kv_blocks*", "is_mla"): "how many tensors there are",
+    ("transfer_kv_blocks*", "chunk_size_in_bytes"): "bytes from an address on",
+    ("transfer_kv_blocks*", "block_size_in_bytes"): "the same",
+    ("GDSManager.__init__", "engine_stream"): "a cudaStream_t",
+    ("rotate_rows", "stream"): "a cudaStream_t",
+}
+"""Arguments that are believed, as nothing tells whether memory is there. They are given null, what is misaligned,
+negative or of another type, and valid values. A `KvView` is believed too: those of hostile runs are dropped and never
+read through."""
+
+ENDLESS_WAITS = {
+    ("FaultyMover.wait_stalled", "deadline_s"): "waits for a stall that no thread comes to",
+    ("IoFaults.wait_stalled", "deadline_s"): "the same",
+}
+"""Waits that rightly last as long as they are told to: never told to last."""
+
+EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
+
+
+class Wrong(Exception):
+    """A call ended as none may: names how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    target: Target
+    seed: int
+
+
+class Fuzzer:
+    """Makes and runs the cases of one seed.
+
+    Args:
+        say: told of each call before it is made.
+    """
+
+    def __init__(self, module: ModuleType, seed: int, folder: Path, say: Callable[[str], None]) -> None:
+        self.module, self.seed, self.folder, self.say = module, seed, folder, say
+        self.targets = targets(module)
+        self.classes = classes(module)
+        self.returned: dict[str, int] = {}
+        self.raised: dict[str, int] = {}
+
+    def calls(self, case: int) -> list[Call]:
+        rng = random.Random(f"{self.seed}/{case}")
+        # Each target has its turn: the first call of consecutive cases goes through all of them.
+        first = self.targets[(case + self.seed) % len(self.targets)]
+        near = [t for t in self.targets if t.owner == first.owner] if first.owner else self.targets
+        chosen = [first]
+        for _ in range(rng.randrange(MOST_CALLS)):
+            chosen.append(rng.choice(near if rng.random() < 0.6 else self.targets))
+        return [Call(target, rng.getrandbits(32)) for target in chosen]
+
+    def run(self, case: int, only: Sequence[int] | None = None) -> None:
+        """
+        Raises:
+            Wrong: a call raised what is not expected of it.
+        """
+        world = World(self.folder)
+        try:
+            for number, call in enumerate(self.calls(case)):
+                if only is None or number in only:
+                    self._call(call, world, f"case {case} call {number}")
+            self.say(f"case {case} end")
+        finally:
+            world.close()
+
+    def run_valid(self, target: Target) -> None:
+        """The call as a caller would make it: what it raises comes out."""
+        world = World(self.folder)
+        try:
+            self.say(target.name)
+            self._function(target, world, None)(**valid_arguments(target, world))
+        except ConfigError:
+            if target.name not in NEED_A_GPU:
+                raise
+        finally:
+            world.close()
+
+    def _call(self, call: Call, world: World, place: str) -> None:
+        rng = random.Random(call.seed)
+        target = call.target
+        try:
+            function = self._function(target, world, rng)
+            positional, named = self._arguments(target, world, rng)
+            made = partial(self._make, target, function, positional, named)
+            beside, name = self._beside(target, made, world, rng)
+        except FlexKVError:
+            return  # earlier calls closed what this one would be given
+        self.say(f"{place}: {describe(target, positional, named)}{name}")
+        if beside is None:
+            made()
+        else:
+            self._at_once(made, beside)
+
+    def _beside(
+        self, target: Target, made: Callable[[], None], world: World, rng: random.Random
+    ) -> tuple[Callable[[], None] | None, str]:
+        """What another thread calls at the same time, if anything, and how a log names it."""
+        roll = rng.random()
+        if roll > THREADED:
+            return None, ""
+        if roll > THREADED / 2 or target.owner in NOT_MADE:
+            return made, " twice at once"
+        other = rng.choice([t for t in self.targets if t.owner == target.owner])
+        function = self._function(other, world, None)
+        return partial(
+            self._make, other, function, (), valid_arguments(other, world)
+        ), f" beside a good {other.name}"
+
+    def _make(
+        self,
+        target: Target,
+        function: Callable[..., object],
+        positional: Sequence[object],
+        named: dict[str, object],
+    ) -> None:
+        try:
+            function(*positional, **named)
+        except EXPECTED as error:
+            if isinstance(error, UnicodeError):
+                raise Wrong(f"{type(error).__name__}: {error}") from error
+            self.raised[target.name] = self.raised.get(target.name, 0) + 1
+        except Exception as error:
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+        else:
+            self.returned[target.name] = self.returned.get(target.name, 0) + 1
+
+    def _at_once(self, *calls: Callable[[], None]) -> None:
+        begin = threading.Barrier(len(calls))
+        wrong: list[Wrong] = []
+
+        def body(call: Callable[[], None]) -> None:
+            begin.wait()
+            try:
+                call()
+            except Wrong as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=body, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(JOIN_S)
+            if thread.is_alive():
+                raise Wrong(f"has not returned after {JOIN_S} s")
+        if wrong:
+            raise wrong[0]
+
+    # --- what is called, on what ------------------------------------------------------------------------------------
+
+    def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
+        """The callable; a method bound to an object that is good, or (with `rng`) now and then is not."""
+        if not target.owner:
+            return getattr(self.module, target.member)  # type: ignore[no-any-return]
+        cls = self.classes[target.owner]
+        if target.kind == "constructor":
+            return cls if rng is None or rng.random() < 0.9 else self._heir(cls)
+        if target.kind == "static":
+            return getattr(cls, target.member)  # type: ignore[no-any-return]
+        made = self._object(target.owner, world, rng)
+        member = vars(cls)[target.member]
+        if target.kind == "property":
+            return lambda: member.fget(made)
+        return lambda *args, **kwargs: member(made, *args, **kwargs)
+
+    def _object(self, name: str, world: World, rng: random.Random | None) -> object:
+        roll = 0.0 if rng is None else rng.random()
+        if roll < 0.75 and name in RECIPES:
+            return world.get(name)
+        if roll < 0.85 and name in RECIPES:
+            return world.fresh(name)
+        assert rng is not None, f"{name} has no recipe"
+        return self._no_object(name, rng)
+
+    def _no_object(self, name: str, rng: random.Random) -> object:
+        """What looks like an object of the class and is none."""
+        cls = self.classes.get(name, object)
+        heir = self._heir(cls)
+        made: tuple[Callable[[], object], ...] = (
+            lambda: None,
+            lambda: blank(cls),
+            lambda: blank(heir),
+            lambda: cls,
+            lambda: blank(rng.choice(list(self.classes.values()))),
+            lambda: hostile.anything(rng),
+        )
+        return rng.choice(made)()
+
+    def _heir(self, cls: type) -> type:
+        return type("Heir", (cls,), {})
+
+    # --- with what --------------------------------------------------------------------------------------------------
+
+    def _arguments(
+        self, target: Target, world: World, rng: random.Random
+    ) -> tuple[list[object], dict[str, object]]:
+        if target.owner in NOT_MADE and target.kind == "method":
+            named = {p.name: hostile.anything(rng) for p in target.parameters}
+        else:
+            named = valid_arguments(target, world)
+        count = rng.choices((0, 1, 2, len(target.parameters)), (10, 60, 22, 8))[0]
+        for parameter in rng.sample(target.parameters, min(count, len(target.parameters))):
+            named[parameter.name] = self._hostile(target, parameter, world, rng)
+        positional: list[object] = []
+        if rng.random() < 0.05:
+            named[rng.choice(("other", "self", "\ud800"))] = None
+        if rng.random() < 0.05:
+            positional.append(hostile.anything(rng))
+        if named and rng.random() < 0.05:
+            named.pop(rng.choice(list(named)))
+        return positional, named
+
+    def _hostile(self, target: Target, parameter: Parameter, world: World, rng: random.Random) -> object:
+        valid = valid_argument(parameter, world, target)
+        if named_in(RAW_ADDRESSES, target, parameter):
+            return _bad_address(valid, rng)
+        if named_in(ENDLESS_WAITS, target, parameter):
+            return rng.choice((-1.0, 0.0, float("nan"), float("-inf"), -1e300, None, "a"))
+        if rng.random() < 0.2:
+            return hostile.anything(rng)
+        return self._hostile_like(valid, parameter, rng)
+
+    def _hostile_like(self, valid: Any, parameter: Parameter, rng: random.Random) -> object:
+        """Of the kind that is asked for, and wrong."""
+        name = type(valid).__name__
+        if name in self.classes:
+            return self._no_object(rng.choice((name, name, *self.classes)), rng)
+        if isinstance(valid, list | tuple):
+            items = [item for item in valid if type(item).__name__ in self.classes] or list(valid)
+            if items and rng.random() < 0.4:
+                bad = [*items, self._hostile_like(items[0], parameter, rng)]
+                return bad if rng.random() < 0.7 else hostile.sequence(rng, bad)
+            return hostile.sequence(rng, valid)
+        if isinstance(valid, dict):
+            return hostile.mapping(rng, valid)
+        if type(valid).__module__ == "numpy":
+            wanted = str(valid.dtype.str).lstrip("<|")
+            return hostile.tensor(rng) if parameter.annotation == "object" else hostile.numbers(rng, wanted)
+        if isinstance(valid, bytearray | bytes):
+            return hostile.buffer(rng)
+        if isinstance(valid, str):
+            return hostile.text(rng)
+        if isinstance(valid, float) or "float" in parameter.annotation:
+            return hostile.floating(rng)
+        return hostile.integer(rng)
+
+
+def blank(cls: Any) -> object:
+    """An object whose `__init__` has not run."""
+    return cls.__new__(cls)
+
+
+def named_in(table: dict[tuple[str, str], str], target: Target, parameter: Parameter) -> bool:
+    return any(fnmatch(target.name, call) and fnmatch(parameter.name, name) for call, name in table)
+
+
+def _bad_address(valid: Any, rng: random.Random) -> object:
+    """What must be refused before an address is used; or the valid one."""
+    if type(valid).__module__ == "numpy":
+        wrong = valid.astype("f8")
+        return rng.choice(
+            (valid, valid[:0], valid[::-1], 0 * valid - 1, wrong, hostile.Raising(), None, [1], "a")
+        )
+    if isinstance(valid, bool):
+        return rng.choice((valid, None, "a", 1.5))
+    return rng.choice((valid, -1, -(2**63), 2**63, 2**64, None, "a", float("nan"), 1.5, hostile.Raising()))
+
+
+def describe(target: Target, positional: Sequence[object], named: dict[str, object]) -> str:
+    given = [_shown(value) for value in positional]
+    given += [f"{name!a}={_shown(value)}" for name, value in named.items()]
+    return f"{target.name}({', '.join(given)})"
+
+
+def _shown(value: object) -> str:
+    """Type and start of what it prints as; hostile objects by their type alone."""
+    kind = type(value).__name__
+    if kind in ("int", "float", "str", "bytes", "bool", "NoneType"):
+        return ascii(value)[:60]
+    if kind == "ndarray":
+        return f"ndarray({value.dtype}, {value.shape})"  # type: ignore[attr-defined]
+    if kind in ("list", "tuple"):
+        return f"{kind}[{', '.join(_shown(item) for item in value[:4] if item is not value)}]"  # type: ignore[index]
+    return kind

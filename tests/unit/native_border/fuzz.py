@@ -1,0 +1,163 @@
+"""Runs the fuzzer's cases in child processes and, where one dies, finds the calls that it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tests.unit.native_border.cases import MOST_CALLS
+
+ROOT = Path(__file__).resolve().parents[3]
+CHILD_S = 600.0
+CASE_S = 90.0
+"""A case that takes longer hangs."""
+
+SHOWN_CHARACTERS = 4000
+
+
+@dataclass
+class Counts:
+    """How many calls of each name returned, and how many raised what they may."""
+
+    returned: Counter[str] = field(default_factory=Counter)
+    raised: Counter[str] = field(default_factory=Counter)
+
+    def add(self, said: dict[str, dict[str, int]]) -> None:
+        self.returned.update(said["returned"])
+        self.raised.update(said["raised"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: what it was at last, what it said, and why that is wrong (empty where it is not)."""
+
+    why: str
+    last: str
+    output: str
+
+    @property
+    def case(self) -> int:
+        return int(self.last.split()[1])
+
+    @property
+    def call(self) -> int | None:
+        words = self.last.split()
+        return int(words[3].rstrip(":")) if words[2:3] == ["call"] else None
+
+
+class CrashError(AssertionError):
+    """A call ended the process, or ended as none may; names seed, case and call."""
+
+
+def fuzz(seed: int, first: int, end: int, module: str = "flexkv.c_ext", case_s: float = CASE_S) -> Counts:
+    """
+    Raises:
+        CrashError: a case went wrong.
+    """
+    counts = Counts()
+    run = partial(run_child, module, str(seed), case_s=case_s)
+    ended = run(first, end)
+    if ended.why:
+        raise CrashError(f"{module}, seed {seed}: {_report(run, first, ended)}")
+    counts.add(json.loads(ended.output.splitlines()[-1]))
+    return counts
+
+
+class Run(Protocol):
+    """Runs cases `first` to `end` of a module and a seed, of each the `calls` (none given: all)."""
+
+    def __call__(self, first: int, end: int, calls: tuple[int, ...] = ()) -> Ended: ...
+
+
+def run_child(
+    module: str, seed: str, first: int, end: int, calls: tuple[int, ...] = (), case_s: float = CASE_S
+) -> Ended:
+    with tempfile.TemporaryDirectory(prefix="native-border-") as folder:
+        work = Path(folder, "work")
+        work.mkdir()
+        log = Path(folder, "log")
+        asan = f"{os.environ.get('ASAN_OPTIONS', '')}:allocator_may_return_null=1:max_allocation_size_mb=1024"
+        command = [sys.executable, "-m", "tests.unit.native_border.fuzz_child", module, seed]
+        command += [str(first), str(end), str(work), str(log), str(case_s), *map(str, calls)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=Path.cwd() if Path("tests/unit/native_border").exists() else ROOT,
+                env={**os.environ, "ASAN_OPTIONS": asan},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=CHILD_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            output = (error.stdout or b"").decode(errors="replace")
+            return Ended(f"did not end within {CHILD_S} s", _last_line(log), output)
+        return Ended(_why(done.returncode), _last_line(log), done.stdout)
+
+
+def _why(code: int) -> str:
+    if code < 0:
+        return f"died by {signal.Signals(-code).name}"
+    return f"ended with code {code}" if code else ""
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="ascii").splitlines() if log.exists() else []
+    return lines[-1] if lines else "before its first call"
+
+
+def _report(run: Run, first: int, ended: Ended) -> str:
+    """Runs the case again with fewer calls, and names the fewest that still go wrong."""
+    text = [f"a child {ended.why}", f"at {ended.last}"]
+    if ended.last.startswith("case "):
+        calls = _fewest_calls(run, ended)
+        if calls:
+            again = run(ended.case, ended.case + 1, calls)
+            text.append(
+                f"case {ended.case} alone does it, with its calls {list(calls)}: {again.why}, at {again.last}"
+            )
+        else:
+            text.append(f"it takes cases {_latest_start(run, first, ended.case)} to {ended.case}")
+    return "\n".join([*text, ended.output[-SHOWN_CHARACTERS:]])
+
+
+def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
+    """Of the case's calls those without which it ends well; none where the case alone ends well."""
+
+    def is_wrong(chosen: tuple[int, ...]) -> bool:
+        return bool(run(ended.case, ended.case + 1, chosen).why)
+
+    last = ended.call
+    calls = tuple(range(MOST_CALLS if last is None else last + 1))
+    if last is not None and is_wrong((last,)):
+        return (last,)
+    if not is_wrong(calls):
+        return ()
+    for call in calls:
+        fewer = tuple(other for other in calls if other != call)
+        if fewer and is_wrong(fewer):
+            calls = fewer
+    return calls
+
+
+def _latest_start(run: Run, first: int, case: int) -> int:
+    """The latest case to start from so that `case` still goes wrong."""
+    low, high = first, case
+    while low < high:
+        middle = (low + high + 1) // 2
+        if run(middle, case + 1).why:
+            low = middle
+        else:
+            high = middle - 1
+    return low

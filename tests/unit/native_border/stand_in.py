@@ -1,0 +1,36 @@
+"""A module in the core's place, with the faults that the fuzzer is there to find: FAULT in the environment chooses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+FAULT = os.environ.get("FAULT", "")
+MOST_CALLS = 20
+
+
+class Counter:
+    """How often something was called; more than a case does."""
+
+    calls = 0
+
+
+def reads_an_address(where: int, times: int) -> int:
+    """Takes any `where` that is no integer, and goes wrong with None."""
+    Counter.calls += 1
+    if where is None and FAULT == "null":
+        ctypes.string_at(0)
+    if where is None and FAULT == "abort":
+        os.abort()
+    if where is None and FAULT == "memory":
+        raise MemoryError
+    if where is None and FAULT == "hang":
+        time.sleep(3600)
+    if Counter.calls == MOST_CALLS and FAULT == "late":
+        os.abort()
+    return 0
+
+
+def is_sound(value: int) -> int:
+    return 0

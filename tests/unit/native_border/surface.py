@@ -1,0 +1,119 @@
+"""What a module offers to Python: every function, constructor, method and property, with its parameters.
+
+Found by introspection, so that a new binding is fuzzed without a line here. The stub tells what the parameters are for;
+`tests/unit/build/test_stub.py` holds it against the core.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+Kind = Literal["function", "constructor", "method", "static", "property"]
+SPECIAL = ("__len__", "__repr__", "__eq__")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`annotation`: as the stub has it; empty where it has none."""
+
+    name: str
+    annotation: str = ""
+    keyword_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that can be called. `owner`: its class; `member`: its name there."""
+
+    kind: Kind
+    owner: str
+    member: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.member}" if self.owner else self.member
+
+
+def classes(module: ModuleType) -> dict[str, type]:
+    return {
+        name: value
+        for name, value in sorted(vars(module).items())
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    }
+
+
+def targets(module: ModuleType) -> list[Target]:
+    stub = _stub_of(module)
+    found = [
+        Target("function", "", name, _parameters(value, stub.get(name)))
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and inspect.isroutine(value)
+    ]
+    for owner, cls in classes(module).items():
+        found += _members(owner, cls, stub)
+    return found
+
+
+def _members(owner: str, cls: type, stub: dict[str, ast.FunctionDef]) -> Iterator[Target]:
+    for member, value in sorted(vars(cls).items()):
+        if member.startswith("_") and member not in (*SPECIAL, "__init__"):
+            continue
+        if isinstance(value, property):
+            yield Target("property", owner, member, ())
+            continue
+        if not callable(value) and not isinstance(value, staticmethod):
+            continue
+        given = _parameters(getattr(cls, member), stub.get(f"{owner}.{member}"))
+        static = isinstance(value, staticmethod)
+        kind: Kind = "constructor" if member == "__init__" else "static" if static else "method"
+        yield Target(kind, owner, member, given)
+
+
+def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter, ...]:
+    """Those that the core names; what the stub says of each."""
+    args = stub.args if stub else None
+    known = [*args.posonlyargs, *args.args, *args.kwonlyargs] if args else []
+    by_name = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in known}
+    keyword_only = {arg.arg for arg in args.kwonlyargs} if args else set()
+    names = [name for name in _names(native) if name != "self"]
+    return tuple(Parameter(name, by_name.get(name, ""), name in keyword_only) for name in names)
+
+
+def _names(native: object) -> tuple[str, ...]:
+    """From the signature, or from the first line that pybind11 writes into the doc."""
+    first = (getattr(native, "__doc__", "") or "").partition("\n")[0]
+    match = re.match(r"^\w+\((.*)\) -> ", first)
+    if match is not None:
+        flat, inner = match[1], r"\[[^\[\]]*\]"
+        while re.search(inner, flat):
+            flat = re.sub(inner, "", flat)
+        return tuple(re.findall(r"(?:^|, )([A-Za-z_]\w*)(?=:|,|$| =)", flat))
+    if inspect.isfunction(native):
+        return tuple(inspect.signature(native).parameters)
+    return ()
+
+
+def _stub_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
+    """Functions by name, methods by `Class.name`; nothing where the module has no stub."""
+    path = Path(inspect.getfile(module)).with_name(f"{module.__name__.rpartition('.')[2]}.pyi")
+    if not path.exists():
+        return {}
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{member.name}": member
+                for member in node.body
+                if isinstance(member, ast.FunctionDef)
+            }
+    return found
