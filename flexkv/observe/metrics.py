@@ -103,9 +103,9 @@ _TABLE = (
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages not stored so that the engine need not wait: queues full, no free slot, or too many blocks with a store "
-        "in flight.",
-        (("reason", ("busy", "no_slot", "reference_limit")),),
+        "Pages not stored so that the engine need not wait: queues full, no free slot, too many blocks with a store in "
+        "flight, or the engine took its KV memory away (sleep).",
+        (("reason", ("busy", "no_slot", "reference_limit", "released")),),
     ),
     Metric(
         "flexkv_lazy_missed_pages_total",

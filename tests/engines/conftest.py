@@ -32,6 +32,7 @@ OPERATIONS = (
     f"{PACKAGE}.kill_ops",
     f"{PACKAGE}.listen_ops",
     f"{PACKAGE}.second_ops",
+    f"{PACKAGE}.sleep_ops",
 )
 POOL_BLOCKS = 129
 """Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""

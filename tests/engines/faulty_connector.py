@@ -16,6 +16,9 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.transfer.graph import OpKind
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
     from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -54,6 +57,16 @@ class CarelessConnector(FaultyConnector):
         if unit is not None:
             unit.manager.discard_from = lambda request_id, first_block: 0  # type: ignore[method-assign]
         super().update_connector_output(connector_output)
+
+
+class SleepyConnector(FaultyConnector):
+    """Of an engine with sleep mode, which vLLM does not let a CPU have: its reset ends copies."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        vllm_config.model_config.enable_sleep_mode = True
+        super().__init__(vllm_config, role, kv_cache_config)
 
 
 class ForgetfulConnector(FaultyConnector):

@@ -15,6 +15,7 @@ from flexkv.adapters.common.rank_op import PAST_DEADLINE, RankOp
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
 from flexkv.observe import Counters
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
@@ -44,6 +45,7 @@ class RankOps:
     Attributes:
         engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
         refusal: why there is none and never will be.
+        released: why no op may touch the engine's pool now; empty while they may.
         gds_refusal: why this rank's engine has no lane to the disks though loads may name it.
         stripe_bytes: what one page moves on this rank.
         stores: False where another rank stores the same bytes: a store then ends here at once.
@@ -57,6 +59,7 @@ class RankOps:
         self._counters = counters
         self.engine: Any = None
         self.refusal = ""
+        self.released = ""
         self.gds_refusal = ""
         self.stripe_bytes = 0
         self.stores = True
@@ -78,8 +81,8 @@ class RankOps:
 
     def _try_load(self, load: WaitingLoad) -> None:
         job = load.job
-        if self.engine is None:
-            self._refuse(job, self.refusal or "no host pool")
+        if self.engine is None or self.released:
+            self._refuse(job, self.released or self.refusal or "no host pool")
             return
         # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
         started_s = time.monotonic()
@@ -120,11 +123,13 @@ class RankOps:
             ops = tuple(replace(op, priority=Priority.LOAD) for op in graph.ops)
             graph = TransferGraph(ops, graph.edges)
         started_s = time.monotonic()
-        ticket = self.engine.submit(graph, gated=gated) if self.engine is not None else None
+        refused = self.engine is None or self.released
+        ticket = None if refused else self.engine.submit(graph, gated=gated)
         for op in graph.ops:
             if ticket is None:
-                self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="busy")
-                reason = self.refusal or "the store lane's queue is full"
+                label = "released" if self.released else "busy"
+                self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason=label)
+                reason = self.released or self.refusal or "the store lane's queue is full"
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
                 self._ops[op.op_id] = RankOp(ticket, op.pages, started_s, self.step)
@@ -220,6 +225,38 @@ class RankOps:
             op = self._ops.get(op_id)
             if op is not None and not self._wait(op, ends_s):
                 op.torn = (op.torn or set()) | set(positions)
+
+    def release(self, reason: str) -> None:
+        """Ends every op, because the engine is about to take its pool away. Ops that come later end refused with the
+        reason, until `released` is empty again.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: the pool must stay. Nothing is released then.
+        """
+        self.released = reason
+        if self.engine is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for load in waiting:
+            self._refuse(load.job, reason)
+        in_time = wait_all(
+            self.engine, {op.ticket for op in self._ops.values()}, self._config.transfer.close_s
+        )
+        self._collect()
+        if not in_time:
+            self._recall_all(reason)
+
+    def _recall_all(self, reason: str) -> None:
+        for op in self._ops.values():
+            op.given_up, op.deadline_s = op.given_up or reason, float("inf")
+        tickets = {op.ticket for op in self._ops.values()}
+        what = f"rank {self._rank}: {len(self._ops)} copies"
+        try:
+            recall(self.engine, tickets, self._config, what, limit="transfer.close_s")
+        except ClosedError:
+            self.released = ""
+            raise
+        self._collect()
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Collects ended ops; waits for one up to `wait_s` if any is under way. Ends the wait for late loads."""

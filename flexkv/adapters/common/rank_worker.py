@@ -26,6 +26,9 @@ from flexkv.transfer.slab_map import SlabMap
 
 logger = get_logger(__name__)
 
+GROUP = 0
+"""The one KV group of a rank's transfer engine."""
+
 
 class RankWorker:
     """What the worker's side of every adapter does alike.
@@ -56,6 +59,8 @@ class RankWorker:
         self._heads = 0
         self._dtype = ""
         self._pool: Any = None
+        self._place: RankPlace | None = None
+        self._view_attached = False
         self._ops = RankOps(config, rank, self.counters)
 
     def make_mover(self) -> Any:
@@ -136,6 +141,7 @@ class RankWorker:
             gds_lane=gds_lane,
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
+        self._place, self._view_attached = place, True
 
     def take_grant(self, grant: PoolGrant) -> None:
         """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal.
@@ -151,6 +157,29 @@ class RankWorker:
             # The engine can live without a cache; the scheduler's side is told and promises nothing.
             self._ops.refusal = f"{type(error).__name__}: {error}"
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
+
+    def release_pool(self, reason: str) -> None:
+        """The engine is about to take its pool's memory away: ends every op, and detaches the view. Idempotent.
+
+        Args:
+            reason: of the ops that come before `restore_pool`; they end refused.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: the memory must stay.
+        """
+        self._ops.release(reason)
+        if self._view_attached and self._ops.engine is not None:
+            self._ops.engine.detach_view(GROUP)
+            self._view_attached = False
+
+    def restore_pool(self) -> None:
+        """The pool's memory is back at the same addresses; what it held is gone. Idempotent."""
+        if self._place is not None and not self._view_attached and self._ops.engine is not None:
+            self._ops.engine.attach_view(
+                GROUP, self.view, self._pool, self._place.stripe, self._place.digests, self._owners
+            )
+            self._view_attached = True
+        self._ops.released = ""
 
     @property
     def attached(self) -> bool:

@@ -16,11 +16,18 @@ def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bo
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
 
-def recall(lanes: DataPlane, tickets: Collection[Ticket], config: FlexKVConfig, what: str) -> None:
-    """For graphs that have not ended within `load.deadline_s`: drops what no lane has taken, and waits for the rest.
+def recall(
+    lanes: DataPlane,
+    tickets: Collection[Ticket],
+    config: FlexKVConfig,
+    what: str,
+    limit: str = "load.deadline_s",
+) -> None:
+    """For graphs that have not ended in time: drops what no lane has taken, and waits for the rest.
 
     Args:
         what: moves, for the error's text: "a load of 3 pages".
+        limit: the setting whose seconds have passed, for the error's text.
 
     Raises:
         ClosedError: something neither ended nor could be recalled. Its blocks may still be read or written at any time,
@@ -31,7 +38,9 @@ def recall(lanes: DataPlane, tickets: Collection[Ticket], config: FlexKVConfig, 
     # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
     recall_s = 2 * config.transfer.stuck_s
     if not wait_all(lanes, tickets, recall_s):
+        section, name = limit.split(".")
+        waited_s = float(getattr(getattr(config, section), name))
         raise ClosedError(
-            f"{what} ended neither within load.deadline_s ({config.load.deadline_s:g} s) nor, recalled, within twice "
+            f"{what} ended neither within {limit} ({waited_s:g} s) nor, recalled, within twice "
             f"transfer.stuck_s ({recall_s:g} s); its blocks may be read or written at any time"
         )

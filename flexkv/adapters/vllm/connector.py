@@ -70,6 +70,12 @@ def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
         )
 
 
+def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
+    """Whether this engine may take its KV memory away without a call of its workers' connectors (vLLM 0.32)."""
+    has_hooks = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    return bool(vllm_config.model_config.enable_sleep_mode) and not has_hooks
+
+
 class FlexKVConnector(KVConnectorBase_V1):
     """KV cache in host memory for vLLM.
 
@@ -126,6 +132,7 @@ class FlexKVConnector(KVConnectorBase_V1):
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
                 drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+                ends_copies=sleeps_without_hooks(vllm_config),
                 recomputes=self._kv_transfer_config.kv_load_failure_policy == "recompute",
             ),
             model=str(vllm_config.model_config.model),
@@ -195,6 +202,14 @@ class FlexKVConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 and later: before a sleep takes the KV memory away."""
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33 and later: when the KV memory is back."""
+        self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake()

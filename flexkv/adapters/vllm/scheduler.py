@@ -19,6 +19,7 @@ from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import current_device_is_host
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 
 if TYPE_CHECKING:
@@ -292,8 +293,10 @@ class SchedulerSide:
 
         Returns:
             False when a load is in flight: its request would go on with KV of the old weights, and so is told that
-            the load failed. The engine should reset again when its own blocks are free. True before every rank has
-            shaken hands: then the reset is carried out as soon as they have, before anything is stored or promised.
+            the load failed. The engine should reset again when its own blocks are free. Where the engine may sleep
+            after it, also when a copy is left that could not be ended: vLLM then does not sleep. True before every
+            rank has shaken hands: then the reset is carried out as soon as they have, before anything is stored or
+            promised.
         """
         parts = self.parts
         if parts is None:
@@ -309,6 +312,8 @@ class SchedulerSide:
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
         parts.stores.reset(self._hashed_blocks())
+        if self._blueprint.use.ends_copies and not self._end_copies(parts):
+            return False
         return not parts.loads
 
     def _reset_if_owed(self, parts: Parts) -> None:
@@ -329,6 +334,27 @@ class SchedulerSide:
         """Blocks that the engine's own prefix cache knows, and their hashes."""
         assert self._watch is not None, "the engine binds its block pool before it resets"
         return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
+
+    def _end_copies(self, parts: Parts) -> bool:
+        """Ends every copy, and drops stores that are not begun yet; whether nothing moves any more."""
+        if not parts.workers:
+            pending = parts.unit.manager.inflight_ops()
+            if pending:
+                logger.error(
+                    "%d copies are in flight on workers in other processes, so the engine must not sleep; step it "
+                    "until it has no work left, then try again",
+                    pending,
+                )
+            return not pending
+        early, self.orders.early = self.orders.early, []
+        try:
+            for worker in parts.workers:
+                worker.end_copies(early)
+        except ClosedError as error:
+            logger.error("the engine must not sleep: %s", error)
+            return False
+        parts.outcomes.collect_early()
+        return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV cache events since the last call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from flexkv.layout.tensor import dtype_name
 from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
-from flexkv.transfer.graph import OpResult
+from flexkv.transfer.graph import OpResult, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -33,6 +33,10 @@ logger = get_logger(__name__)
 REUSE_WAIT_S = 0.25
 """How long a forward waits for the copy out of a block it is about to write. Beyond it the page counts as failed: a
 lost page costs a recompute later, a waiting forward costs every running request now."""
+
+ASLEEP = "the engine's KV memory is released"
+RESET = "the cache was reset"
+"""Reasons of ops that end refused."""
 
 IDLE_WAIT_S = 0.002
 """How long a step without a forward waits for a copy to end. Without it the engine spins through empty steps and takes
@@ -77,6 +81,34 @@ class WorkerSide(RankWorker):
         self.kv_config = config
         self._layer_numbers = layer_numbers(caches, config, self._ranks)
 
+    def unregister_kv_caches(self) -> None:
+        """The engine is about to take the KV memory away, as it sleeps. Idempotent.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
+        """
+        self._layer_stores.abandon()
+        self.release_pool(ASLEEP)
+
+    def restore_kv_caches(self) -> None:
+        """The KV memory is back where it was, with other content. Idempotent."""
+        self.restore_pool()
+
+    def end_copies(self, early: Sequence[TransferGraph]) -> None:
+        """For an engine that may sleep after a reset and calls no hook of its workers then.
+
+        Args:
+            early: stores not begun yet; they end refused.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
+        """
+        self._layer_stores.abandon()
+        self._ops.release(RESET)
+        for graph in early:
+            self._ops.submit_store(graph)
+        self._ops.released = ""
+
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
         said = self.facts()
@@ -111,7 +143,7 @@ class WorkerSide(RankWorker):
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
         # After the early stores, because one of those may be void from the start.
         for op_id in orders.void:
-            self._ops.give_up(op_id, "the cache was reset")
+            self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
             self._ops.give_up(op_id, "the request ended")
         if orders.reused:
@@ -128,6 +160,9 @@ class WorkerSide(RankWorker):
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job)
+            # vLLM may begin a load between steps, and reset before the step that orders it.
+            if any(op.op_id in orders.void for op in job.ops):
+                self._ops.disown(job, RESET)
         for job in orders.loads:
             if job.sync and not job.by_layer:
                 self._ops.finish_load(job)

@@ -1,0 +1,63 @@
+"""Operations that send an engine to sleep. On a CPU vLLM keeps the memory, but all else happens as it does on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from demo.engine_child import Operation, RequestTracker
+
+
+def sleep_while_copying(
+    llm: Any, requests: list[dict[str, Any]], mode: str, ends_copies: bool, deadline_s: float = 30.0
+) -> dict[str, Any]:
+    """Sends the engine to sleep while the requests' blocks are being stored, and wakes it up.
+
+    Args:
+        mode: what becomes of the requests: "abort" or "keep".
+        ends_copies: False takes from the connector what it does before a sleep: the control.
+
+    Returns:
+        before, at_sleep: copies under way when the sleep began, and when the engine would have lost its KV memory.
+        requests: results; of aborted requests what had come by then.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    core = llm.llm_engine.engine_core.engine_core
+    connector, worker = core.scheduler.connector, get_kv_transfer_group().worker
+    executor_sleep: Callable[[int], None] = core.model_executor.sleep
+    found: dict[str, Any] = {}
+
+    def sleep(level: int) -> None:
+        found["at_sleep"] = len(worker._ops._ops)
+        executor_sleep(level)
+
+    tracker = RequestTracker(llm)
+    names = [f"s{number}-{time.monotonic_ns()}" for number in range(len(requests))]
+    for name, request in zip(names, requests, strict=True):
+        tracker.add(name, request)
+    ends_at = time.monotonic() + deadline_s
+    while not worker._ops._ops:
+        if not tracker.step() or time.monotonic() > ends_at:
+            raise TimeoutError("nothing was stored")
+    found["before"] = len(worker._ops._ops)
+    core.model_executor.sleep = sleep
+    end_copies = connector.scheduler._end_copies
+    if not ends_copies:
+        connector.scheduler._end_copies = lambda parts: True
+    try:
+        llm.sleep(level=1, mode=mode)
+    finally:
+        core.model_executor.sleep = executor_sleep
+        connector.scheduler._end_copies = end_copies
+    llm.wake_up()
+    if mode == "abort":
+        # In one process vLLM aborts them in its scheduler alone, and its front would wait for them.
+        llm.llm_engine.abort_request(names)
+    while mode == "keep" and tracker.step():
+        pass
+    return found | {"requests": tracker.results()}
+
+
+OPERATIONS: dict[str, Operation] = {"sleep_while_copying": sleep_while_copying}

@@ -1,0 +1,50 @@
+"""vLLM sleeps on the real engine: 0.32 calls no hook of its workers' connectors, so the reset ends the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .conftest import Engines, connector
+from .session import EngineSession, Prompt
+from .test_failures import FAULTY
+from .test_resets_and_aborts import SLOW_STORES
+
+SLEEPY = FAULTY | {"kv_connector": "SleepyConnector"}
+
+
+@pytest.fixture
+def session(engines: Engines) -> EngineSession:
+    return engines.get(connector(SLEEPY), SLOW_STORES)
+
+
+def sleep(session: EngineSession, stream: int, mode: str, ends_copies: bool = True) -> dict[str, Any]:
+    prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
+    reply = session.call(
+        "sleep_while_copying",
+        requests=[prompt.wire() for prompt in prompts],
+        mode=mode,
+        ends_copies=ends_copies,
+    )
+    assert reply["before"] > 0, "nothing was under way, so nothing was shown"
+    if mode == "keep":
+        for prompt, result in zip(prompts, reply["requests"], strict=True):
+            assert tuple(result["tokens"]) == session.reference.tokens(prompt)
+    assert [answer.cached for answer in session.check(*prompts)] == (
+        [0, 0, 0] if mode == "abort" else [prompt.whole_blocks for prompt in prompts]
+    )
+    return reply
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_no_copy_is_under_way_when_the_engine_loses_its_memory(
+    session: EngineSession, stream: int, mode: str
+) -> None:
+    assert sleep(session, stream, mode)["at_sleep"] == 0
+    session.forget()
+
+
+def test_control_without_that_copies_outlive_the_memory(session: EngineSession, stream: int) -> None:
+    assert sleep(session, stream, "abort", ends_copies=False)["at_sleep"] > 0
+    session.forget()

@@ -1,0 +1,87 @@
+"""A stand-in for vLLM 0.33, of which there is no build for a CPU: its order of calls around a sleep, and in a step
+whose end is deferred until a draft model has run. Written from reading that version; not that engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
+from flexkv.adapters.vllm.worker import WorkerSide
+from tests.unit.adapters.mini_engine import MiniEngine
+
+POISON = -7.0
+"""What lies where the KV memory was while the engine sleeps: who reads or writes there is found out."""
+
+
+class SleepingEngine(MiniEngine):
+    """A mini engine that can sleep, and whose draft model writes the last layer after the step's report.
+
+    Args:
+        early_save: ends the step before the draft model has run: the control.
+    """
+
+    def __init__(self, early_save: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._early_save = early_save
+
+    # --- a sleep, in 0.33's order ---
+
+    def sleep(self) -> None:
+        """Pause, reset of engine and connector, then in each worker the hook and the loss of the memory."""
+        assert self.pool.reset_prefix_cache(), "requests hold blocks: vLLM does not sleep"
+        assert self.side.reset(), "vLLM does not sleep when the connector's reset fails"
+        self.lose_memory()
+
+    def lose_memory(self) -> None:
+        for worker in self.workers:
+            worker.unregister_kv_caches()
+        for caches in self.pools.caches:
+            for cache in caches.values():
+                cache.fill_(POISON)
+
+    @property
+    def was_touched(self) -> bool:
+        """Whether anything was written where the KV memory had been."""
+        return any(bool((cache != POISON).any()) for caches in self.pools.caches for cache in caches.values())
+
+    def wake_up(self) -> None:
+        """The memory is mapped again with other content, then the hook, then the handshakes once more."""
+        self.pools.spoil()
+        for worker in self.workers:
+            worker.restore_kv_caches()
+        said = {worker.rank: worker.handshake() for worker in self.workers}
+        self.side.take_handshake({rank: item for rank, item in said.items() if item is not None})
+
+    # --- a step, with its end deferred ---
+
+    def _run_worker(
+        self,
+        worker: WorkerSide,
+        orders: ConnectorMetadata,
+        scheduled: dict[str, int],
+        before_forward: Callable[[], None] | None,
+    ) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        worker.before_forward(orders)
+        sync = any(job.sync for job in orders.loads)
+        if sync:
+            worker.start_loads(orders)
+        parts = []
+        for name, tokens in scheduled.items():
+            end = self.live[name].request.num_computed_tokens
+            parts.append((self.live[name], end - tokens, end))
+        layers = list(self.pools.write_by_layer(worker.rank, []))
+        writes = self.pools.write_by_layer(worker.rank, parts)
+        for _ in layers[:-1]:
+            next(writes)
+        if not sync:
+            worker.start_loads(orders)
+        if self._early_save:
+            worker.finish_stores(orders)
+        worker.poll(orders.idle, orders.disk_busy)
+        report = worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+        for _ in writes:  # the draft model's layer
+            pass
+        if not self._early_save:
+            worker.submit_stores(orders)
+        return report

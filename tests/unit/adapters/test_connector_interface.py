@@ -1,0 +1,87 @@
+"""flexkv's connector against what vLLM calls. Of 0.33 there is no build for a CPU: it is known by reading it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from flexkv.adapters.vllm.connector import FlexKVConnector, sleeps_without_hooks
+from tests.unit.adapters.vllm_interface import ABSTRACT, INTERFACES, PROPERTIES, misfits, parameters_of
+
+MAJOR, MINOR = (int(part) for part in vllm.__version__.split(".")[:2])
+OURS_IN_ANY_VERSION = ("unregister_kv_caches", "restore_kv_caches")
+
+
+class In033(FlexKVConnector):
+    """Our class over what 0.33 adds to its own, which the installed version may not have."""
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("version", INTERFACES, ids=str)
+def test_the_connector_takes_every_call(version: tuple[int, int]) -> None:
+    assert misfits(In033, INTERFACES[version]) == []
+
+
+@pytest.mark.parametrize("hook", [*ABSTRACT, *OURS_IN_ANY_VERSION])
+def test_the_connector_has_what_no_version_does_for_it(hook: str) -> None:
+    assert hook in vars(FlexKVConnector)
+
+
+def test_control_a_hook_with_other_parameters_is_found() -> None:
+    class Wrong(In033):
+        def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
+            """Takes no further keywords."""
+
+        def request_finished(self, request: Any) -> None:  # type: ignore[override]
+            """Lacks the blocks."""
+
+        def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:  # type: ignore[override]
+            """Has another name for the last."""
+
+        restore_kv_caches = None  # type: ignore[assignment]
+
+    found = misfits(Wrong, INTERFACES[(0, 33)])
+    assert [line.partition(":")[0] for line in found] == [
+        "start_load_kv",
+        "update_state_after_alloc",
+        "request_finished",
+        "restore_kv_caches",
+    ]
+
+
+def test_the_table_is_what_the_installed_engine_calls() -> None:
+    """So the table is right where it can be compared; a new version that adds a hook fails here."""
+    members = {name: inspect.getattr_static(KVConnectorBase_V1, name) for name in dir(KVConnectorBase_V1)}
+    public = {
+        name: parameters_of(getattr(KVConnectorBase_V1, name))
+        for name, member in members.items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
+    }
+    assert public == INTERFACES[MAJOR, MINOR]
+    assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
+    properties = [name for name, member in members.items() if isinstance(member, property)]
+    assert sorted(properties) == sorted(PROPERTIES)
+
+
+def test_the_connector_serves_one_kv_group() -> None:
+    """With `SupportsHMA` vLLM would hand it several, and call another hook at a request's end."""
+    assert not issubclass(FlexKVConnector, SupportsHMA)
+
+
+@pytest.mark.parametrize(("sleep_mode", "hooks"), [(True, False), (True, True), (False, False)])
+def test_a_reset_ends_copies_where_no_hook_does(
+    monkeypatch: pytest.MonkeyPatch, sleep_mode: bool, hooks: bool
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    if hooks:
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    model = type("Model", (), {"enable_sleep_mode": sleep_mode})
+    config: Any = type("Config", (), {"model_config": model})
+    assert sleeps_without_hooks(config) is (sleep_mode and not hooks)
