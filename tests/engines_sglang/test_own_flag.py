@@ -1,4 +1,4 @@
-"""SGLang's own --enable-flexkv ends with an error that names the linker's flags, and not a missing package."""
+"""SGLang's own --enable-flexkv ends with an error that names the linker's flags, which the sample file has."""
 
 from __future__ import annotations
 
@@ -10,3 +10,15 @@ def test_sglangs_own_connector_is_told_of_the_linker(parts: Parts) -> None:
     assert found["error"].startswith("ConfigError: flexkv.common belongs to another package named flexkv")
     assert "--enable-unified-cache-external-linker" in found["error"]
     assert "not installed" not in found["trace"]
+
+
+def test_sglang_takes_the_sample_of_its_arguments(parts: Parts) -> None:
+    assert parts["own_flag_child"]["engine file"] == {
+        "enabled": True,
+        "backend": "dynamic",
+        "config": {
+            "linker": "FlexKVLinker",
+            "linker_module_path": "flexkv.adapters.sglang",
+            "linker_extra_config": {},
+        },
+    }
