@@ -141,7 +141,14 @@ def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -
     return {"requests": tracker.results()}
 
 
+def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
+    """One prompt's embedding by a pooling model, and its tokens that were not computed."""
+    (output,) = llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)
+    return {"embedding": list(output.outputs.embedding), "cached": output.num_cached_tokens or 0}
+
+
 OPERATIONS: dict[str, Operation] = {
+    "embed": embed,
     "abort": abort,
     "load_new_weights": load_new_weights,
     "reset_while_running": reset_while_running,

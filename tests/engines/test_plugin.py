@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import IN_PROCESS, SEPARATE_CORE, EngineError, EngineProcess
+from demo.engine_process import FLEXKV, IN_PROCESS, SEPARATE_CORE, EngineError, EngineProcess
 
 from .conftest import UNPINNED, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 from .test_beside_others import beside, hear
 
 ROOT = Path(__file__).resolve().parents[2]
-BY_NAME = {"kv_connector": "FlexKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
 
 
 @pytest.fixture(scope="module")

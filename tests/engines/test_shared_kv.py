@@ -13,8 +13,8 @@ from demo.engine_process import IN_PROCESS, EngineProcess
 
 from .conftest import POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
-from .shared_kv_model import HEAD, KV_HEADS, LAYERS, SHARED_LAYERS, write_shared_kv_model
 from .test_failures import FAULTY
+from .transformers_models import HEAD, KV_HEADS, LAYERS, SHARED_LAYERS, write_gemma_3n
 
 DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 BLOCK_BYTES = BLOCK_TOKENS * (LAYERS - SHARED_LAYERS) * KV_HEADS * HEAD * 2 * 4
@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shared_kv_model(tmp_path_factory.mktemp("gemma") / "model")
+    return write_gemma_3n(tmp_path_factory.mktemp("gemma") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,7 @@ def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
 class FlexKVConnector(KVConnectorBase_V1):
     """KV cache in host memory for vLLM.
 
-    `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_connector_module_path":"flexkv.adapters.vllm",
-    "kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
+    `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
 
     Raises:
         ConfigError: a setting is unknown or not allowed, the engine or its model is refused by `check_engine`, or the

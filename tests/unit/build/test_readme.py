@@ -32,9 +32,10 @@ def shell_commands(text: str) -> list[list[str]]:
 
 
 def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
+    """But for the module path, which a working tree needs and an installed package does not."""
     (serve,) = (command for command in shell_commands(README) if command[:2] == ["vllm", "serve"])
     config = json.loads(serve[serve.index("--kv-transfer-config") + 1])
-    assert config == FLEXKV
+    assert config == {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

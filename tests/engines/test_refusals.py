@@ -1,0 +1,81 @@
+"""Engines that are refused at their start: each would crash, answer wrongly, or never be served."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
+
+from .conftest import UNPINNED, Engines, connector, engine_arguments
+from .session import Prompt
+from .test_beside_others import beside
+from .transformers_models import write_hrm_text
+
+
+def pooling(kind: str) -> dict[str, Any]:
+    return {"runner": "pooling", "convert": "embed", "pooler_config": {"seq_pooling_type": kind}}
+
+
+def test_a_pooling_model_that_vllm_cannot_compute_in_parts_is_refused(engines: Engines) -> None:
+    message = (
+        r"ConfigError: vLLM does not support prefix caching for \S+ \(decoder attention, MEAN.*leave --kv-tra"
+    )
+    with pytest.raises(EngineError, match=message):
+        engines.another(connector(), **pooling("MEAN"))
+
+
+def test_a_pooling_model_of_the_last_token_is_served(engines: Engines, stream: int) -> None:
+    session = engines.another(connector(), **pooling("LAST"))
+    prompt = Prompt.of(200, stream)
+    computed = session.call("embed", ids=list(prompt.ids))
+    session.forget()
+    served = session.call("embed", ids=list(prompt.ids))
+    assert (computed["cached"], served["cached"]) == (0, prompt.whole_blocks)
+    assert served["embedding"] == pytest.approx(computed["embedding"], abs=1e-6)
+    other = session.call("embed", ids=list(Prompt.of(200, stream + 1).ids))
+    assert other["embedding"] != pytest.approx(computed["embedding"], abs=1e-3)
+
+
+def test_a_prefix_lm_is_refused(engines: Engines, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="GeometryError: KV cache group of 2 layers is non-causal"):
+        engines.another(connector(), model=str(write_hrm_text(tmp_path / "model")))
+
+
+@pytest.mark.parametrize(
+    "second", [FLEXKV, {"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}], ids=["ours", "built-in"]
+)
+def test_a_second_connector_of_flexkv_in_an_engine_is_refused(
+    engines: Engines, second: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError, match="ConfigError: a second connector of flexkv in one engine"):
+        engines.another(beside(connector(), connector(second)))
+
+
+def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:
+    """Each in a process of its own, as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = engine_arguments(model) | {
+        "kv_transfer_config": connector(),
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "external_launcher",
+    }
+
+    def start(rank: int) -> None:
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**IN_PROCESS, **UNPINNED, **place, **meeting}
+        EngineProcess(arguments, tmp_path / f"{rank}.log", environment=environment).close()
+
+    with ThreadPoolExecutor(2) as threads:
+        started = [threads.submit(start, rank) for rank in range(2)]
+        ended = [future.exception() for future in started]
+    for error in ended:
+        assert isinstance(error, EngineError)
+        assert "external_launcher' with tensor_parallel_size 2" in str(error)

@@ -1,0 +1,67 @@
+"""Writes small models of families that Hugging Face transformers knows, with random weights; float32, the same numbers
+every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from demo.model import PRESETS, WEIGHT_STD, write_tokenizer
+
+LAYERS, SHARED_LAYERS = 5, 2
+KV_HEADS, HEAD = 2, 32
+WINDOW = 128
+"""Tokens that a sliding layer sees; shorter than the tests' prompts."""
+COMMON: dict[str, Any] = {
+    "vocab_size": PRESETS["tiny"].vocabulary,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": HEAD,
+    "max_position_embeddings": PRESETS["tiny"].context_tokens,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def write_gemma_3n(folder: Path) -> Path:
+    """A Gemma 3n: its last layers compute no KV and attend to that of earlier ones."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        **COMMON,
+        vocab_size_per_layer_input=COMMON["vocab_size"],
+        hidden_size_per_layer_input=16,
+        num_hidden_layers=LAYERS,
+        num_kv_shared_layers=SHARED_LAYERS,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2) + ["sliding_attention"],
+        sliding_window=WINDOW,
+        num_key_value_heads=KV_HEADS,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+    )
+    return _write(Gemma3nForCausalLM, config, folder)
+
+
+def write_hrm_text(folder: Path) -> Path:
+    """An HRM-Text, a prefix LM: every token of a prompt attends to all of it."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    config = HrmTextConfig(**COMMON, num_hidden_layers=2, num_layers_per_stack=1, H_cycles=1, L_cycles=1)
+    return _write(HrmTextForCausalLM, config, folder)
+
+
+def _write(kind: Any, config: Any, folder: Path) -> Path:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model = kind(config)
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * WEIGHT_STD)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, PRESETS["tiny"])
+    return folder
