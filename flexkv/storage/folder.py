@@ -16,14 +16,9 @@ from pathlib import Path
 from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.header import format_digest
+from flexkv.storage.index_trouble import INDEX_NAME
 
 LOCK_NAME = "lock"
-INDEX_NAME = "index.sqlite"
-DAMAGED_INDEX_NAME = "index.damaged"
-EPOCH_NAME = "epoch"
-MOST_EPOCH = (1 << 32) - 1
-"""Trailers have 32 bits for it."""
-EPOCH_DIGITS = len(str(MOST_EPOCH))
 
 DIGEST_DIGITS = 16
 """Hex digits of a digest in a folder's name; the header holds all of it."""
@@ -197,43 +192,6 @@ def folder_at_rest(folder: Path) -> Iterator[None]:
         raise DiskError(f"{folder}: {error.strerror}") from error
     finally:
         os.close(fd)
-
-
-def write_epoch(folder: Path, epoch: int) -> None:
-    """Writes the epoch down, durably, apart from the index: so that no rebuilt index goes back behind it.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    new = folder / f"{EPOCH_NAME}.new"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, f"{epoch}\n".encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(new, folder / EPOCH_NAME)
-    sync_folder(folder)
-
-
-def read_epoch(folder: Path) -> int:
-    """The last epoch written down, 0 if there is none.
-
-    Raises:
-        DiskError: what is there is no number.
-    """
-    path = folder / EPOCH_NAME
-    try:
-        text = path.read_text("ascii", "replace").strip()
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise DiskError(f"{path}: {error.strerror}") from error
-    if not (text.isascii() and text.isdecimal() and len(text) <= EPOCH_DIGITS and int(text) <= MOST_EPOCH):
-        raise DiskError(
-            f"{path}: {text[:40]!r} is no epoch; remove the folder, its pages may be of other weights"
-        )
-    return int(text)
 
 
 def sync_folder(folder: Path) -> None:

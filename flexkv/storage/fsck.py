@@ -10,11 +10,14 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.folder import DAMAGED_INDEX_NAME, INDEX_NAME, FolderLock, read_epoch, slab_name
+from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
+from flexkv.storage.folder import FolderLock, slab_name
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of, read_group
-from flexkv.storage.index import DamagedIndexError, Rows, SlotIndex
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
+from flexkv.storage.slot_rows import Rows
 
 MOST_NAMED = 20
 """Problems of one kind that a report names; the rest is counted."""
@@ -47,11 +50,17 @@ class SlabReport:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What `check_folder` found; `problems` are those that no slab's counts show."""
+    """What `check_folder` found.
+
+    Attributes:
+        problems: those that no slab's counts show.
+        index_faults: of those, what is wrong with an index that can be read all the same.
+    """
 
     folder: Path
     slabs: list[SlabReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    index_faults: list[str] = field(default_factory=list)
     repaired: bool = False
 
     @property
@@ -107,21 +116,20 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     try:
         if index is not None:
             index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
-        epoch = _epoch(folder, index, found)
+        epoch = _epoch(folder, index, found, report)
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None
             _compare(slab_report, reports, rows, epoch)
         if repair and index is not None and not index.is_new:
             _forget_missing(index, report, list(found), epoch)
-            report.repaired = True
         elif repair:
             if index is None:
-                if (folder / INDEX_NAME).exists():
-                    (folder / INDEX_NAME).replace(folder / DAMAGED_INDEX_NAME)
-                (folder / f"{INDEX_NAME}-wal").unlink(missing_ok=True)
+                set_aside_index(folder / INDEX_NAME)
                 index = SlotIndex(folder / INDEX_NAME, slots_of)
                 index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
             _rewrite(index, found, epoch)
+        if repair:
+            write_epoch(folder, epoch)
             report.repaired = True
     finally:
         if index is not None:
@@ -135,20 +143,33 @@ def _open_index(folder: Path, slots: list[int], report: FsckReport) -> SlotIndex
         report.problems.append(f"{path} is missing")
         return None
     try:
-        return SlotIndex(path, slots)
+        index = SlotIndex(path, slots)
     except DamagedIndexError as error:
         report.problems.append(str(error))
         return None
+    report.index_faults = index.faults()
+    report.problems += [f"{path}: {fault}" for fault in report.index_faults]
+    return index
 
 
 def _epoch(
-    folder: Path, index: SlotIndex | None, found: dict[int, tuple[SlabHeader, list[SlotReport]]]
+    folder: Path,
+    index: SlotIndex | None,
+    found: dict[int, tuple[SlabHeader, list[SlotReport]]],
+    report: FsckReport,
 ) -> int:
-    """The current one: what was written down, or, where the index is gone, the highest of any page."""
-    epoch = max(read_epoch(folder), index.epoch if index is not None else 0)
+    """The current one: what was written down, or, where the index is gone, the highest of any page; where both are
+    gone, one after that."""
+    try:
+        written: int | None = read_epoch(folder)
+    except DamagedEpochError as error:
+        report.problems.append(str(error))
+        written = None
+    epoch = max(written or 0, index.epoch if index is not None else 0)
     if index is None or index.is_new:
         tags = [r.tag for _, reports in found.values() for r in reports if r.tag is not None]
         epoch = max([epoch, *(int(tag["epoch"]) for tag in tags)])
+        return after_all(epoch) if written is None else epoch
     return epoch
 
 
@@ -181,6 +202,8 @@ def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, e
 
 
 def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int], epoch: int) -> None:
+    if report.index_faults:
+        index.remake()
     if index.epoch != epoch:
         index.clear()
     for group, slab in zip(groups, report.slabs, strict=True):

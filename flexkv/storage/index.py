@@ -1,11 +1,13 @@
 """The index of one disk: which slot holds which block, in an SQLite database beside the slabs.
 
 The rows of a group lie in chunks of fixed size, one to a database page, and whole in memory: an update is a few array
-writes and the chunks it touched, opening is one scan, and no Python object stands for a row.
+writes and the chunks it touched, opening is one scan, and no Python object stands for a row. What is opened must be
+what was written, to the last bit: each chunk has a digest, and so has what lies beside them, which counts the chunks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Sequence
@@ -15,44 +17,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import DiskError
-from flexkv.storage.folder import MOST_EPOCH, write_epoch
+from flexkv.storage.epoch import MOST_EPOCH, write_epoch
 from flexkv.storage.generations import MOST_OPENS
+from flexkv.storage.index_log import log_damage
+from flexkv.storage.index_trouble import (
+    LEAST_ROOM_BYTES,
+    LOG_SUFFIX,
+    DamagedIndexError,
+    disk_error,
+    index_trouble,
+    remove_index,
+    set_aside_index,
+)
+from flexkv.storage.slot_rows import (
+    CHUNK_SLOTS,
+    ROW,
+    MetaValue,
+    Rows,
+    meta_digest,
+    pack_chunk,
+    padded,
+    signed,
+    unpack_chunk,
+)
 
 logger = logging.getLogger(__name__)
 
-ROW = np.dtype(
-    [
-        ("key", "u1", 16),
-        ("generation", "<u8"),
-        ("expiry", "<u8"),
-        ("used", "<u8"),
-        ("tokens", "<u4"),
-        ("reserved", "<u4"),
-    ]
-)
-"""One slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly."""
-
-Rows = NDArray[np.void]
-"""dtype ROW, shape [slots of the group]."""
-
-CHUNK_SLOTS = 80
-"""Rows of a chunk: 3,840 bytes, which with SQLite's own fit one 4 KiB page."""
-
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 BUSY_S = 5.0
 """How long SQLite waits for a lock before it says so."""
 
-
-class DamagedIndexError(DiskError):
-    """The database is no database any more. Trouble in reading a good one is a plain DiskError."""
-
-
-def _trouble(path: Path, error: sqlite3.Error) -> DiskError:
-    # A lock, a full disk, an I/O error: the database may be as good as ever.
-    if isinstance(error, sqlite3.OperationalError):
-        return DiskError(f"{path}: {error}")
-    return DamagedIndexError(f"{path}: {error}")
+CHUNK_ROOM_BYTES = 2 * 4096
+"""What a chunk may take of the disk: a page in the log and one in the database."""
 
 
 class SlotIndex:
@@ -68,93 +65,148 @@ class SlotIndex:
         slots: of each group.
 
     Raises:
-        DamagedIndexError: the file is no database, or holds what no version of ours wrote.
-        DiskError: it cannot be opened or read now; nothing was changed.
+        DamagedIndexError: the database or its log is not what was written, or of another version of the format.
+        DiskError: the file system says no, or another has a lock; nothing was changed.
     """
 
     def __init__(self, path: Path, slots: Sequence[int]) -> None:
         self.path = path
-        self.rows: list[Rows] = [np.zeros(_padded(count), ROW) for count in slots]
+        self.rows: list[Rows] = [np.zeros(padded(count), ROW) for count in slots]
         self.slots = list(slots)
         self._dirty: list[set[int]] = [set() for _ in slots]
         self._used: list[set[int]] = [set() for _ in slots]
         self.epoch = 0
         self.opens = 0
         self.is_new = False
-        self._slab_ids: list[int | None] = []
+        self._slab_ids: list[int | None] = [None] * len(slots)
+        self._meta: dict[str, MetaValue] = {}
+        """As the database has it, digest aside."""
+        self._stored: list[set[int]] = [set() for _ in slots]
+        """Chunks that the database has."""
+        self._gone: list[set[int]] = [set() for _ in slots]
+        """Of those the ones beyond the slab, which was larger: the next commit takes them out."""
+        self._remaking = False
         self._written: list[tuple[int, int]] = []
         try:
-            self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise _trouble(path, error) from error
+            damage = log_damage(path.with_name(path.name + LOG_SUFFIX))
+        except OSError as error:
+            raise disk_error(path, error) from error
+        if damage:
+            raise DamagedIndexError(f"{path}: {damage}")
+        self._connect()
         try:
-            self._start()
             self._load()
         except sqlite3.Error as error:
             self._db.close()
-            raise _trouble(path, error) from error
+            raise index_trouble(path, error) from error
         except BaseException:
             self._db.close()
             raise
 
-    def _start(self) -> None:
-        # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
-        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute(
-            "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
-        )
-        for group in range(len(self.slots)):
-            self._db.execute(
-                f"CREATE TABLE IF NOT EXISTS rows{group} (chunk INTEGER PRIMARY KEY, content BLOB NOT NULL)"
+    def _connect(self) -> None:
+        """
+        Raises:
+            DamagedIndexError, DiskError: as of `SlotIndex`.
+        """
+        try:
+            self._db = sqlite3.connect(
+                self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
+        except sqlite3.Error as error:
+            raise index_trouble(self.path, error) from error
+        try:
+            # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            # A database that cannot be written is found now, and not at the first commit.
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
+            )
+            for group in range(len(self.slots)):
+                self._db.execute(
+                    f"CREATE TABLE IF NOT EXISTS rows{group} (chunk INTEGER PRIMARY KEY, content BLOB NOT NULL)"
+                )
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._db.close()
+            raise index_trouble(self.path, error) from error
 
     def _load(self) -> None:
-        meta = dict(self._db.execute("SELECT name, value FROM meta"))
+        meta: dict[str, MetaValue] = {}
+        for name, value in self._db.execute("SELECT name, value FROM meta"):
+            if not isinstance(name, str) or not isinstance(value, int | None):
+                raise DamagedIndexError(f"{self.path}: {name!r:.40} is {value!r:.40}")
+            meta[name] = value
         self.is_new = not meta
-        version = meta.get("version", SCHEMA_VERSION)
-        if version != SCHEMA_VERSION:
-            raise DiskError(f"{self.path}: index format {version}; this version reads {SCHEMA_VERSION}")
-        self.epoch = self._number(meta, "epoch", MOST_EPOCH)
-        self.opens = self._number(meta, "opens", MOST_OPENS - 1)
-        self._slab_ids = [meta.get(f"slab{group}") for group in range(len(self.slots))]
-        for group, rows in enumerate(self.rows):
-            chunks = len(rows) // CHUNK_SLOTS
-            self._db.execute(f"DELETE FROM rows{group} WHERE chunk < 0 OR chunk >= ?", (chunks,))
-            for chunk, content in self._db.execute(f"SELECT chunk, content FROM rows{group}"):
-                # SQLite keeps any type in any column.
-                if not isinstance(content, bytes):
-                    raise DamagedIndexError(f"{self.path}: chunk {chunk} of group {group} is {content!r:.40}")
-                if len(content) != CHUNK_SLOTS * ROW.itemsize:
-                    raise DamagedIndexError(
-                        f"{self.path}: chunk {chunk} of group {group} has {len(content)} bytes"
-                    )
-                rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS] = np.frombuffer(content, ROW)
-            if rows["generation"][self.slots[group] :].any():  # the slab was larger
-                rows[self.slots[group] :] = np.zeros((), ROW)
-                self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
+        if meta:
+            self._take_meta(meta)
+        for group in range(len(self.rows)):
+            self._load_rows(group)
 
-    def _number(self, meta: dict[str, object], name: str, most: int) -> int:
+    def _take_meta(self, meta: dict[str, MetaValue]) -> None:
+        """
+        Raises:
+            DamagedIndexError: of another version, or not as it was written.
+        """
+        if meta.get("version") != SCHEMA_VERSION:
+            raise DamagedIndexError(
+                f"{self.path}: index format {meta.get('version')}; this version reads {SCHEMA_VERSION}"
+            )
+        if meta.pop("digest", None) != meta_digest(meta):
+            raise DamagedIndexError(f"{self.path}: what lies beside its rows is damaged")
+        self._meta = meta
+        self.epoch = self._number("epoch", MOST_EPOCH)
+        self.opens = self._number("opens", MOST_OPENS - 1)
+        self._slab_ids = [meta.get(f"slab{group}") for group in range(len(self.slots))]
+
+    def _number(self, name: str, most: int) -> int:
         """
         Raises:
             DamagedIndexError: it is none in [0, most].
         """
-        value = meta.get(name, 0)
-        if not isinstance(value, int) or not 0 <= value <= most:
-            raise DamagedIndexError(f"{self.path}: {name} is {value!r:.40}; allowed is [0, {most}]")
+        value = self._meta.get(name)
+        if value is None or not 0 <= value <= most:
+            raise DamagedIndexError(f"{self.path}: {name} is {value}; allowed is [0, {most}]")
         return value
+
+    def _load_rows(self, group: int) -> None:
+        """
+        Raises:
+            DamagedIndexError: chunks are missing, or are not as they were written.
+        """
+        rows, stored = self.rows[group], self._stored[group]
+        chunks = len(rows) // CHUNK_SLOTS
+        for chunk, content in self._db.execute(f"SELECT chunk, content FROM rows{group}"):
+            try:
+                found = unpack_chunk(content, group, chunk)
+            except ValueError as error:
+                raise DamagedIndexError(f"{self.path}: {error}") from error
+            stored.add(chunk)
+            if 0 <= chunk < chunks:
+                rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS] = found
+            else:
+                self._gone[group].add(chunk)
+        written = self._meta.get(f"chunks{group}", 0)
+        if len(stored) != written:
+            raise DamagedIndexError(
+                f"{self.path}: {len(stored)} of {written} chunks of group {group} are there"
+            )
+        if rows["generation"][self.slots[group] :].any():  # the slab was larger
+            rows[self.slots[group] :] = np.zeros((), ROW)
+            self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
         """Forgets the rows of groups whose slab is another one than they were written for."""
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]
-            if known is not None and known != _signed(slab_id):
+            if known is not None and known != signed(slab_id):
                 logger.warning(
                     "%s: the slab of group %d is another one: its rows are forgotten", self.path, group
                 )
                 self._clear_group(group)
-            self._slab_ids[group] = _signed(slab_id)
+            self._slab_ids[group] = signed(slab_id)
 
     def begin_use(self, opens: int, epoch: int) -> None:
         """Writes down, durably, that the tier was opened once more; rows of an older epoch are forgotten.
@@ -229,34 +281,105 @@ class SlotIndex:
     def commit(self) -> None:
         """Makes everything since the last one durable, all or nothing. On an error nothing is lost: call again.
 
+        A database that turns out to be damaged is set aside, and made anew of the rows in memory.
+
         Raises:
+            FullDiskError: the file system has no room.
             DiskError: the database could not be written.
         """
-        meta: list[tuple[str, int | None]] = [
-            ("version", SCHEMA_VERSION),
-            ("epoch", self.epoch),
-            ("opens", self.opens),
+        try:
+            self._commit()
+        except DamagedIndexError as error:
+            logger.error("%s: it is set aside and made anew", error)
+            self.remake()
+            return
+        if not self._written:
+            self._written = self._named()
+
+    def remake(self) -> None:
+        """Sets the database aside and makes a new one of the rows in memory, durably.
+
+        Raises:
+            FullDiskError, DiskError: as of `commit`.
+        """
+        # That may fail as the commit did: what it would still write is written anew.
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+        if not self._remaking:
+            set_aside_index(self.path)
+        self._remaking = True
+        remove_index(self.path)  # what an attempt before this one has begun
+        for group, rows in enumerate(self.rows):
+            self._stored[group].clear()
+            self._gone[group].clear()
+            held = np.flatnonzero(rows["generation"]) // CHUNK_SLOTS
+            self._dirty[group].update(np.unique(held).tolist())
+        self._written = []
+        self._connect()
+        self._commit()
+        self._remaking = False
+        self._written = self._named()
+
+    def _commit(self) -> None:
+        """
+        Raises:
+            DamagedIndexError, FullDiskError, DiskError: nothing was written.
+        """
+        counts = [
+            len(stored) - len(gone) + len(dirty - stored)
+            for stored, gone, dirty in zip(self._stored, self._gone, self._dirty, strict=True)
         ]
-        meta += [(f"slab{group}", slab_id) for group, slab_id in enumerate(self._slab_ids)]
+        meta: dict[str, MetaValue] = {
+            **self._meta,
+            "version": SCHEMA_VERSION,
+            "epoch": self.epoch,
+            "opens": self.opens,
+            **{f"slab{group}": slab_id for group, slab_id in enumerate(self._slab_ids)},
+            **{f"chunks{group}": count for group, count in enumerate(counts)},
+        }
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
+            self._db.executemany(
+                "INSERT OR REPLACE INTO meta VALUES (?, ?)", [*meta.items(), ("digest", meta_digest(meta))]
+            )
             for group, dirty in enumerate(self._dirty):
                 rows = self.rows[group]
                 self._db.executemany(
+                    f"DELETE FROM rows{group} WHERE chunk = ?", [(chunk,) for chunk in self._gone[group]]
+                )
+                self._db.executemany(
                     f"INSERT OR REPLACE INTO rows{group} VALUES (?, ?)",
-                    [(c, rows[c * CHUNK_SLOTS : (c + 1) * CHUNK_SLOTS].tobytes()) for c in sorted(dirty)],
+                    [(chunk, pack_chunk(rows, group, chunk)) for chunk in sorted(dirty)],
                 )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise _trouble(self.path, error) from error
+            # The rollback may fail as the commit did; without it there is nothing to commit either.
+            with contextlib.suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            room = LEAST_ROOM_BYTES + CHUNK_ROOM_BYTES * sum(len(dirty) for dirty in self._dirty)
+            raise index_trouble(self.path, error, room) from error
+        self._meta = meta
         for group, dirty in enumerate(self._dirty):
+            self._stored[group] |= dirty
+            self._stored[group] -= self._gone[group]
+            self._gone[group].clear()
             self._used[group] -= dirty
             dirty.clear()
-        if not self._written:
-            self._written = self._named()
+
+    def faults(self) -> list[str]:
+        """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
+        try:
+            found = [
+                line for (text,) in self._db.execute("PRAGMA quick_check(5)") for line in text.splitlines()
+            ]
+            # One that takes no write is whole all the same.
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("UPDATE meta SET value = value")
+            self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            found = [str(error)]
+        return [] if found == ["ok"] else found
 
     @property
     def in_place(self) -> bool:
@@ -283,13 +406,4 @@ class SlotIndex:
         try:
             self._db.close()
         except sqlite3.Error as error:
-            raise _trouble(self.path, error) from error
-
-
-def _padded(slots: int) -> int:
-    return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS
-
-
-def _signed(number: int) -> int:
-    """SQLite's integers are signed."""
-    return number - (1 << 64) if number >= 1 << 63 else number
+            raise index_trouble(self.path, error) from error

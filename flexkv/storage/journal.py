@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import NamedThread, unix_now_ms
-from flexkv.storage.folder import write_epoch
+from flexkv.storage.epoch import write_epoch
 from flexkv.storage.gathering import gather
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.striping import Slots, striped_slots

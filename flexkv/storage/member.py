@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,19 +11,15 @@ import numpy as np
 from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.folder import (
-    DAMAGED_INDEX_NAME,
-    INDEX_NAME,
-    FolderLock,
-    read_epoch,
-    sync_folder,
-    unit_folder,
-)
+from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
+from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
 from flexkv.storage.generations import opens_of
 from flexkv.storage.header import codec_of
-from flexkv.storage.index import ROW, DamagedIndexError, SlotIndex
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
 from flexkv.storage.scan import read_slots, rows_of
 from flexkv.storage.slabs import open_slab
+from flexkv.storage.slot_rows import ROW
 
 logger = logging.getLogger(__name__)
 
@@ -105,16 +100,21 @@ class DiskMember:
             return SlotIndex(path, slots)
         except DamagedIndexError as error:
             logger.error("%s: it is set aside and made anew from the slabs", error)
-        try:
-            os.replace(path, self.folder / DAMAGED_INDEX_NAME)
-            path.with_name(f"{INDEX_NAME}-wal").unlink(missing_ok=True)
-        except OSError as error:
-            raise DiskError(f"{path}: {error.strerror}") from error
+        set_aside_index(path)
         return SlotIndex(path, slots)
+
+    def _read_epoch(self) -> int | None:
+        """What was written down; None where that is damaged."""
+        try:
+            return read_epoch(self.folder)
+        except DamagedEpochError as error:
+            logger.error("%s: the index decides", error)
+            return None
 
     def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:
         self.slabs: list[c_ext.SlabFile] = []
-        epoch = max(self.index.epoch, read_epoch(self.folder))
+        written_epoch = self._read_epoch()
+        epoch = max(self.index.epoch, written_epoch or 0)
         headers, kept = [], []
         for number, group in enumerate(groups):
             slab, header, made = open_slab(
@@ -134,15 +134,19 @@ class DiskMember:
             self.index.clear()
             self.index.epoch = epoch
         if self.index.is_new and any(kept):
-            self._rebuild(groups, [header.slab_id for header in headers], epoch)
+            self._rebuild(groups, [header.slab_id for header in headers], epoch, written_epoch is not None)
         self.index.adopt([header.slab_id for header in headers])
         try:
+            if written_epoch is None:
+                write_epoch(self.folder, self.index.epoch)
             sync_folder(self.folder)
             sync_folder(self.folder.parent)
         except OSError as error:
             raise DiskError(f"{self.folder}: {error.strerror}") from error
 
-    def _rebuild(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int], epoch: int) -> None:
+    def _rebuild(
+        self, groups: Sequence[DiskGroup], slab_ids: Sequence[int], epoch: int, epoch_is_known: bool
+    ) -> None:
         found = []
         try:
             for slab, slab_id, group in zip(self.slabs, slab_ids, groups, strict=True):
@@ -151,6 +155,8 @@ class DiskMember:
         except OSError as error:
             raise DiskError(f"{self.folder}: reading the slabs: {error}") from error
         epoch = max([epoch, *(int(epochs.max(initial=0)) for _, epochs in found)])
+        if not epoch_is_known:
+            epoch = after_all(epoch)  # nothing says any more whether the pages are of the weights of today
         self.index.epoch = epoch
         for group_number, (rows, epochs) in enumerate(found):
             self.index.opens = max(self.index.opens, opens_of(rows["generation"]))

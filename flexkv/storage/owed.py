@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.storage.index import ROW, Rows
 from flexkv.storage.journal import Journal, Publish
+from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import Slots
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.storage.base import IndexRows
-from flexkv.storage.index import ROW, Rows
+from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.observe import name_this_thread, unix_now_ms
-from flexkv.storage.index import ROW, Rows
+from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.tags import TAG
 
 THREADS = 8

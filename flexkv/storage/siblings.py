@@ -7,25 +7,29 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError, GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
 from flexkv.layout.format_id import FormatId
 from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.epoch import DamagedEpochError, read_epoch
 from flexkv.storage.folder import (
     DIGEST_DIGITS,
-    INDEX_NAME,
     folder_at_rest,
-    read_epoch,
     slab_name,
     unit_folder,
 )
 from flexkv.storage.header import SlabHeader, codec_of, read_group
-from flexkv.storage.index import Rows, SlotIndex
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError
+from flexkv.storage.scan import SlotReport, read_slots, rows_of
+from flexkv.storage.slot_rows import ROW, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -123,17 +127,20 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Si
     if codec.image_bytes != header.slot_bytes:
         raise DiskError(f"its slots have {header.slot_bytes} bytes, its pages {codec.image_bytes}")
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
-    rows, epoch = _rows(path.parent, header.slab_id, slots)
     slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+    rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
     return Sibling(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)
 
 
-def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
-    """What the folder's index names, and of which epoch.
+def _rows(
+    folder: Path, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int
+) -> tuple[Rows, int]:
+    """What the folder's index names, and of which epoch. Where the index is damaged, which its own unit mends when it
+    starts, the slab's pages themselves.
 
     Raises:
-        DiskError: it is in use, damaged, or there is none.
+        DiskError: it is in use, or damaged, or there is no index.
     """
     if not (folder / INDEX_NAME).exists():
         raise DiskError("it has no index; its own unit makes one when it starts")
@@ -143,10 +150,18 @@ def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
             # With what the database's log holds beyond it. Opened where it lies, it would be written to.
             for path in folder.glob(f"{INDEX_NAME}*"):
                 shutil.copyfile(path, copy.with_name(path.name))
-            written_epoch = read_epoch(folder)
-        index = SlotIndex(copy, [slots])
+            written_epoch = _written_epoch(folder)
         try:
-            epoch = max(index.epoch, written_epoch)
+            index = SlotIndex(copy, [slots])
+        except DamagedIndexError as error:
+            logger.warning("%s: %s: its slots are read instead", folder, error)
+            if written_epoch is None:
+                raise DiskError(
+                    "index and epoch are damaged; its own unit mends them when it starts"
+                ) from error
+            return _rows_of_pages(read_slots(slab, slab_id, codec, slots, data=False), slots, written_epoch)
+        try:
+            epoch = max(index.epoch, written_epoch or 0)
             if index.epoch < epoch or epoch % 2:
                 # An odd epoch is of weights that only the process knew that wrote it.
                 index.clear()
@@ -154,3 +169,19 @@ def _rows(folder: Path, slab_id: int, slots: int) -> tuple[Rows, int]:
             return index.rows[GROUP][:slots].copy(), epoch
         finally:
             index.close()
+
+
+def _written_epoch(folder: Path) -> int | None:
+    """None where it is damaged."""
+    try:
+        return read_epoch(folder)
+    except DamagedEpochError as error:
+        logger.warning("%s: the index decides", error)
+        return None
+
+
+def _rows_of_pages(reports: Iterator[SlotReport], slots: int, written_epoch: int) -> tuple[Rows, int]:
+    rows, epochs = rows_of(reports, slots)
+    epoch = max(written_epoch, int(epochs.max(initial=0)))
+    rows[(epochs != epoch) | bool(epoch % 2)] = np.zeros((), ROW)
+    return rows, epoch

@@ -33,11 +33,11 @@ from flexkv.storage.base import (
 from flexkv.storage.folder import FolderLockedError
 from flexkv.storage.generations import GenerationCounter
 from flexkv.storage.header import codec_of
-from flexkv.storage.index import Rows
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
 from flexkv.storage.owed import OwedPublishes
 from flexkv.storage.rows import index_rows
+from flexkv.storage.slot_rows import Rows
 from flexkv.storage.striping import parts_by_disk, places_of
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 
 import pytest
 
 from flexkv.errors import DiskError
 from flexkv.storage.fsck import check_folder
-from flexkv.storage.index import DamagedIndexError, SlotIndex
-from tests.unit.storage.damage import filled
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import DamagedIndexError
+from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import MakeDisks
 
 
@@ -98,3 +101,48 @@ def test_nothing_is_called_durable_in_an_index_that_has_no_name(
     assert "deleted or replaced" in lost.reason
     _, more = world.write([4], [3])  # the other disk goes on
     world.wait_durable([3], more)
+
+
+def test_an_index_of_another_version_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    other = sqlite3.connect(slab.parent / "index.sqlite")
+    with other:
+        assert other.execute("UPDATE meta SET value = 1 WHERE name = 'version'").rowcount == 1
+    other.close()
+    with pytest.raises(DamagedIndexError, match="index format 1; this version reads 2"):
+        SlotIndex(slab.parent / "index.sqlite", [32])
+    world = make_disks()
+    assert world.read_rows(world.unit.rows(0)) == {}
+    assert (slab.parent / "index.damaged").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC])
+def test_what_the_file_system_refuses_is_no_damage(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """SQLite has the same words for a bit that was flipped and for a file system that takes no write."""
+    slab, _ = filled(make_disks)
+    flip(slab.parent / "index.sqlite", 47)
+    allocate = os.posix_fallocate
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        if "index.probe" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(code, os.strerror(code))
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DiskError, match=f"unsupported file format: {os.strerror(code)}"):
+        make_disks()
+    assert not (slab.parent / "index.damaged").exists()
+    monkeypatch.undo()
+    world = make_disks()
+    assert len(world.unit.rows(0)) == 6
+
+
+def test_only_the_index_damaged_last_is_kept(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    for text in (b"no database at all", b"nor this"):
+        (slab.parent / "index.sqlite").write_bytes(text * 300)
+        assert make_disks().close()
+    assert (slab.parent / "index.damaged").read_bytes() == b"nor this" * 300
+    assert sorted(path.name for path in slab.parent.iterdir() if "damaged" in path.name) == ["index.damaged"]

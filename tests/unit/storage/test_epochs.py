@@ -12,8 +12,8 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk.index import DiskIndex
-from flexkv.errors import DiskError
-from flexkv.storage.folder import read_epoch, write_epoch
+from flexkv.storage.epoch import DamagedEpochError, read_epoch, write_epoch
+from flexkv.storage.fsck import check_folder
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
 
@@ -162,8 +162,12 @@ def test_an_epoch_is_durable_before_it_takes_its_name_and_its_name_before_anybod
 
 
 @pytest.mark.parametrize("text", [b"", b"-1", b"4294967296", b"9" * 5000, "\u0661".encode(), b"\xff\xfe"])
-def test_an_epoch_that_is_none_is_refused_by_name(make_disks: MakeDisks, text: bytes) -> None:
+def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDisks, text: bytes) -> None:
     slab, _ = filled(make_disks)
     (slab.parent / "epoch").write_bytes(text)
-    with pytest.raises(DiskError, match="is no epoch"):
-        make_disks()
+    with pytest.raises(DamagedEpochError, match="is no epoch"):
+        read_epoch(slab.parent)
+    assert any("is no epoch" in problem for problem in check_folder(slab.parent).problems)
+    world = make_disks()
+    assert len(world.unit.rows(0)) == 6
+    assert read_epoch(slab.parent) == 0

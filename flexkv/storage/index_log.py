@@ -1,0 +1,88 @@
+"""Whether the log of an index's database was damaged.
+
+SQLite reads its log (the write-ahead log beside the database) up to the first frame that is not whole, and goes on with
+what it has: a flipped bit there takes back what was committed after it, without a word. A log that merely ends in the
+middle of a write, as a crash leaves it, loses nothing that was committed.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER = struct.Struct(">IIIIIIII")
+"""magic, version, page size, checkpoint, two salts, two checksums."""
+FRAME = struct.Struct(">IIIIII")
+"""page, pages of the database after a commit or 0, two salts, two checksums."""
+MAGIC = 0x377F0682
+"""The lowest bit says how the checksums' words are read: 1 for big-endian."""
+SUMMED_HEADER_BYTES, SUMMED_FRAME_BYTES = 24, 8
+WORDS = {0: "<u4", 1: ">u4"}
+
+
+def log_damage(path: Path) -> str:
+    """What is wrong with the log at `path`; nothing where it is whole, ends in the middle of a write, or is not there.
+
+    Algorithm: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    if len(raw) < HEADER.size:
+        return ""
+    magic, _, page_bytes, _, *salts_and_sums = HEADER.unpack_from(raw)
+    salts, sums = tuple(salts_and_sums[:2]), tuple(salts_and_sums[2:])
+    words = WORDS[magic & 1]
+    if magic & ~1 != MAGIC or _checksum(raw[:SUMMED_HEADER_BYTES], words, (0, 0)) != sums or not page_bytes:
+        return "" if not any(raw) else "the log's header is damaged"
+    frame_bytes = FRAME.size + page_bytes
+    starts = range(HEADER.size, len(raw) - frame_bytes + 1, frame_bytes)
+    for number, at in enumerate(starts):
+        head = FRAME.unpack_from(raw, at)
+        summed = raw[at : at + SUMMED_FRAME_BYTES] + raw[at + FRAME.size : at + frame_bytes]
+        sums = _checksum(summed, words, sums)
+        if head[2:4] == salts and head[4:] == sums:
+            continue
+        # What an earlier log left behind has two other salts.
+        if any(_is_of(FRAME.unpack_from(raw, later)[2:4], salts) for later in starts[number:]):
+            return f"the log is damaged at its frame {number} of {len(starts)}"
+        return ""
+    return ""
+
+
+def _is_of(found: tuple[int, ...], salts: tuple[int, ...]) -> bool:
+    """Whether a frame is of the log with these salts; one of them may be damaged."""
+    return any(one == other for one, other in zip(found, salts, strict=True))
+
+
+def _checksum(content: bytes, words: str, sums: tuple[int, ...]) -> tuple[int, ...]:
+    """SQLite's checksum of `content`, going on from `sums`: two 32-bit sums, each step of which takes in two words.
+
+    A step maps (s0, s1) and words (a, b) to (s0 + a + s1, s1 + b + the new s0), which is linear: of all steps together
+    each word has a factor, and so have the sums that it begins with.
+    """
+    values = np.frombuffer(content, words).astype(np.uint64)
+    of_words, of_sums = _factors(len(values) // 2)
+    first = of_words @ values + of_sums @ np.array(sums, np.uint64)
+    return tuple(int(value) & 0xFFFFFFFF for value in first)
+
+
+@cache
+def _factors(steps: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Factors of the words, uint64 [2, 2 * steps], and of the first sums, [2, 2]; modulo 2**32."""
+    step = np.array([[1, 1], [1, 2]], np.uint64)
+    taken = np.array([[1, 0], [1, 1]], np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    of_words, power = np.zeros((2, 2 * steps), np.uint64), np.eye(2, dtype=np.uint64)
+    for number in reversed(range(steps)):
+        of_words[:, 2 * number : 2 * number + 2] = (power @ taken) & low
+        power = (power @ step) & low
+    return of_words, power

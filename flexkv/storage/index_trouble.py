@@ -1,0 +1,97 @@
+"""What an error of the index's database means: trouble of the file system, which passes or is the person's to mend, or
+damage, after which the index is set aside and made anew."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+
+from flexkv.errors import DiskError
+
+INDEX_NAME = "index.sqlite"
+LOG_SUFFIX = "-wal"
+DAMAGED_INDEX_NAME = "index.damaged"
+"""The damaged index that was set aside last; the one before it is given up."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_BYTES = 1 << 20
+LEAST_ROOM_BYTES = 64 << 10
+"""What a database that does nothing much wants of the disk."""
+
+
+class DamagedIndexError(DiskError):
+    """The database is not as it was written. Trouble in reading a good one is a plain DiskError."""
+
+
+class FullDiskError(DiskError):
+    """The file system has no room."""
+
+
+def disk_error(path: Path, error: OSError) -> DiskError:
+    """`error` of the file at `path` as an error of its disk."""
+    kind = FullDiskError if error.errno in FULL else DiskError
+    return kind(f"{path}: {error.strerror}")
+
+
+def index_trouble(path: Path, error: sqlite3.Error, room_bytes: int = LEAST_ROOM_BYTES) -> DiskError:
+    """What SQLite's error of the database at `path` is.
+
+    SQLite has the same words for both: "attempt to write a readonly database" of a read-only file system and of a
+    flipped bit. So the file system is asked itself: where the database can be read from start to end and a file beside
+    it be written, it is the database that is damaged.
+
+    Args:
+        room_bytes: that whoever met the error may have wanted to write.
+    """
+    if "locked" in str(error):
+        return DiskError(f"{path}: {error}")
+    try:
+        _read_and_write(path, room_bytes)
+    except OSError as cause:
+        kind = FullDiskError if cause.errno in FULL else DiskError
+        return kind(f"{path}: {error}: {cause.strerror}")
+    return DamagedIndexError(f"{path}: {error}")
+
+
+def set_aside_index(path: Path) -> None:
+    """Renames a damaged index and its log, for a person to look at; nothing has their names any more.
+
+    Raises:
+        DiskError: the file system says no.
+    """
+    damaged = path.with_name(DAMAGED_INDEX_NAME)
+    try:
+        for suffix in ("", LOG_SUFFIX):
+            old, new = (file.with_name(file.name + suffix) for file in (path, damaged))
+            new.unlink(missing_ok=True)
+            if old.exists():
+                old.replace(new)
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def remove_index(path: Path) -> None:
+    """Raises: DiskError: the file system says no."""
+    try:
+        for suffix in ("", LOG_SUFFIX):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def _read_and_write(path: Path, room_bytes: int) -> None:
+    """Raises: OSError: the file system's own."""
+    if path.exists():
+        with open(path, "r+b", buffering=0) as file:
+            while file.read(READ_BYTES):
+                pass
+    probe = path.with_name("index.probe.new")  # the next start removes files of this ending
+    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, max(LEAST_ROOM_BYTES, room_bytes))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        probe.unlink()

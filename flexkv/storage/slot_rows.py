@@ -1,0 +1,77 @@
+"""A row of the index for each slot, and the chunks of rows that the database keeps, each with a digest of its own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+
+ROW = np.dtype(
+    [
+        ("key", "u1", 16),
+        ("generation", "<u8"),
+        ("expiry", "<u8"),
+        ("used", "<u8"),
+        ("tokens", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+"""One slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly."""
+
+Rows = NDArray[np.void]
+"""dtype ROW, shape [slots of the group]."""
+
+CHUNK_SLOTS = 80
+"""Rows of a chunk: with the digest 3,848 bytes, which with SQLite's own fit one 4 KiB page."""
+
+PLACE = struct.Struct("<II")
+DIGEST = struct.Struct("<Q")
+CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
+
+MetaValue = int | None
+
+
+def pack_chunk(rows: Rows, group: int, chunk: int) -> bytes:
+    """What the database keeps of chunk number `chunk` of the group's `rows`."""
+    content = rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS].tobytes()
+    return content + DIGEST.pack(_chunk_digest(content, group, chunk))
+
+
+def unpack_chunk(content: object, group: int, chunk: int) -> Rows:
+    """The rows of a chunk as the database kept it.
+
+    Raises:
+        ValueError: it is not what was written there.
+    """
+    # SQLite keeps any type in any column.
+    if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
+        size = len(content) if isinstance(content, bytes) else f"{content!r:.40}"
+        raise ValueError(f"chunk {chunk} of group {group} has {size} instead of {CHUNK_BYTES} bytes")
+    rows, (digest,) = content[: -DIGEST.size], DIGEST.unpack(content[-DIGEST.size :])
+    if digest != _chunk_digest(rows, group, chunk):
+        raise ValueError(f"chunk {chunk} of group {group} is damaged")
+    return np.frombuffer(rows, ROW)
+
+
+def _chunk_digest(content: bytes, group: int, chunk: int) -> int:
+    return c_ext.run_digest(PLACE.pack(group, chunk & 0xFFFFFFFF) + content)
+
+
+def meta_digest(meta: Mapping[str, MetaValue]) -> int:
+    """Of everything that the database keeps beside the rows; signed, as SQLite's integers are."""
+    lines = "".join(f"{name}={value}\n" for name, value in sorted(meta.items()))
+    return signed(c_ext.run_digest(lines.encode()))
+
+
+def signed(number: int) -> int:
+    """SQLite's integers are signed."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def padded(slots: int) -> int:
+    """Rows of whole chunks for so many slots."""
+    return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS

@@ -1,0 +1,213 @@
+"""One flipped bit in a file that the disk tier reads back costs no page that is whole, and no folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.storage.fsck import check_folder
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_log import FRAME, HEADER
+from tests.soak import soak_factor
+from tests.unit.storage.disk_world import DiskWorld, key_of
+from tests.unit.storage.flips import KEPT, Copies, flip_bit, make_folder, one_bit_each, served
+
+PAGE_BYTES = 4096
+SQLITE_HEADER_BYTES = 100
+PAGE_HEADER_BYTES = 12
+STRIDE = 1 if soak_factor() > 1 else 16
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of damaged folders are told of."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose syncs cost nothing."""
+    folder = Path("/dev/shm") / f"flexkv-flips-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def at_rest(memory: Path) -> tuple[Copies, DiskWorld]:
+    """A folder that was closed: its index is one file."""
+    world = make_folder(memory / "original")
+    assert world.close()
+    return Copies(memory / "original", memory / "work"), world
+
+
+@pytest.fixture
+def crashed(memory: Path) -> tuple[Copies, DiskWorld]:
+    """A folder as a crash leaves it: what was committed lies in the index's log."""
+    world = make_folder(memory / "open")
+    shutil.copytree(memory / "open", memory / "original")
+    assert world.close()
+    return Copies(memory / "original", memory / "work"), world
+
+
+def check_twice(copies: Copies, world: DiskWorld, what: str) -> None:
+    for opened in ("first", "second"):
+        try:
+            found = served(copies.work, world.payload)
+        except Exception as error:
+            raise AssertionError(
+                f"{what}, opened the {opened} time: {type(error).__name__}: {error}"
+            ) from error
+        assert found >= KEPT, f"{what}, opened the {opened} time: {sorted(KEPT - found)} are not served"
+
+
+def index_offsets(size: int) -> Iterator[int]:
+    """SQLite's header, every page's header, and every STRIDEth byte of the rest."""
+    for offset in range(size):
+        in_header = offset < SQLITE_HEADER_BYTES or offset % PAGE_BYTES < PAGE_HEADER_BYTES
+        if in_header or offset % STRIDE == 0:
+            yield offset
+
+
+def log_offsets(size: int) -> Iterator[int]:
+    """The log's header, the frames' headers, and some of the rest, which digests of whole frames cover."""
+    for offset in range(size):
+        in_frame = (offset - HEADER.size) % (FRAME.size + PAGE_BYTES)
+        if offset < HEADER.size or in_frame < FRAME.size or offset % (STRIDE * STRIDE) == 0:
+            yield offset
+
+
+@pytest.mark.soak
+def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: tuple[Copies, DiskWorld]) -> None:
+    copies, world = at_rest
+    size = (copies.fresh() / "index.sqlite").stat().st_size
+    for offset, bit in one_bit_each(index_offsets(size), seed=1):
+        flip_bit(copies.fresh() / "index.sqlite", offset, bit)
+        check_twice(copies, world, f"bit {bit} of byte {offset}")
+
+
+@pytest.mark.soak
+def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: tuple[Copies, DiskWorld]) -> None:
+    copies, world = crashed
+    size = (copies.fresh() / "index.sqlite-wal").stat().st_size
+    for offset, bit in one_bit_each(log_offsets(size), seed=2):
+        flip_bit(copies.fresh() / "index.sqlite-wal", offset, bit)
+        check_twice(copies, world, f"bit {bit} of byte {offset} of the log")
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(
+    crashed: tuple[Copies, DiskWorld], name: str
+) -> None:
+    """A log that ends early is one that a crash left: what it lacks is not served. Nothing else is lost or wrong."""
+    copies, world = crashed
+    size = (copies.fresh() / name).stat().st_size
+    for length in range(0, size, 1000):
+        os.truncate(copies.fresh() / name, length)
+        served(copies.work, world.payload)
+        served(copies.work, world.payload)
+
+
+def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
+    crashed: tuple[Copies, DiskWorld],
+) -> None:
+    copies, world = crashed
+    log = copies.fresh() / "index.sqlite-wal"
+    with open(log, "ab") as file:
+        file.write(bytes(range(256)) * 10)  # of an earlier log, or of none
+    served(copies.work, world.payload)
+    assert not (log.parent / "index.damaged").exists()
+
+
+def test_a_stray_shared_memory_file_is_of_no_account(crashed: tuple[Copies, DiskWorld]) -> None:
+    copies, world = crashed
+    (copies.fresh() / "index.sqlite-shm").write_bytes(bytes(range(256)) * 128)
+    check_twice(copies, world, "a stray index.sqlite-shm")
+
+
+def test_a_flipped_bit_in_the_epoch_costs_no_page(memory: Path) -> None:
+    world = make_folder(memory / "original", epoch=2)
+    assert world.close()
+    copies = Copies(memory / "original", memory / "work")
+    size = (copies.fresh() / "epoch").stat().st_size
+    for offset in range(size):
+        for bit in range(8):
+            flip_bit(copies.fresh() / "epoch", offset, bit)
+            check_twice(copies, world, f"bit {bit} of byte {offset} of the epoch")
+
+
+def test_without_epoch_and_index_no_page_is_served(memory: Path) -> None:
+    """Nothing says any more whether the pages are of the weights of today."""
+    world = make_folder(memory / "original", epoch=2)
+    assert world.close()
+    copies = Copies(memory / "original", memory / "work")
+    folder = copies.fresh()
+    (folder / "index.sqlite").unlink()
+    assert served(copies.work, world.payload) >= KEPT, "the epoch alone is enough"
+    folder = copies.fresh()
+    (folder / "index.sqlite").unlink()
+    flip_bit(folder / "epoch", 0, 1)
+    assert served(copies.work, world.payload) == set()
+    assert served(copies.work, world.payload) == set()
+
+
+def test_a_flipped_bit_in_the_lock_file_is_of_no_account(at_rest: tuple[Copies, DiskWorld]) -> None:
+    copies, world = at_rest
+    for bit in range(8):
+        flip_bit(copies.fresh() / "lock", 0, bit)
+        check_twice(copies, world, f"bit {bit} of the lock file")
+
+
+@pytest.mark.parametrize("where", [18, 20, 47, 105, "a row"])
+def test_fsck_names_a_damaged_index_and_repairs_it(
+    at_rest: tuple[Copies, DiskWorld], where: int | str
+) -> None:
+    copies, world = at_rest
+    folder = copies.fresh(slab=True)
+    index = folder / "index.sqlite"
+    offset = where if isinstance(where, int) else index.read_bytes().index(key_of(40).tobytes())
+    flip_bit(index, offset, 0)
+    report = check_folder(folder)
+    assert not report.clean
+    assert any("index.sqlite: " in problem for problem in report.problems), report.problems
+    assert check_folder(folder, repair=True).repaired
+    assert (folder / "index.damaged").exists()
+    assert check_folder(folder).clean
+    assert served(copies.work, world.payload) >= KEPT
+
+
+def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) -> None:
+    """More chunks than SQLite keeps in memory, so that it reads some again."""
+    path, slots = memory / "index.sqlite", 80 * 1500
+    index = SlotIndex(path, [slots])
+    index.adopt([5])
+    index.begin_use(1, 0)
+
+    def publish(first: int, step: int, generation: int) -> None:
+        at = np.arange(first, slots, step, dtype=np.int64)
+        count = len(at)
+        keys = np.random.default_rng(generation).integers(0, 256, (count, 16), np.uint8)
+        numbers = np.full(count, generation, np.uint64)
+        index.publish(0, at, keys, numbers, np.zeros(count, np.uint64), np.full(count, 16, np.int32), 7)
+        index.commit()
+
+    publish(0, 1, 1 << 40)
+    size = path.stat().st_size
+    for offset in range(PAGE_BYTES, size, PAGE_BYTES):
+        flip_bit(path, offset, 3)  # the kind of each page
+    publish(3, 160, 2 << 40)
+    assert path.with_name("index.damaged").exists()
+    publish(5, 400, 3 << 40)
+    wanted = index.rows[0].copy()
+    index.close()
+    again = SlotIndex(path, [slots])
+    np.testing.assert_array_equal(again.rows[0], wanted)
+    again.close()
