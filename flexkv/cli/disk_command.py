@@ -14,7 +14,7 @@ from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError, DiskError
 from flexkv.observe import unix_now_s
 from flexkv.storage.folder import held_bytes, is_in_use, remove_folder, unit_folders
-from flexkv.storage.header import read_header
+from flexkv.storage.header_copy import find_header
 
 DAY_S = 86_400
 
@@ -83,10 +83,13 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
     }
     for slab in sorted(unit.glob("group*.slab")):
         try:
-            header = read_header(str(slab))
+            found = find_header(slab)
         except DiskError as error:
             entry["damage"] = str(error).removeprefix(f"{unit}/")
             continue
+        header = found.header
+        if fault := found.slab_fault or found.copy_fault:
+            entry["damage"] = fault.removeprefix(f"{unit}/") + " (there is a whole one beside it)"
         entry.update(model=header.model, format=header.format_id, created=header.created)
     return entry
 

@@ -74,15 +74,22 @@ def held_bytes(folder: Path) -> int:
     return held
 
 
+SHARED_BY_MISTAKE = "end that first, or give each unit a name or a folder of its own"
+LOOKED_AFTER_IN_USE = "end that first"
+
+
 class FolderLock:
     """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
+
+    Args:
+        advice: what to do where the folder is in use.
 
     Raises:
         FolderLockedError: somebody has had it for LOCK_WAIT_S; names the process.
         DiskError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, advice: str = SHARED_BY_MISTAKE) -> None:
         self.folder = folder
         path = folder / LOCK_NAME
         try:
@@ -98,10 +105,7 @@ class FolderLock:
             holder = _holder(self.fd)
             os.close(self.fd)
             if error.errno in IN_USE:
-                raise FolderLockedError(
-                    f"{folder} is in use by process {holder}: end that first, or give each unit a name or a "
-                    "folder of its own"
-                ) from error
+                raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
             raise DiskError(f"{path}: {error.strerror}") from error
 
     def release(self) -> None:
@@ -133,7 +137,7 @@ def remove_folder(folder: Path) -> int:
         FolderLockedError: it is in use; nothing was deleted.
         DiskError: something could not be deleted.
     """
-    lock = FolderLock(folder)
+    lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
         # The lock file goes last: until then nobody else can start to use the folder.

@@ -11,13 +11,16 @@ import numpy as np
 from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
-from flexkv.storage.folder import FolderLock, slab_name
+from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, slab_name
 from flexkv.storage.generations import opens_of
-from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of, read_group
+from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
+from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import Rows
+
+WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
 """Problems of one kind that a report names; the rest is counted."""
@@ -81,7 +84,7 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
         FolderLockedError: the folder is in use.
         DiskError: it cannot be read.
     """
-    lock = FolderLock(folder)
+    lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     try:
         return _check(folder, repair)
     except OSError as error:
@@ -97,13 +100,20 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     found: dict[int, tuple[SlabHeader, list[SlotReport]]] = {}
     for path in sorted(folder.glob("group*.slab")):
         try:
-            header, group = read_group(str(path))
+            whole = find_header(path)
         except DamagedHeaderError as error:
             report.problems.append(f"{error}: nothing says whose pages it holds; the next start replaces it")
             continue
+        header, group = whole.header, whole.group
         if path.name != slab_name(header.group):
             report.problems.append(f"{path} is the slab of group {header.group}: it is not looked at")
             continue
+        if whole.slab_fault:
+            report.problems.append(f"{whole.slab_fault}; its copy is whole: {WRITTEN_BACK}")
+        if whole.copy_fault:
+            report.problems.append(f"{whole.copy_fault}; the slab's own is whole: {WRITTEN_BACK}")
+        if repair:
+            mend_header(path, whole)
         slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
         slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
         reports = list(read_slots(slab, header.slab_id, codec_of(group), slots, data=True))

@@ -150,7 +150,7 @@ def read_header(path: str) -> SlabHeader:
         DamagedHeaderError: it is short, or its digest does not match.
         DiskError: no slab, another version, or it cannot be read.
     """
-    return parse_header(_raw_header(path), path)[0]
+    return parse_header(raw_header(path), path)[0]
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -158,7 +158,12 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _raw_header(path: str) -> bytes:
+def raw_header(path: str) -> bytes:
+    """What lies where a header is expected: as much as it names, or a sector. Nothing is verified.
+
+    Raises:
+        DiskError: it cannot be read.
+    """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             raw = file.read(SECTOR_BYTES) or b""  # None of a pipe that has a writer
@@ -236,4 +241,4 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, DiskGroup]:
 
 def read_group(path: str) -> tuple[SlabHeader, DiskGroup]:
     """Header and geometry of the slab at `path`; raises as `read_header`."""
-    return parse_header(_raw_header(path), path)
+    return parse_header(raw_header(path), path)

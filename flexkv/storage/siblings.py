@@ -25,7 +25,8 @@ from flexkv.storage.folder import (
     slab_name,
     unit_folder,
 )
-from flexkv.storage.header import SlabHeader, codec_of, read_group
+from flexkv.storage.header import SlabHeader, codec_of
+from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
@@ -119,7 +120,8 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Si
         DiskError: another model's, in use, damaged, or unreadable.
         GeometryError: its pages cannot be rewritten exactly.
     """
-    header, theirs = read_group(str(path))
+    found = find_header(path)
+    header, theirs = found.header, found.group
     if header.fingerprint != identity.fingerprint:
         raise DiskError(f"it holds another model's pages ({header.model!r})")
     rewrites = rewrites_of(theirs, ours, heads)

@@ -11,7 +11,7 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.folder import slab_name, sync_folder
+from flexkv.storage.folder import slab_name
 from flexkv.storage.header import (
     DamagedHeaderError,
     SlabHeader,
@@ -19,8 +19,8 @@ from flexkv.storage.header import (
     format_digest,
     pack_header,
     parse_header,
-    read_header,
 )
+from flexkv.storage.header_copy import FoundHeader, find_header, mend_header, write_copy
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,22 @@ def open_slab(
 ) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
     """The slab of group `number`, made or brought to `slots` slots; and whether it was made now.
 
-    A slab whose header is damaged is replaced: nothing says any more whose pages it holds.
+    A damaged header is written back from its copy. A slab without a whole one is replaced: nothing says any more whose
+    pages it holds.
 
     Raises:
-        DiskError: another model's or version's slab lies there, the disk is full, or the system says no.
+        DiskError: another model's, group's or version's slab lies there, the disk is full, or the system says no.
     """
     path = folder / slab_name(number)
     try:
-        header = _existing(path)
-        made = header is None
-        if header is None:
+        found = _existing(path)
+        made = found is None
+        if found is None:
             header = _make(path, number, group, identity, epoch)
-        _require_same(path, header, group, identity)
+        else:
+            header = found.header
+            _require_same(path, header, number, group, identity)
+            mend_header(path, found)
         _resize(path, header, slots, preallocate)
     except OSError as error:
         if isinstance(error, DiskError):
@@ -60,11 +64,11 @@ def open_slab(
     return slab, header, made
 
 
-def _existing(path: Path) -> SlabHeader | None:
+def _existing(path: Path) -> FoundHeader | None:
     if not path.exists():
         return None
     try:
-        return read_header(str(path))
+        return find_header(path)
     except DamagedHeaderError as error:
         logger.error("%s: its pages are lost, the slab is made anew", error)
         path.unlink()
@@ -92,14 +96,21 @@ def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epo
     finally:
         os.close(fd)
     os.replace(new, path)
-    sync_folder(path.parent)
+    write_copy(path, raw)
     return parse_header(raw, str(path))[0]
 
 
-def _require_same(path: Path, header: SlabHeader, group: DiskGroup, identity: DiskIdentity) -> None:
+def _require_same(
+    path: Path, header: SlabHeader, number: int, group: DiskGroup, identity: DiskIdentity
+) -> None:
     if header.fingerprint != identity.fingerprint:
         raise DiskError(
             f"{path} holds another model's pages ({header.model!r}, {header.fingerprint.hex()[:16]}): it is left alone"
+        )
+    if header.group != number:
+        raise DiskError(
+            f"{path} is a copy of the slab of group {header.group}, expected that of group {number}: it is left alone; "
+            "remove it"
         )
     image = codec_of(group).image_bytes
     if header.format != format_digest(group) or header.slot_bytes != image:

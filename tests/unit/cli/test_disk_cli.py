@@ -92,7 +92,9 @@ def test_drop_refuses_what_is_in_use_or_not_there(
     name = str(slab.parent.relative_to(tmp_path))
     world = DiskWorld([tmp_path])
     assert main(["disk", "drop", str(tmp_path), name, "--yes"]) == 2
-    assert "in use by process" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "in use by process" in said
+    assert "end that first\n" in said
     assert slab.exists()
     assert world.close()
     assert main(["disk", "drop", str(tmp_path), "nothing", "--yes"]) == 2
@@ -147,6 +149,11 @@ def test_a_damaged_header_is_a_state_of_its_unit(
         file.write(b"!" * 64)
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["model"] == "a/model"
+    assert entry["damage"] == "group0.slab: damaged slab header (there is a whole one beside it)"
+    slab.with_suffix(".header").unlink()
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
     assert (entry["model"], entry["damage"]) == ("?", "group0.slab: damaged slab header")
     assert main(["disk", "ls", str(tmp_path)]) == 0
     assert "group0.slab: damaged slab header" in capsys.readouterr().out
@@ -172,7 +179,9 @@ def test_fsck_of_a_folder_in_use_is_an_error(
 ) -> None:
     world = DiskWorld([tmp_path])
     assert main(["fsck", str(tmp_path)]) == 2
-    assert "in use by process" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "in use by process" in said
+    assert "end that first\n" in said
     assert world.close()
 
 

@@ -115,6 +115,25 @@ def test_a_folder_in_use_is_left_alone(start: Start, caplog: pytest.LogCaptureFi
     assert "is in use by process" in caplog.text
 
 
+def test_pages_of_a_folder_whose_index_is_damaged_are_found_in_its_slots(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    expected = one.pool.numbers(FROM[0]).clone()
+    one.close()
+    index = next((tmp_path / "disk").rglob("index.sqlite"))
+    damaged = bytearray(index.read_bytes())
+    damaged[47] ^= 1
+    index.write_bytes(damaged)
+    other = start(trtllm(), "other")
+    assert "its slots are read instead" in caplog.text
+    assert other.find(PAGES) == 2
+    assert other.load(PAGES, TO)
+    assert torch.equal(other.pool.numbers(TO[0]), expected)
+    assert index.read_bytes() == damaged, "the folder is its own unit's to mend"
+
+
 def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_path: Path) -> None:
     one = start(sglang())
     one.store(PAGES, FROM)

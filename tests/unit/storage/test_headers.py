@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import struct
@@ -13,12 +14,16 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.folder import unit_folders
+from flexkv.storage.base import DiskOptions
+from flexkv.storage.folder import unit_folder, unit_folders
 from flexkv.storage.fsck import check_folder
-from flexkv.storage.header import FIXED, parse_header, read_group, read_header
+from flexkv.storage.header import FIXED, DamagedHeaderError, parse_header, read_group, read_header
+from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.graph import OpStatus
+from tests.soak import soak_factor
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import IDENTITY, MakeDisks, make_group
+from tests.unit.storage.flips import KEPT, flip_bit, make_folder, one_bit_each, served
 
 
 def test_a_flipped_bit_in_any_field_of_the_header(make_disks: MakeDisks) -> None:
@@ -32,14 +37,94 @@ def test_a_flipped_bit_in_any_field_of_the_header(make_disks: MakeDisks) -> None
         raw[at] ^= 1
 
 
-def test_a_damaged_header_costs_the_slab_and_nothing_else(make_disks: MakeDisks) -> None:
+def test_a_flipped_bit_in_any_byte_of_a_header_is_found(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    raw = bytearray(slab.read_bytes()[: read_header(str(slab)).header_bytes])
+    for at, bit in one_bit_each(iter(range(len(raw))), seed=3):
+        raw[at] ^= 1 << bit
+        with pytest.raises(DamagedHeaderError):
+            parse_header(bytes(raw), "it")
+        raw[at] ^= 1 << bit
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["group0.slab", "group0.header"])
+def test_a_flipped_bit_in_either_copy_of_the_header_costs_no_page(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    world = make_folder(tmp_path)
+    folder = world.folder
+    assert world.close()
+    header_bytes = read_header(str(folder / "group0.slab")).header_bytes
+    whole = (folder / name).read_bytes()[:header_bytes]
+    stride = 1 if soak_factor() > 1 else 64
+    offsets = (at for at in range(header_bytes) if at < FIXED.size or at % stride == 0)
+    for at, bit in one_bit_each(offsets, seed=4):
+        flip_bit(folder / name, at, bit)
+        for opened in ("first", "second"):
+            assert served(tmp_path, world.payload) >= KEPT, (
+                f"bit {bit} of byte {at}, opened the {opened} time"
+            )
+        assert (folder / name).read_bytes()[:header_bytes] == whole, "it was not written back"
+
+
+@pytest.mark.parametrize("name", ["group0.slab", "group0.header"])
+def test_fsck_names_a_damaged_header_and_repairs_it(make_disks: MakeDisks, name: str) -> None:
+    slab, _ = filled(make_disks)
+    flip(slab.parent / name, 50)
+    (problem,) = check_folder(slab.parent).problems
+    assert f"{name}: damaged slab header; " in problem
+    assert "--repair, writes it anew" in problem
+    assert check_folder(slab.parent, repair=True).slabs[0].good == 6
+    assert check_folder(slab.parent).clean
+
+
+def test_without_a_whole_header_the_slab_is_made_anew_and_nothing_else_is(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     flip(slab, 50)
+    flip(slab.with_suffix(".header"), 60)
     assert any("damaged slab header" in problem for problem in check_folder(slab.parent).problems)
     world = make_disks()
     assert len(world.unit.rows(0)) == 0
     _, generations = world.write([1], [0])
     assert world.read([1], [0], generations).status is OpStatus.OK
+    assert world.close()
+    assert slab.with_suffix(".header").read_bytes() == slab.read_bytes()[:4096]
+
+
+def test_a_slab_without_a_copy_of_its_header_gets_one(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    slab.with_suffix(".header").unlink()
+    assert check_folder(slab.parent).clean
+    assert len(make_disks().unit.rows(0)) == 6
+    assert slab.with_suffix(".header").read_bytes() == slab.read_bytes()[:4096]
+
+
+def test_the_copy_of_another_slabs_header_gives_no_page_away(make_disks: MakeDisks) -> None:
+    """Another model's leaves the slab alone; one of the same model names another slab, so that no trailer matches."""
+    slab, _ = filled(make_disks)
+    other, _ = filled(make_disks, identity=replace(IDENTITY, fingerprint=bytes(32)))
+    shutil.copy(other.with_suffix(".header"), slab.with_suffix(".header"))
+    (problem,) = check_folder(slab.parent).problems
+    assert "the copy of another slab's header" in problem
+    flip(slab, 50)
+    with pytest.raises(DiskError, match="another model's pages"):
+        make_disks()
+    same, _ = filled(make_disks, identity=replace(IDENTITY, unit="unit1"))
+    shutil.copy(same.with_suffix(".header"), slab.with_suffix(".header"))
+    world = make_disks()
+    assert len(world.unit.rows(0)) == 0
+
+
+def test_the_slab_of_another_group_is_left_alone(tmp_path: Path) -> None:
+    groups = [make_group(), make_group()]
+    options = DiskOptions(1 << 20, preallocate=False)
+    assert DiskUnit.open([tmp_path], IDENTITY, groups, options).close(10.0)
+    folder = unit_folder(tmp_path, IDENTITY, groups)
+    shutil.copy(folder / "group0.slab", folder / "group1.slab")
+    with pytest.raises(DiskError, match="is a copy of the slab of group 0, expected that of group 1"):
+        DiskUnit.open([tmp_path], IDENTITY, groups, options)
 
 
 def test_the_header_says_what_the_unit_was_made_with(make_disks: MakeDisks) -> None:
@@ -97,7 +182,7 @@ def test_a_header_that_lies_about_its_size_is_a_damaged_one(make_disks: MakeDisk
         file.write(header_bytes.to_bytes(4, "little"))
     assert any("slab header" in problem for problem in check_folder(slab.parent).problems)
     world = make_disks()
-    assert len(world.unit.rows(0)) == 0
+    assert world.read_rows(world.unit.rows(0)) == {}
 
 
 def test_a_pipe_in_a_slabs_place_is_no_slab_and_keeps_nobody_waiting(make_disks: MakeDisks) -> None:

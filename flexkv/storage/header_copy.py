@@ -1,0 +1,119 @@
+"""The second copy of a slab's header, in a file of its own beside it: a flipped bit in either costs no page."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv.errors import DiskError
+from flexkv.storage.base import DiskGroup
+from flexkv.storage.folder import sync_folder
+from flexkv.storage.header import DamagedHeaderError, SlabHeader, parse_header, raw_header
+
+logger = logging.getLogger(__name__)
+
+COPY_SUFFIX = ".header"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHeader:
+    """A slab's header, from wherever it is whole.
+
+    Attributes:
+        raw: its bytes.
+        slab_fault: what is wrong with the slab's own, or nothing.
+        copy_fault: what is wrong with the copy, or nothing; one that is missing is not wrong.
+        has_copy: a whole copy of the same header is there.
+    """
+
+    raw: bytes
+    header: SlabHeader
+    group: DiskGroup
+    slab_fault: str = ""
+    copy_fault: str = ""
+    has_copy: bool = False
+
+
+def copy_path(slab: Path) -> Path:
+    return slab.with_suffix(COPY_SUFFIX)
+
+
+def find_header(slab: Path) -> FoundHeader:
+    """The header of the slab at `slab`, verified: its own, or the copy where that is damaged.
+
+    Raises:
+        DamagedHeaderError: neither is whole, or nothing follows the header that could be had by it.
+        DiskError: another version, or the file cannot be read.
+    """
+    copy, copy_fault = None, ""
+    if copy_path(slab).exists():  # else it was made before there were copies; the next start writes one
+        try:
+            copy = _whole(copy_path(slab))
+        except DiskError as error:
+            copy_fault = str(error)
+    try:
+        own = _whole(slab)
+    except DamagedHeaderError as error:
+        if copy is None or not _holds_slots(slab, len(copy.raw)):
+            raise
+        return FoundHeader(copy.raw, copy.header, copy.group, str(error), copy_fault, True)
+    if copy is not None and copy.raw != own.raw:
+        copy_fault = f"{copy_path(slab)}: the copy of another slab's header"
+    return FoundHeader(own.raw, own.header, own.group, "", copy_fault, copy is not None and not copy_fault)
+
+
+def mend_header(slab: Path, found: FoundHeader) -> None:
+    """Makes slab and copy both have the header that was found. A disk that is full does without the copy.
+
+    Raises:
+        OSError: the slab's own cannot be written.
+    """
+    if found.slab_fault:
+        logger.warning("%s: the header is written back from its copy", found.slab_fault)
+        _write(slab, os.O_WRONLY, found.raw)
+    if found.has_copy:
+        return
+    try:
+        write_copy(slab, found.raw)
+    except OSError as error:
+        logger.warning("%s: the header's copy could not be written: %s", copy_path(slab), error)
+
+
+def write_copy(slab: Path, raw: bytes) -> None:
+    """Writes the copy, durably.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    new = slab.with_name(f"{slab.stem}{COPY_SUFFIX}.new")
+    _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, raw)
+    os.replace(new, copy_path(slab))
+    sync_folder(slab.parent)
+
+
+def _whole(path: Path) -> FoundHeader:
+    """
+    Raises:
+        DamagedHeaderError, DiskError: as `find_header`.
+    """
+    raw = raw_header(str(path))
+    header, group = parse_header(raw, str(path))
+    return FoundHeader(raw[: header.header_bytes], header, group)
+
+
+def _holds_slots(slab: Path, header_bytes: int) -> bool:
+    status = slab.stat()
+    return stat.S_ISREG(status.st_mode) and status.st_size > header_bytes
+
+
+def _write(path: Path, flags: int, raw: bytes) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        if os.pwrite(fd, raw, 0) != len(raw):
+            raise DiskError(f"{path}: the header was not written whole")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
