@@ -369,6 +369,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
         "repeats": 1,
     },
     "transfer_kv_blocks": _raw_copy,
+    "reserve_gds_staging": _raw_transfer,
     "transfer_kv_blocks_gds": _raw_transfer,
     "transfer_kv_blocks_gds_staged": _raw_transfer,
 }
