@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from demo import report
 from demo.conversation import BLOCK_TOKENS, POOL_BLOCKS, Script, Turn, problems, turn_count
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
+from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
 HOST_BYTES = 512 << 20
@@ -60,10 +61,12 @@ def main() -> int:
     if found:
         return 1
     served = sum(turn.served for turn in turns)
-    console.print(
-        f"[green]OK[/] {len(turns)} answers equal those without flexkv, token for token; "
-        f"flexkv served {served} prompt tokens; {facts['seconds']:.0f} s"
-    )
+    console.print(f"[green]OK[/] flexkv served {served} prompt tokens; {facts['seconds']:.0f} s")
+    for line in headline(turns, reference):
+        console.print(f"[bold]{line}[/]", highlight=False, soft_wrap=True)
+    console.print("what to try next:")
+    for line in next_steps(arguments.out / "models" / f"{arguments.model}-0"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)  # commands stay whole for copying
     return 0
 
 

@@ -18,7 +18,8 @@ warm   the same prompts, after the engine dropped its own cache
 crowd  more conversations in rotation than the engine's pool holds; each turn .1 continues its turn .0
 disk   the cold prompts again, asked of a new engine process: host memory is empty, the disk tier is not
 TTFT   time to the first token; alone / flexkv: how many times sooner it comes, where flexkv served tokens
-load   bytes that came back, over the time from asking for them until the engine saw them"""
+stored bytes that went to host memory, and from there to disk; loaded: that came back into the engine's pool
+load   bytes loaded, over the time from asking for them until the engine saw them"""
 """Of the table and the chart."""
 
 MIB = 1 << 20
@@ -37,7 +38,8 @@ def table(turns: list[Turn], reference: list[Turn]) -> Table:
         "TTFT ms\nalone",
         "TTFT ms\nflexkv",
         "alone /\nflexkv",
-        "moved\nMiB",
+        "stored\nMiB",
+        "loaded\nMiB",
         "load\nGB/s",
         "same\nanswer",
     ):
@@ -55,11 +57,16 @@ def table(turns: list[Turn], reference: list[Turn]) -> Table:
             f"{1e3 * theirs.ttft_s:.1f}",
             f"{1e3 * mine.ttft_s:.1f}",
             f"{theirs.ttft_s / mine.ttft_s:.1f}" if mine.served else "-",
-            f"{(mine.loaded_bytes + mine.stored_bytes) / MIB:.1f}",
+            _mib(mine.stored_bytes),
+            _mib(mine.loaded_bytes),
             f"{mine.loaded_bytes / mine.load_seconds / GIGA:.2f}" if mine.load_seconds > 0 else "-",
             "[green]yes[/]" if same else "[red]NO[/]",
         )
     return shown
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.1f}" if size else "-"
 
 
 def draw(turns: list[Turn], reference: list[Turn], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 
 from demo import __main__ as demo
 from demo.conversation import CROWD, CROWD_TURNS, PHASES, TURNS, Turn, problems, turn_count, whole_blocks
-from demo.engine_process import EngineError
+from demo.engine_process import FLEXKV, EngineError
+from demo.headline import headline, next_steps
+from demo.report import table
+from flexkv.cli.main import main as cli
+from flexkv.config import load_config
 from tests.unit.demo.scripted_engine import ScriptedEngine
 
 Engine = type[ScriptedEngine]
@@ -29,6 +34,62 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return ThisEngine
 
 
+def turn(phase: str, alone_s: float, with_s: float, served: int, answer: int = 0) -> tuple[Turn, Turn]:
+    """A turn with flexkv, and the same without."""
+    mine = Turn(phase, 0, 0, 64, (answer,), with_s, served)
+    return mine, Turn(phase, 0, 0, 64, (0,), alone_s)
+
+
+def told(*pairs: tuple[Turn, Turn]) -> list[str]:
+    return list(headline([mine for mine, _ in pairs], [theirs for _, theirs in pairs]))
+
+
+def test_the_headline_has_the_least_and_the_median_gain_and_what_a_miss_costs() -> None:
+    equal, gain, cost = told(
+        turn("cold", 0.9, 1.0, 0),
+        turn("warm", 1.0, 0.1, 32),
+        turn("warm", 1.0, 0.25, 32),
+        turn("disk", 1.0, 2.0, 32),
+    )
+    assert equal.endswith("token for token: 4/4")
+    # A hit that was slower is told like the others.
+    assert (
+        "in the 3 turns in which it served tokens: least 0.5, median 4.0 (medians: warm 7.0, disk 0.5)"
+        in gain
+    )
+    assert "in the 1 turns in which it had none to serve: median 0.90" in cost
+
+
+def test_the_headline_counts_answers_that_differ_and_claims_no_gain_without_a_hit() -> None:
+    equal, cost = told(turn("cold", 1.0, 1.0, 0), turn("cold", 1.0, 1.0, 0, answer=1))
+    assert equal.endswith("token for token: 1/2")
+    assert "none to serve" in cost
+
+
+def test_the_next_steps_are_commands_that_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [shlex.split(line) for line in next_steps(tmp_path / "a model") if line.startswith("  ")]
+    info, server, serve, *makes = commands
+    assert info[1:] == ["-m", "flexkv", "info"]
+    assert cli(info[3:]) == 0
+    assert server[server.index("--model") + 1] == str(tmp_path / "a model")
+    for command in (server, serve):
+        config = json.loads(command[command.index("--kv-transfer-config") + 1])
+        load_config(config.get("kv_connector_extra_config"), {})
+        assert config.items() >= FLEXKV.items()
+    targets = (Path(demo.__file__).resolve().parents[1] / "Makefile").read_text()
+    assert all(f"\n{name}:" in targets for _, name in makes)
+
+
+def test_stored_and_loaded_bytes_have_columns_of_their_own() -> None:
+    mine = replace(turn("warm", 1.0, 1.0, 32)[0], stored_bytes=3 << 20, loaded_bytes=5 << 20)
+    shown = table([mine], [mine])
+    columns = {str(column.header).replace("\n", " "): list(column.cells) for column in shown.columns}
+    assert columns["stored MiB"] == ["3.0"]
+    assert columns["loaded MiB"] == ["5.0"]
+    stores_only = table([replace(mine, loaded_bytes=0)], [mine])
+    assert [list(column.cells) for column in stores_only.columns if "loaded" in str(column.header)] == [["-"]]
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     def run() -> int:
@@ -43,7 +104,7 @@ def test_a_good_run_is_told_drawn_and_written(
 ) -> None:
     assert run() == 0
     said = capsys.readouterr().out
-    assert f"OK {turn_count()} answers equal those without flexkv" in said
+    assert f"token for token: {turn_count()}/{turn_count()}" in said
     # No terminal here: a line a phase instead of a bar.
     steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
     assert [step for step in steps if step not in said.splitlines()] == []
