@@ -352,3 +352,8 @@ class ObserveConfig(Section):
         "info",
         description="Least severe message that is logged. Nothing is logged per request above `debug`.",
     )
+    metrics_log_s: Seconds = Field(
+        60.0,
+        description="SGLang and TensorRT-LLM log what was counted once in so many seconds in which something was. vLLM "
+        "logs it with its own statistics.",
+    )

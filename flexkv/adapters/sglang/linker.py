@@ -157,7 +157,6 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def close(self) -> None:
         self._settle()
-        logger.info("%s", self._cache.take_counters().summary())
         self._cache.close()
 
     def _settle(self) -> None:

@@ -112,7 +112,6 @@ class PageBatches:
         """Writes what waits and gives the memory back. Idempotent."""
         with self.lock:
             if not self._closed:
-                logger.info("%s", self.cache.take_counters().summary())
                 self.cache.close()
                 self._closed = True
                 self._stored.set()

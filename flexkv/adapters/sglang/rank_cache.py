@@ -10,7 +10,9 @@ from typing import Any
 from flexkv.adapters.common.base import RankFacts, UnitOwner
 from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import HostUnit
+from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.adapters.common.rank_op import FAILURE_LABELS
 from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
@@ -73,6 +75,8 @@ class RankCache:
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
         self._tickets: dict[OpId, Ticket] = {}
+        self._started_s: dict[OpId, float] = {}
+        self._page_bytes = int(view.stripe_bytes)
         facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
         self._unit = HostUnit.create(
             config, page_tokens, pages, {0: facts}, False, None, owner, prompt_limit=prompt_limit
@@ -86,6 +90,14 @@ class RankCache:
             self._unit.close()
             raise
         self._unit.grow()
+        self._report = MetricReport(
+            self.counters,
+            self._unit.count,
+            logger,
+            "sglang:",
+            {"unit": owner.unit},
+            config.observe.metrics_log_s,
+        )
 
     # --- lookups ---
 
@@ -132,7 +144,9 @@ class RankCache:
             self._watchers[op.op_id] = watcher
         ticket = self.lanes.submit(graph, stream)
         if ticket is not None:
+            now_s = time.monotonic()
             self._tickets.update((op.op_id, ticket) for op in graph.ops)
+            self._started_s.update((op.op_id, now_s) for op in graph.ops)
         return ticket
 
     def drop(self, graph: TransferGraph, reason: str) -> None:
@@ -180,6 +194,7 @@ class RankCache:
         self._unit.pump()
         self._unit.grow()
         self._unit.expire_if_due(self.counters)
+        self._report.report_if_due()
 
     @property
     def disk_busy(self) -> bool:
@@ -189,9 +204,11 @@ class RankCache:
     def _end(self, result: OpResult) -> None:
         watcher = self._watchers.pop(result.op_id, None)
         self._tickets.pop(result.op_id, None)
+        started_s = self._started_s.pop(result.op_id, None)
         done = self.manager.complete(0, result)
         if done is None:
             return
+        self._count(result, done, started_s)
         failed = len(done.failed_blocks)
         if failed and done.reason:
             logger.warning(
@@ -199,6 +216,19 @@ class RankCache:
             )
         if watcher is not None:
             watcher(done)
+
+    def _count(self, result: OpResult, done: Completion, started_s: float | None) -> None:
+        """Adds an op that has ended to the metrics; one that was never started took no time."""
+        direction = done.role.value
+        moved, failed = len(done.blocks) - len(result.failed), len(result.failed)
+        self.counters.add("flexkv_moved_pages_total", moved, direction=direction)
+        self.counters.add("flexkv_moved_bytes_total", moved * self._page_bytes, direction=direction)
+        if started_s is not None:
+            seconds = time.monotonic() - started_s
+            self.counters.observe("flexkv_transfer_seconds", seconds, direction=direction)
+        if failed:
+            reason = FAILURE_LABELS[result.status]
+            self.counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=reason)
 
     # --- life ---
 
@@ -222,14 +252,10 @@ class RankCache:
         self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})
         self.counters.add("flexkv_resets_total")
 
-    def take_counters(self) -> Counters:
-        """Values of the metrics since the last call."""
-        self._unit.count(self.counters)
-        return self.counters.take()
-
     def close(self) -> None:
         """Ends the lanes, writes to disk what waits, and gives the memory back; bounded by `transfer.close_s`."""
         self.quiesce(self.config.transfer.close_s)
         self.lanes.close(self.config.transfer.close_s)
         self.poll()
+        self._report.close()
         self._unit.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flexkv.adapters.common.base import NO_UNIT, RankFacts, UnitOwner
 from flexkv.adapters.common.host_unit import HostUnit
+from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
@@ -51,6 +52,7 @@ class JoinedRanks:
         self._refused = False
         self._off = ""
         self.joined: Joined | None = None
+        self._report: MetricReport | None = None
 
     @property
     def address(self) -> str:
@@ -78,6 +80,8 @@ class JoinedRanks:
             unit.disable(-1, f"a rank is gone: {self._listener.broken}")
         unit.pump()
         unit.expire_if_due(self._counters)
+        if self._report is not None:
+            self._report.report_if_due()
 
     def hear(self) -> None:
         """Takes what the ranks said."""
@@ -165,6 +169,14 @@ class JoinedRanks:
             "or KV of the old ones is served; restart it with the new ones"
         )
         self.joined = Joined(unit, RequestTable(block_tokens, namespace), block_tokens)
+        self._report = MetricReport(
+            self._counters,
+            unit.count,
+            logger,
+            "trtllm_",
+            {"unit": "scheduler"},
+            self._config.observe.metrics_log_s,
+        )
         self.order(unit.make_grant(on_device=True))
 
     def close(self) -> None:
@@ -173,7 +185,8 @@ class JoinedRanks:
             # What has ended on all ranks is stored, and so goes to disk.
             self.hear()
             unit = self.joined.unit
-            unit.count(self._counters)
+            if self._report is not None:
+                self._report.close()
             logger.info("rank 0: %s", unit.manager.stats())
             unit.close()
             self.joined = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from flexkv.adapters.common.base import LoadJob, PoolGrant
 from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
@@ -23,7 +24,7 @@ from flexkv.adapters.tensorrt_llm.spoiled import SpoiledRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import get_logger
+from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
 
 logger = get_logger(__name__)
@@ -69,9 +70,18 @@ class WorkerSide(RankWorker):
         self._save_of: dict[OpId, int] = {}
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._hooks_missed = False
+        self._closed = False
         self._foreign_logged = False
         self._running: tuple[int, ...] = ()
         self._spoiled = SpoiledRequests()
+        self._metrics = MetricReport(
+            self.counters,
+            _no_gauges,
+            logger,
+            "trtllm_",
+            {"unit": f"rank{rank}"},
+            config.observe.metrics_log_s,
+        )
 
     def register(self, pool: PoolGeometry) -> None:
         """Takes the engine's pool."""
@@ -195,6 +205,7 @@ class WorkerSide(RankWorker):
         self._launch()
         self._ops.poll()
         results = self._end_ops()
+        self._metrics.report_if_due()
         self._ops.reports.take_failed_blocks()
         loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
         for request_id in loaded:
@@ -335,8 +346,15 @@ class WorkerSide(RankWorker):
     def close(self) -> None:
         super().close()
         self._report(self._end_ops())
+        if not self._closed:
+            self._closed = True
+            self._metrics.close()
         if self._wire is not None:
             self._wire.close()
+
+
+def _no_gauges(counters: Counters) -> None:
+    """Levels are the manager's, on the scheduler's side."""
 
 
 def _current_stream(device: int) -> int:

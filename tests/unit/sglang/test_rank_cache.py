@@ -271,3 +271,37 @@ def test_token_slots_become_pages():
 def test_slots_that_fill_no_page_are_refused(slots):
     with pytest.raises(GeometryError, match="pages of 4"):
         pages_of(torch.tensor(slots), 4)
+
+
+def test_loads_and_stores_are_counted_and_logged_while_the_engine_runs(worlds, caplog):
+    caplog.set_level("INFO", "flexkv")
+    world = worlds(observe__metrics_log_s=0.001)
+    world.store(hashes_of(1, 2, 3), [5, 9, 2])
+    assert load(world, "r", hashes_of(1, 2, 3), [30, 31, 17]) == (3, True)
+    counters = world.cache.counters
+    page_bytes = world.page(1).nbytes
+    for direction in ("load", "store"):
+        assert counters.value("flexkv_moved_pages_total", direction=direction) == 3
+        assert counters.value("flexkv_moved_bytes_total", direction=direction) == 3 * page_bytes
+
+    def lines() -> list[str]:
+        return [line for line in caplog.messages if line.startswith("metrics of unit tp0, last ")]
+
+    ends_s = time.monotonic() + LONG_S
+    while not any("moved_pages[load]=3" in line for line in lines()):
+        assert time.monotonic() < ends_s, caplog.messages
+        time.sleep(0.01)
+        world.cache.pump()
+
+
+def test_pages_that_fail_are_counted_by_reason(worlds):
+    world = worlds(mover=None)
+    graph = world.cache.manager.begin_store(
+        "r", 0, world.cache.keys(hashes_of(1, 2)), blocks([5, 6]), 0
+    ).graph
+    for op in graph.ops:
+        world.cache._watchers[op.op_id] = lambda done: None
+    world.cache.drop(graph, "the store lane's queue is full")
+    value = world.cache.counters.value("flexkv_failed_pages_total", direction="store", reason="cancelled")
+    assert value == 2
+    assert world.cache.counters.value("flexkv_moved_pages_total", direction="store") == 0

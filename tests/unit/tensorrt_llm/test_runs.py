@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.unit.tensorrt_llm.world import (
     Make,
     arguments,
     lookup,
+    steps,
     stored,
     wait_for_the_disk,
     write_model,
@@ -211,3 +213,21 @@ def test_disk_tier_after_a_restart(make_world: Make, tmp_path: Path) -> None:
     wait_for_the_disk(second)
     assert second.hit(second.serve(PROMPT)) == WHOLE
     second.check()
+
+
+def test_metrics_are_logged_while_the_engine_runs(make_world: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flexkv")
+    world = stored(make_world, {"FLEXKV_OBSERVE_METRICS_LOG_S": "0.001"})
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+
+    def logged(unit: str, words: str) -> bool:
+        start = f"metrics of unit {unit}, last "
+        return any(line.startswith(start) and words in line for line in caplog.messages)
+
+    ends_s = time.monotonic() + LONG_S
+    while not (logged("scheduler", "hit_tokens=") and logged("rank0", "moved_pages[load]=")):
+        assert time.monotonic() < ends_s, caplog.messages
+        steps(world)
+        time.sleep(0.01)
+    world.close()
+    assert any(line.startswith("metrics of unit scheduler, since the start: ") for line in caplog.messages)
