@@ -24,6 +24,15 @@ def test_prompt_only_leaves_generated_blocks_out(engines: Engines, stream: int) 
     assert session.check_one(turn.then(answer.tokens)).cached == 200 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def test_without_the_engines_prefix_caching_lazy_stores_are_eager(engines: Engines, stream: int) -> None:
+    session = engines.get(connector(store__mode="lazy"), enable_prefix_caching=False)
+    prompt = Prompt.of(300, stream)
+    session.check_one(prompt)
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    assert "store.mode=lazy" in session.process.log.read_text()
+
+
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
     # Lazy stores look two steps ahead: with short steps, the pool's unused blocks come first.
     session = engines.get(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
@@ -87,6 +87,11 @@ def check_group(group: KVCacheGroupSpec) -> None:
         GeometryError: names the type or the field.
     """
     spec, where = group.kv_cache_spec, f"KV cache group of {len(group.layer_names)} layers"
+    if type(spec) is UniformTypeKVCacheSpecs:
+        kinds = sorted({type(one).__name__ for one in spec.kv_cache_specs.values()})
+        raise GeometryError(
+            f"{where} has layers of several shapes ({', '.join(kinds)}); flexkv stores layers of one shape"
+        )
     if type(spec) not in SERVED_SPECS:
         served = ", ".join(kind.__name__ for kind in SERVED_SPECS)
         raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores full attention ({served})")

@@ -29,6 +29,10 @@ LAYERWISE_STORES_NEED_ONE_BATCH = (
     "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
 )
 
+LAZY_STORES_NEED_HASHES = (
+    "without vLLM's prefix caching a free block carries no hash, so nothing tells what it holds"
+)
+
 
 def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
     """`load.mode` as this engine can have it; says so where that is another than `asked`."""
@@ -43,6 +47,9 @@ def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
 
 def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
     """`store.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning("store.mode=lazy: %s; stores are eager here", LAZY_STORES_NEED_HASHES)
+        return "eager"
     if asked != "layerwise":
         return asked
     if vllm_config.speculative_config is not None:

@@ -62,7 +62,10 @@ REFUSED = (
     specs.SinkFullAttentionSpec(**SHAPE, sink_len=4),
     specs.SlidingWindowMLASpec(**SHAPE, sliding_window=8),
     specs.SlidingWindowSpec(**SHAPE, sliding_window=8),
-    specs.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"layer.0": SERVED[0]}),
+)
+MIXED = specs.UniformTypeKVCacheSpecs(
+    block_size=4,
+    kv_cache_specs={"layer.0": SERVED[0], "layer.1": replace(SERVED[0], num_kv_heads=4)},
 )
 
 
@@ -82,11 +85,16 @@ def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any
     check_group(group_of(replace(spec, sliding_window=8)))
 
 
+def test_layers_of_several_shapes_are_refused() -> None:
+    with pytest.raises(GeometryError, match=r"several shapes \(FullAttentionSpec\)"):
+        check_group(group_of(MIXED))
+
+
 def test_every_kind_of_kv_cache_that_vllm_has_is_decided() -> None:
     kinds = {
         kind for _, kind in inspect.getmembers(specs, inspect.isclass) if issubclass(kind, specs.KVCacheSpec)
     }
-    assert kinds - {type(spec) for spec in (*SERVED, *REFUSED)} == {specs.KVCacheSpec}
+    assert kinds - {type(spec) for spec in (*SERVED, *REFUSED, MIXED)} == {specs.KVCacheSpec}
 
 
 @pytest.mark.parametrize(

@@ -290,19 +290,29 @@ def test_steps_without_stores_and_layers_without_kv_copy_nothing(make_engine: Ma
 
 
 @pytest.mark.parametrize(
-    ("speculative", "in_parts", "asked", "mode"),
+    ("speculative", "in_parts", "hashes", "asked", "mode"),
     [
-        (None, False, "layerwise", "layerwise"),
-        ("EAGLE", False, "layerwise", "eager"),
-        (None, True, "layerwise", "eager"),
-        ("EAGLE", True, "lazy", "lazy"),
+        (None, False, True, "layerwise", "layerwise"),
+        ("EAGLE", False, True, "layerwise", "eager"),
+        (None, True, True, "layerwise", "eager"),
+        ("EAGLE", True, True, "lazy", "lazy"),
+        (None, False, False, "lazy", "eager"),
+        (None, False, False, "layerwise", "layerwise"),
     ],
 )
-def test_where_hooks_speak_too_early_stores_are_eager(
-    caplog: pytest.LogCaptureFixture, speculative: str | None, in_parts: bool, asked: str, mode: str
+def test_where_a_mode_cannot_work_stores_are_eager(
+    caplog: pytest.LogCaptureFixture,
+    speculative: str | None,
+    in_parts: bool,
+    hashes: bool,
+    asked: str,
+    mode: str,
 ) -> None:
-    parallel = SimpleNamespace(use_ubatching=in_parts)
-    config: Any = SimpleNamespace(speculative_config=speculative, parallel_config=parallel)
+    config: Any = SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(use_ubatching=in_parts),
+        cache_config=SimpleNamespace(enable_prefix_caching=hashes),
+    )
     assert possible_store_mode(asked, config) == mode
     assert ("stores are eager here" in caplog.text) == (asked != mode)
 
