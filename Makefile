@@ -6,7 +6,7 @@ PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format test-unit \
-        test-native test-sanitizers test-engines test-sglang soak bench clean distclean
+        test-native test-sanitizers test-engines test-sglang steady soak bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ test-engines: build-test  ## tests with the real vLLM engine
 
 test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 	@$(PYTEST) tests/engines_sglang
+
+steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage/test_journal.py"
+	@$(PY) -m tests.steady $(FILES)
 
 soak: build-test  ## simulation, transfer stress, engine pressure, kills and power cuts, 20 times as long (or FLEXKV_SOAK)
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
