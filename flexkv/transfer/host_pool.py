@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.config.sizes import format_size
 from flexkv.errors import ClosedError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -241,14 +242,15 @@ class HostPool:
         total = sum(e.bytes for e in extents)
         huge = sum(e.huge_bytes for e in extents)
         logger.info(
-            "host pool: %d of %d slots in %d extents, %.2f GiB, %.0f%% in huge pages (%s), up in %.1f s, %d registered",
+            "host pool: %d of %d slots up in %.1f s: %s in %d extent(s), %.0f%% in huge pages (%s), %d extent(s) "
+            "registered with a GPU",
             native.ready_slots,
             native.slots,
+            sum(e.bring_up_s for e in extents),
+            format_size(total),
             len(extents),
-            total / 2**30,
             100 * huge / total if total else 0,
             ", ".join(sorted({e.pages_kind for e in extents})) or "none",
-            sum(e.bring_up_s for e in extents),
             sum(e.registered for e in extents),
         )
         if native.stopped_reason:

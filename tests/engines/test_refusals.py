@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
+from demo.engine_process import FLEXKV, IN_PROCESS, SEPARATE_CORE, EngineError, EngineProcess
 
 from .conftest import UNPINNED, Engines, connector, engine_arguments
 from .session import Prompt
@@ -54,6 +54,21 @@ def test_a_second_connector_of_flexkv_in_an_engine_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match="ConfigError: a second connector of flexkv in one engine"):
         engines.another(beside(connector(), connector(second)))
+
+
+def test_a_setting_that_the_machine_cannot_have_is_named_before_any_traceback(
+    model: Path, tmp_path: Path
+) -> None:
+    arguments = engine_arguments(model) | {"kv_transfer_config": connector(host__numa_node=63)}
+    log = tmp_path / "engine.log"
+    words = (
+        "host.numa_node (engine extra config) is 63: memory of this machine that this process may use lies on"
+    )
+    with pytest.raises(EngineError, match="engine"):
+        EngineProcess(arguments, log, environment={**SEPARATE_CORE, **UNPINNED}).close()
+    before, traceback, _ = log.read_text().partition("Traceback")
+    assert traceback
+    assert f"flexkv refuses to start: {words}" in before
 
 
 def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator
 
@@ -59,5 +60,6 @@ def refusal_in_one_line(logger: logging.Logger) -> Iterator[None]:
     except FlexKVError as error:
         for line in str(error).splitlines():
             logger.error("flexkv refuses to start: %s", line)
-        # What led to it is in the message; the engine would print each step of it.
-        raise error.with_traceback(None) from None
+        # The message says it all; the engine would print each step that led to it. A copy, because the interpreter
+        # gives an exception that it passes on its whole traceback back.
+        raise copy.copy(error).with_traceback(None) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,3 +118,4 @@ def test_the_line_that_says_what_to_set_comes_before_the_exception(caplog: pytes
         ]
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
+        assert "start" not in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
