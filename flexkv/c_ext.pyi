@@ -178,7 +178,7 @@ def cuda_info() -> CudaInfo:
 # --- transfer -----------------------------------------------------------------------------------------------
 
 class PageMover:
-    """Moves pages of host lanes. Safe to share between engines."""
+    """Moves pages of host lanes. Safe to share between engines. Around one stand 64 others at most (ContractError)."""
 
 class HostMover(PageMover):
     """Copies between an engine pool in plain memory and the host pool."""
@@ -229,7 +229,7 @@ class FaultyMover(PageMover):
     def stalled(self) -> int: ...
 
 class Lane:
-    """Executes the ops of some kinds; given to a TransferEngine."""
+    """Executes the ops of some kinds; given to one TransferEngine, for good: a second one raises ContractError."""
 
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device."""
@@ -443,7 +443,8 @@ class DiskLane(Lane):
         zero_fill: bool = False,
         register_buffers: bool = False,
     ) -> None: ...
-    def take_out(self, disk: int, reason: str) -> None: ...
+    def take_out(self, disk: int, reason: str) -> None:
+        """Raises BlockRangeError for a disk that the lane has not."""
     @property
     def zero_fill(self) -> bool:
         """Idle disks write zeros to slots that have space and were never written."""

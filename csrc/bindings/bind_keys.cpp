@@ -23,6 +23,10 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
+// Unit: tokens. What one call of tail_keys hashes at most, with the GIL held: some seconds. A tail is shorter
+// than a block, and all counts of one of 4096 tokens hash 2**23.
+constexpr size_t kMostTailTokens = size_t{1} << 30;
+
 std::span<const uint8_t> span_of(const py::bytes& value) {
   return {reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(value.ptr())),
           static_cast<size_t>(PyBytes_GET_SIZE(value.ptr()))};
@@ -120,8 +124,13 @@ py::array_t<uint8_t> tail_keys(const py::bytes& namespace_digest, uint32_t group
     throw ContractError("tail_keys: counts from " + std::to_string(longest) + " down to " +
                         std::to_string(shortest) + "; a tail has at least one token");
   }
-  const auto ids = read_tokens(tokens, 0, longest);
   const size_t count = longest - shortest + 1;
+  if (count > kMostTailTokens / longest) {
+    throw ContractError("tail_keys: counts from " + std::to_string(longest) + " down to " +
+                        std::to_string(shortest) + " hash each token up to " + std::to_string(count) +
+                        " times; allowed are " + std::to_string(kMostTailTokens) + " tokens in all");
+  }
+  const auto ids = read_tokens(tokens, 0, longest);
   py::array_t<uint8_t> keys({count, kKeyBytes});
   for (size_t i = 0; i < count; ++i) {
     hasher.tail_key(parent_bytes, span_of(extra), std::span(ids).first(longest - i),

@@ -13,6 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "bindings/count_dicts.h"
+#include "bindings/interruptible.h"
 #include "bindings/io_backend_name.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
@@ -155,8 +156,13 @@ void bind_faults(py::module_& m) {
       .def(py::init<List<IoFaultRule>>(), py::arg("rules"))
       .def("add", &IoFaults::add, py::arg("rule"))
       .def("release", &IoFaults::release, py::call_guard<py::gil_scoped_release>())
-      .def("wait_stalled", &IoFaults::wait_stalled, py::arg("count"), py::arg("deadline_s"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_stalled",
+          [](IoFaults& faults, int64_t count, double deadline_s) {
+            return wait_interruptibly(deadline_s,
+                                      [&](double slice_s) { return faults.wait_stalled(count, slice_s); });
+          },
+          py::arg("count"), py::arg("deadline_s"))
       .def_property_readonly("acted", &IoFaults::acted);
 }
 

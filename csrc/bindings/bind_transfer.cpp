@@ -244,8 +244,13 @@ void bind_movers(py::module_& m) {
   NativeBinding<FaultyMover, PageMover, std::shared_ptr<FaultyMover>>(m, "FaultyMover")
       .def(py::init<std::shared_ptr<PageMover>, List<FaultRule>>(), py::arg("inner"), py::arg("rules"))
       .def("release", &FaultyMover::release, py::call_guard<py::gil_scoped_release>())
-      .def("wait_stalled", &FaultyMover::wait_stalled, py::arg("count"), py::arg("deadline_s"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_stalled",
+          [](FaultyMover& mover, int64_t count, double deadline_s) {
+            return wait_interruptibly(deadline_s,
+                                      [&](double slice_s) { return mover.wait_stalled(count, slice_s); });
+          },
+          py::arg("count"), py::arg("deadline_s"))
       .def_property_readonly("calls", &FaultyMover::calls)
       .def_property_readonly("acted", &FaultyMover::acted)
       .def_property_readonly("stalled", &FaultyMover::stalled);

@@ -111,6 +111,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[FlexKVError], str]] = {
     ),
     "layer of a run": (lambda: codec(4096, [[0, 4096, 2**31 - 1]]), GeometryError, "of a layer below 65536"),
     "slots of the index": (lambda: c_ext.BlockIndex([2**32 - 1] * 3), CapacityError, "entries"),
+    "tokens of all tails": (
+        lambda: c_ext.tail_keys(bytes(32), 0, None, b"", [1] * 40_000, 40_000, 1, 0),
+        ContractError,
+        "allowed are 1073741824 tokens in all",
+    ),
     "head stride": (lambda: rotate(4, 2**62), GeometryError, "4 heads with a stride"),
     "block of the other memory": (
         lambda: copy_layers(0, 1, blocks=2**62),
