@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -20,7 +21,12 @@ NOT_BUILT = "the native core of this package was not built: run `make build`"
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def command(as_json: bool) -> int:
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a model, with its config.json: what the host tier holds of it.",
+)
+def command(as_json: bool, model: Path | None) -> int:
     """Show what this build and this machine can do, and what could be changed about it.
 
     Exit code 1: with the current settings an engine would not start here, or would leave a disk out.
@@ -28,11 +34,11 @@ def command(as_json: bool) -> int:
     config = load_config()
     facts = package_facts()
     if facts["native_core"] is None:
-        facts |= {"problems": [NOT_BUILT], "hints": []}
+        facts |= {"problems": [NOT_BUILT], "hints": [], "model": None}
     else:
         from flexkv.cli.info_facts import collect
 
-        facts = collect(config)
+        facts = collect(config, model)
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
@@ -82,6 +88,12 @@ def rows(facts: Facts) -> dict[str, str]:
         if disk["io"] == "threads"
         else "io_uring",
     }
+    if facts["model"] is not None:
+        of = facts["model"]
+        found["host tier holds"] = (
+            f"{of['host_tokens']} tokens of {of['folder']}, {of['host_tokens'] / of['prompt_tokens']:.1f} prompts of "
+            f"{of['prompt_tokens']} tokens ({format_size(of['prompt_bytes'])} each)"
+        )
     return found | {f"disk {folder['path']}": _folder_words(folder) for folder in disk["folders"]}
 
 

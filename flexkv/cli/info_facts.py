@@ -11,6 +11,7 @@ from pathlib import Path
 from flexkv import c_ext
 from flexkv.adapters.common.start_check import start_faults
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
+from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
 from flexkv.config import FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.memory import allowed_nodes
@@ -22,8 +23,15 @@ PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
-def collect(config: FlexKVConfig) -> Facts:
-    """All of it."""
+def collect(config: FlexKVConfig, model: Path | None) -> Facts:
+    """All of it.
+
+    Args:
+        model: folder of a model that is to be served.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
     memory = read_memory()
     facts = package_facts() | machine_facts(memory) | tier_facts(config, memory)
     # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
@@ -35,6 +43,19 @@ def collect(config: FlexKVConfig) -> Facts:
         lost = []
     facts["problems"] = refused + [f"the engine would start without the disk {words}" for words in lost]
     facts["hints"] = machine_hints(facts)
+    facts["model"] = None
+    if model is not None:
+        size, host_bytes = ModelSize.of(model), facts["host_tier"]["bytes"] or 0
+        tier = size.host_tier(host_bytes)
+        facts["model"] = {
+            "folder": str(model),
+            "token_bytes": size.token_bytes,
+            "prompt_tokens": size.prompt_tokens,
+            "prompt_bytes": tier.needed_setting(size.limit),
+            "host_tokens": tier.tokens,
+        }
+        if words := tier.shortage(size.limit):
+            facts["hints"].append(words)
     return facts
 
 

@@ -56,19 +56,19 @@ class TierCapacity:
         blocks = -(-limit.tokens // self.block_tokens)
         return -(-blocks // self.shares) * self.block_bytes
 
-    def warn_if_short(self, logger: logging.Logger, limit: PromptLimit | None) -> None:
-        """Warns of a tier that does not hold one prompt of the longest kind."""
+    def shortage(self, limit: PromptLimit | None) -> str:
+        """What is to be said of a tier that does not hold one prompt of the longest kind; empty where it does."""
         if limit is None or self.tokens >= limit.tokens:
-            return
+            return ""
         needed = self.needed_setting(limit)
-        logger.warning(
-            "the %s holds %d tokens, less than one prompt of %s (%d tokens): of a longer prompt some or all is evicted "
-            "before it comes again. For one prompt set %s to %d (%s) or more",
-            self.tier,
-            self.tokens,
-            limit.setting,
-            limit.tokens,
-            self.setting,
-            needed,
-            format_size(needed),
+        return (
+            f"the {self.tier} holds {self.tokens} tokens, less than one prompt of {limit.setting} ({limit.tokens} "
+            "tokens): of a longer prompt some or all is evicted before it comes again. For one prompt set "
+            f"{self.setting} to {needed} ({format_size(needed)}) or more"
         )
+
+    def log(self, logger: logging.Logger, limit: PromptLimit | None, more: str) -> None:
+        """One line with `more` at its end, and a warning where the tier is short."""
+        logger.info("%s: %s%s", self.tier, self.words(limit), more)
+        if words := self.shortage(limit):
+            logger.warning("%s", words)

@@ -288,8 +288,7 @@ def _log_host_tier(
     per_rank = config.host.bytes_per_rank is not None
     setting, shares = ("host.bytes_per_rank", ranks) if per_rank else ("host.bytes", 1)
     capacity = TierCapacity("host tier", pool.slots, block_tokens, pool.slot_bytes, setting, shares)
-    logger.info("host tier: %s, for %d rank(s)", capacity.words(limit), ranks)
-    capacity.warn_if_short(logger, limit)
+    capacity.log(logger, limit, f", for {ranks} rank(s)")
 
 
 def _make_pool(

@@ -207,14 +207,8 @@ class UnitDisk:
         capacity = TierCapacity(
             "disk tier", blocks, block_tokens, block_bytes, "disk.bytes_per_folder", alive
         )
-        logger.info(
-            "disk tier: %s, on %d of %d disk(s); %d blocks there already",
-            capacity.words(limit),
-            alive,
-            disks,
-            len(self._flow.index),
-        )
-        capacity.warn_if_short(logger, limit)
+        there = len(self._flow.index)
+        capacity.log(logger, limit, f", on {alive} of {disks} disk(s); {there} blocks there already")
 
     @property
     def busy(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.model import PRESETS, model_config
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cli.config_command import markdown_reference
 from flexkv.cli.main import COMMANDS, main
@@ -225,6 +226,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "huge_pages": {"private", "shared", "page_bytes", "free_pages"},
     "host_tier": {"bytes", "ranks", "numa_node"},
     "disk_tier": {"mode", "io", "io_uring_refusal", "folders"},
+    "model": None,
     "problems": None,
     "hints": None,
 }
@@ -242,6 +244,59 @@ def test_info_is_json_with_stable_keys(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["problems"] == []
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert all(f"`{section}`" in text for section in INFO_KEYS), "docs/configuration.md lists the keys"
+
+
+@pytest.mark.parametrize(
+    ("changes", "token_bytes"),
+    [
+        ({}, 2 * 4 * 2 * 64 * 4),
+        ({"torch_dtype": "bfloat16"}, 2 * 4 * 2 * 64 * 2),
+        ({"num_key_value_heads": None, "head_dim": None}, 2 * 4 * 4 * 64 * 4),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 4 * (512 + 64) * 4),
+    ],
+)
+def test_info_tells_what_the_host_tier_holds_of_a_model(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    token_bytes: int,
+) -> None:
+    config = model_config("LlamaForCausalLM", "llama", PRESETS["tiny"], head_dim=64)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    call = ["info", "--model", str(tmp_path)]
+    monkeypatch.setenv("FLEXKV_HOST_BYTES", "1MiB")
+    assert main([*call, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["token_bytes"] == token_bytes
+    assert facts["model"]["prompt_tokens"] == 8192
+    block_bytes = 16 * token_bytes
+    assert facts["model"]["host_tokens"] == (1 << 20) // block_bytes * 16
+    [short] = [hint for hint in facts["hints"] if "the host tier holds" in hint]
+    assert f"set host.bytes to {8192 * token_bytes} (" in short
+    monkeypatch.setenv("FLEXKV_HOST_BYTES", str(8192 * token_bytes))
+    assert main(call) == 0
+    shown = capsys.readouterr().out
+    assert "1.0 prompts of 8192 tokens" in shown
+    assert "hint: the host tier" not in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "does not say"),
+        ('{"torch_dtype": "int3"}', "int3"),
+    ],
+)
+def test_a_model_without_sizes_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert main(["info", "--model", str(tmp_path)]) == 2
+    assert words in one_line(capsys.readouterr())
 
 
 def test_info_shows_the_same_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
