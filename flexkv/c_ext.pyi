@@ -453,6 +453,8 @@ class DiskLane(Lane):
         """Its engine was closed and nothing moves: the slabs were let go."""
     def states(self) -> list[tuple[bool, str, str, str]]:
         """Of each disk: lost, why, its backend, and what keeps that from being what was asked for."""
+    def full_reasons(self) -> list[str]:
+        """Of each disk: why it takes no page where it has no space yet; empty while it does."""
     def counts(self, disk: int) -> DiskCounts: ...
 
 # --- rope ---------------------------------------------------------------------------------------------------

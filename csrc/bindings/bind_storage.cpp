@@ -127,6 +127,12 @@ py::list states(const DiskLane& lane) {
   return list;
 }
 
+py::list full_reasons(const DiskLane& lane) {
+  py::list list;
+  for (const std::string& reason : lane.full_reasons()) list.append(to_text(reason));
+  return list;
+}
+
 py::dict counts(const DiskLane& lane, int32_t disk) { return to_dict(lane.counts(disk)); }
 
 IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<int32_t> disk,
@@ -223,6 +229,7 @@ void bind_storage(py::module_& m) {
       .def_property_readonly("zero_fill", &DiskLane::zero_fill)
       .def_property_readonly("files_closed", &DiskLane::files_closed)
       .def("states", &states)
+      .def("full_reasons", &full_reasons)
       .def("counts", &counts, py::arg("disk"));
   bind_faults(m);
 }

@@ -85,6 +85,11 @@ std::string Disk::lost_reason() const {
   return lost_reason_;
 }
 
+std::string Disk::full_reason() const {
+  const std::lock_guard lock(mutex_);
+  return full_reason_;
+}
+
 std::string Disk::backend() const {
   const std::lock_guard lock(mutex_);
   return backend_;

@@ -74,6 +74,9 @@ class Disk {
   std::string backend() const;
   // What keeps the backend from being what was asked for; empty while nothing does.
   std::string backend_note() const;
+  // Why slots that have no space of their own yet take no page now; empty while they do. Cleared by a write
+  // that finds space again.
+  std::string full_reason() const;
   // No I/O is begun any more: what is queued ends with LANE_DOWN, what is under way when it is over.
   void take_out(const std::string& reason, WorkSource* source);
   // The watchdog's look. True when no I/O has ended for `looks` looks in a row although some are under way.
@@ -100,6 +103,7 @@ class Disk {
     int32_t open_ios = 0;
     int32_t error = 0;                   // errno of the first I/O that failed
     int64_t missing = 0;                 // bytes that short I/Os did not move
+    bool takes_space = false;            // a write to a slot without space of its own; looked at while full
     const LayerReads* layers = nullptr;  // null: the whole image
     std::vector<std::byte*> span_at;     // where each span of the layers went
     std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
@@ -134,6 +138,10 @@ class Disk {
   PageCheck check(Job& job, std::byte* image);
   MoveResult miss(const Job& job, const PageCheck& check);
   void disk_error(bool write, int32_t error);
+  bool has_space(const PageTask& task) const;
+  bool is_full(const Job& job) const;
+  void set_full(const std::string& reason);
+  MoveResult write_failed(const PageTask& task, const std::string& why);
   static void report(const std::vector<Ended>& ended, WorkSource& source);
   static void add(std::vector<Ended>& ended, const PageTask& task, MoveResult result);
   MoveResult lost_result() const;
@@ -160,6 +168,7 @@ class Disk {
   std::condition_variable zero_filled_;
   bool lost_ = false;
   std::string lost_reason_;
+  std::string full_reason_;
 
   // The watchdog reads the first, and keeps the others.
   std::atomic<uint64_t> oldest_{0};  // the sequence of the oldest job under way; 0 for none
@@ -182,7 +191,9 @@ class Disk {
   int32_t reads_in_row_ = 0;  // that a waiting write had to let pass
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
-  std::string pending_out_;  // a reason to be taken out, found while ending a job
+  bool full_ = false;               // as full_reason_ says; without the lock
+  Clock::time_point full_until_{};  // no write that wants space is tried before
+  std::string pending_out_;         // a reason to be taken out, found while ending a job
 };
 
 }  // namespace flexkv

@@ -170,6 +170,10 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   while (pick(task)) {
     picked = true;
     const bool write = task.move.kind == OpKind::kDiskWrite;
+    if (full_ && task.move.kind != OpKind::kDiskRead && Clock::now() < full_until_ && !has_space(task)) {
+      add(ended, task, write_failed(task, full_reason()));
+      continue;
+    }
     try {
       begin(task);
     } catch (const std::exception& error) {

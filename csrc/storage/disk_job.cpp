@@ -1,6 +1,9 @@
 // One page's job on a disk: the I/Os that it begins with, and what their end says of page and disk.
+#include <sys/statvfs.h>
+
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -18,10 +21,12 @@ namespace {
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// Errors that no other slot of the file system would be spared.
+// A full disk is asked for space again after so long. What lies on it, and what has space, is used meanwhile.
+constexpr std::chrono::seconds kFullPause{2};
+
+// Errors that no other slot of the file system would be spared, now or later.
 bool is_final(int32_t error) {
-  return error == ENOSPC || error == EDQUOT || error == EROFS || error == ENODEV || error == ENXIO ||
-         error == EBADF || error == EFBIG;
+  return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
 
 const LayerReads& layers_of(const DiskGroup& group, const Piece& piece) {
@@ -64,6 +69,7 @@ void Disk::begin(const PageTask& task) {
   job.group = &(*groups_)[static_cast<size_t>(task.move.group)];
   job.write = task.move.kind != OpKind::kDiskRead;
   job.task = task;
+  job.takes_space = job.write && full_ && !has_space(task);
   const PageCodec& codec = *job.group->codec;
   std::byte* image = job.task.move.slot < 0 ? nullptr : job.group->pool->slot_address(job.task.move.slot);
   if (task.move.kind == OpKind::kDiskSeal) {
@@ -129,6 +135,38 @@ void Disk::begin_layers(size_t at) {
   }
 }
 
+// Whether every byte of the page's slot has its place on the disk already.
+bool Disk::has_space(const PageTask& task) const {
+  const SlabFile& slab = *slabs_[static_cast<size_t>(task.move.group)];
+  return slab.next_unwritten(slab.offset(task.slot)).first >= slab.offset(task.slot + 1);
+}
+
+// Whether a write failed for want of space. A file system that runs out of it in the middle of one says so
+// only of the next.
+bool Disk::is_full(const Job& job) const {
+  if (job.error != 0) return job.error == ENOSPC || job.error == EDQUOT;
+  struct statvfs space{};
+  const SlabFile& slab = *slabs_[static_cast<size_t>(job.task.move.group)];
+  return fstatvfs(slab.fd(), &space) == 0 &&
+         static_cast<int64_t>(space.f_bavail) * static_cast<int64_t>(space.f_frsize) <
+             slab.shape().slot_bytes;
+}
+
+void Disk::set_full(const std::string& reason) {
+  full_ = !reason.empty();
+  full_until_ = full_ ? Clock::now() + kFullPause : Clock::time_point{};
+  const std::lock_guard lock(mutex_);
+  full_reason_ = reason;
+}
+
+MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
+  ++counts_.write_errors;
+  return {Status::kFailed,
+          "disk write at place " + std::to_string(task.move.place) + ": " + why,
+          {},
+          Blame::kDisk};
+}
+
 // What an I/O error means for the disk as a whole.
 void Disk::disk_error(bool write, int32_t error) {
   int32_t& in_row = write ? write_errors_in_row_ : read_errors_in_row_;
@@ -153,20 +191,21 @@ MoveResult Disk::end(Job& job) {
   if (!job.write) return end_read(job);
   if (job.error == 0 && job.missing == 0) {
     write_errors_in_row_ = 0;
+    if (job.takes_space) set_full("");
     if (lost()) return lost_result();
     ++counts_.written_pages;
     counts_.written_bytes += job.bytes;
     if (zero_fill_) zero_fill_->wrote(static_cast<size_t>(job.task.move.group), job.task.slot);
     return {};
   }
-  ++counts_.write_errors;
+  if (is_full(job)) {
+    const std::string what = std::strerror(job.error != 0 ? job.error : ENOSPC);
+    set_full(what);
+    return write_failed(job.task, what);
+  }
   disk_error(true, job.error);
-  const std::string what =
-      job.error != 0 ? std::strerror(job.error) : std::to_string(job.missing) + " bytes were not written";
-  return {Status::kFailed,
-          "disk write at place " + std::to_string(job.task.move.place) + ": " + what,
-          {},
-          Blame::kDisk};
+  return write_failed(job.task, job.error != 0 ? std::strerror(job.error)
+                                               : std::to_string(job.missing) + " bytes were not written");
 }
 
 MoveResult Disk::end_read(Job& job) {

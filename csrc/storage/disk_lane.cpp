@@ -285,6 +285,12 @@ void DiskLane::take_out(int32_t disk, const std::string& reason) {
   disk_at(disk).take_out(reason, source.get());
 }
 
+std::vector<std::string> DiskLane::full_reasons() const {
+  std::vector<std::string> reasons;
+  for (const auto& disk : shared_->disks) reasons.push_back(disk->full_reason());
+  return reasons;
+}
+
 std::vector<DiskState> DiskLane::states() const {
   std::vector<DiskState> states;
   for (const auto& disk : shared_->disks) {

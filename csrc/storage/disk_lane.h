@@ -43,6 +43,8 @@ class DiskLane : public Lane {
   // Its places are misses from now on. Throws BlockRangeError for a disk that is not there.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
+  // Of each disk why it takes no page where it has no space yet; empty while it does.
+  std::vector<std::string> full_reasons() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;
   // Whether idle disks write zeros ahead.

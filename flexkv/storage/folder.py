@@ -16,7 +16,7 @@ from pathlib import Path
 from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.header import format_digest
-from flexkv.storage.index_trouble import INDEX_NAME
+from flexkv.storage.index_trouble import FULL, INDEX_NAME
 
 LOCK_NAME = "lock"
 
@@ -99,8 +99,7 @@ class FolderLock:
             raise DiskError(f"{path}: {error.strerror}") from error
         try:
             _lock_within(self.fd, LOCK_WAIT_S)
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+            _write_holder(self.fd)
         except OSError as error:
             holder = _holder(self.fd)
             os.close(self.fd)
@@ -153,6 +152,22 @@ def remove_folder(folder: Path) -> int:
     finally:
         lock.release()
     return freed
+
+
+def _write_holder(fd: int) -> None:
+    """Writes down who has the lock, for people: on a full disk nobody reads it.
+
+    Raises:
+        OSError: the disk does not take it, and is not full.
+    """
+    text = f"{os.getpid()}\n".encode()
+    try:
+        os.pwrite(fd, text, 0)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+    else:
+        os.ftruncate(fd, len(text))
 
 
 def _holder(fd: int) -> str:

@@ -23,6 +23,7 @@ from flexkv.observe import NamedThread, unix_now_ms
 from flexkv.storage.epoch import write_epoch
 from flexkv.storage.gathering import gather
 from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import FullDiskError
 from flexkv.storage.striping import Slots, striped_slots
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ USE_FLUSH_CHUNKS = 512
 RETRIES = 5
 RETRY_S = 0.2
 """A commit that failed is tried again so often and so much later, each time twice as long: 6 s in all."""
+
+FULL_PAUSE_S = 2.0
+"""A commit that found the disk full is tried again so much later, for as long as the disk is full: its pages are served
+meanwhile, and only survive no crash yet."""
 
 
 @dataclass(slots=True)
@@ -245,7 +250,10 @@ class Journal:
         return self._records > known and not self._in_a_hurry()
 
     def _in_a_hurry(self) -> bool:
-        return self._stopping or bool(self.failure) or self._reset_waits
+        return self._ends() or self._reset_waits
+
+    def _ends(self) -> bool:
+        return self._stopping or bool(self.failure)
 
     def _write(self, batch: Sequence[Record]) -> None:
         published = [record for record in batch if isinstance(record, Publish)]
@@ -306,13 +314,26 @@ class Journal:
             write_epoch(self._index.path.parent, record.epoch)
 
     def _commit(self) -> None:
-        pause = RETRY_S
-        for attempt in range(RETRIES + 1):
+        pause, attempts, full = RETRY_S, 0, ""
+        while True:
             try:
-                return self._index.commit()
+                self._index.commit()
+            except FullDiskError as error:
+                if self._ends():
+                    raise
+                if not full:
+                    logger.warning("journal: %s; it is tried again while the disk is full", error)
+                full = str(error)
+                with self._lock:
+                    self._lock.wait_for(self._ends, FULL_PAUSE_S)
             except DiskError as error:
-                if attempt == RETRIES or self._stopping:
+                attempts += 1
+                if attempts > RETRIES or self._stopping:
                     raise
                 logger.warning("journal: %s; again in %.1f s", error, pause)
                 time.sleep(pause)
                 pause *= 2
+            else:
+                if full:
+                    logger.warning("journal of %s: what waited is durable now", self._index.path)
+                return

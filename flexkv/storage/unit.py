@@ -70,6 +70,8 @@ class DiskUnit(DiskTier):
         self._lost: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         """What was said of each disk's backend."""
+        self._full: dict[int, str] = {}
+        """Why a disk takes no new page now."""
         self._untold: list[LostDisk] = []
         self._durable: deque[DurablePages] = deque()
         self._owed: dict[int, OwedPublishes] = {}
@@ -295,9 +297,27 @@ class DiskUnit(DiskTier):
                 if note != self._notes.get(disk, ""):
                     self._notes[disk] = note
                     logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
+            for disk, reason in enumerate(self._lane.full_reasons()):
+                self._note_full(disk, reason)
         for disk, journal in enumerate(self._journals):
             if journal is not None and journal.failure:
                 self._lose(disk, journal.failure)
+
+    def _note_full(self, disk: int, reason: str) -> None:
+        """Tells the operator once that a disk is full, and once that it is not any more."""
+        if disk in self._lost or bool(reason) == (disk in self._full):
+            return
+        if reason:
+            self._full[disk] = reason
+            logger.warning(
+                "disk %d (%s) takes no new pages: %s; what lies on it is served, and space is asked for again",
+                disk,
+                self._folders[disk],
+                reason,
+            )
+        else:
+            del self._full[disk]
+            logger.warning("disk %d (%s) takes new pages again", disk, self._folders[disk])
 
     @property
     def owes(self) -> bool:

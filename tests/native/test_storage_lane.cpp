@@ -202,12 +202,12 @@ TEST_CASE("reads that no disk takes fail the loads that wait for them") {
 
 TEST_CASE("a disk that fails is taken out while ops are queued, and the other serves") {
   for (const IoBackend io : backends()) {
-    IoFaultRule full;
-    full.write = true;
-    full.disk = 1;
-    full.nth = 5;
-    full.error = 28;  // ENOSPC
-    DiskWorld world(io, {full});
+    IoFaultRule broken;
+    broken.write = true;
+    broken.disk = 1;
+    broken.nth = 5;
+    broken.error = 30;  // EROFS
+    DiskWorld world(io, {broken});
     for (int32_t i = 0; i < kPlaces; i += 4) world.submit(OpKind::kDiskWrite, i, 4, 0);
     for (const OpResult& result : world.results(kPlaces / 4)) {
       for (const int32_t page : result.failed) CHECK(page % 2 == 1);  // places alternate between the disks

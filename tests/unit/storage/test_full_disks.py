@@ -1,0 +1,170 @@
+"""A disk that is full costs the pages that find no space: what lies on it is served, and it is written again later."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv import c_ext
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_trouble import FullDiskError
+from flexkv.transfer.graph import OpStatus
+from tests.unit.storage.disk_world import FAIL, NO_HOLES, DiskWorld, MakeDisks, holes
+
+MIB = 1 << 20
+
+
+def fill_up(disk: Path) -> Path:
+    """A file that takes all the space that is left."""
+    ballast = disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        while os.statvfs(disk).f_bavail:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                break
+    return ballast
+
+
+def fills(world: DiskWorld, first: int, most: int) -> tuple[list[int], np.ndarray, list[int]]:
+    """Writes pages until some find no space: the places of those that were written, their generations, the others."""
+    good, generations, failed = [], [], []
+    for place in range(first, most):
+        result, generation = world.write([place], [place])
+        if result.failed.size:
+            assert "No space left on device" in result.reason, result.reason
+            failed.append(place)
+        else:
+            good.append(place)
+            generations.append(int(generation[0]))
+    return good, np.array(generations, np.uint64), failed
+
+
+def until_written(world: DiskWorld, place: int) -> None:
+    def written() -> bool:
+        result, generations = world.write([place], [place])
+        if result.status is OpStatus.OK:
+            world.wait_durable([place], generations)
+        return result.status is OpStatus.OK
+
+    world.until(written, "the disk takes no pages again")
+
+
+def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = DiskWorld([small_disk], slots=64, preallocate=False)
+    if not holes(world.folder / "group0.slab"):
+        pytest.skip(NO_HOLES)
+    good, generations, failed = fills(world, 0, 64)
+    assert good
+    assert failed
+    world.poll()
+    assert world.unit.alive == (True,)
+    assert world.unit.stats().write_errors == len(failed)
+    assert "takes no new pages: No space left on device" in caplog.text
+    for at in range(0, len(good), 8):
+        assert world.read(good[at : at + 8], good[at : at + 8], generations[at : at + 8]).reason == ""
+    # A slot that has its space takes another page, full or not.
+    result, _ = world.write([700], [good[0]], publish=False)
+    assert result.status is OpStatus.OK
+    with open(world.folder / "group0.slab", "r+b") as slab:
+        holes_before = holes(world.folder / "group0.slab")
+        punch(slab.fileno(), world, good[-4:])
+        assert holes(world.folder / "group0.slab") > holes_before
+    until_written(world, failed[0])
+    world.poll()
+    assert "takes new pages again" in caplog.text
+    assert world.unit.alive == (True,)
+    assert world.close()
+
+
+def punch(fd: int, world: DiskWorld, places: list[int]) -> None:
+    """Gives the space of pages back, as a person does who makes room on the disk."""
+    import ctypes
+
+    keep_size, punch_hole = 1, 2
+    (slab,) = world.unit.slab_map().disks[0]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for place in places:
+        offset = ctypes.c_long(slab.header_bytes + place * slab.slot_bytes)
+        assert libc.fallocate(fd, keep_size | punch_hole, offset, ctypes.c_long(slab.slot_bytes)) == 0
+
+
+def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) -> None:
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=0, error=28, times=1)])
+    world = make_disks(faults=faults, preallocate=False)
+    if not holes(world.folder / "group0.slab"):
+        pytest.skip(NO_HOLES)
+    for place in range(3):
+        result, _ = world.write([place], [place])
+        assert "No space left on device" in result.reason
+    assert faults.acted == 1, "the second and third were not tried"
+    until_written(world, 3)
+    assert world.unit.alive == (True,)
+
+
+def test_an_index_on_a_full_disk_is_written_when_there_is_space_again(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = DiskWorld([small_disk], slots=8, preallocate=True)
+    ballast = fill_up(small_disk)
+    _, generations = world.write(range(8), range(8))
+    world.until(lambda: "it is tried again while the disk is full" in caplog.text, "the index was written")
+    assert world.durable == set()
+    assert world.unit.alive == (True,)
+    assert world.read(range(8), range(8), generations).reason == ""
+    ballast.unlink()
+    world.wait_durable(range(8), generations)
+    assert world.unit.alive == (True,)
+    assert world.close()
+    world = DiskWorld([small_disk], slots=8)
+    assert len(world.unit.rows(0)) == 8
+    assert not (world.folder / "index.damaged").exists()
+    assert world.close()
+
+
+def test_a_close_on_a_full_disk_does_not_wait_for_space(small_disk: Path) -> None:
+    world = DiskWorld([small_disk], slots=8, preallocate=True)
+    fill_up(small_disk)
+    world.write(range(8), range(8))
+    assert not world.close(), "what was written is not durable"
+
+
+def test_a_full_disk_is_no_damage_of_its_index(small_disk: Path) -> None:
+    index = SlotIndex(small_disk / "index.sqlite", [8000])
+    index.adopt([5])
+    index.begin_use(1, 0)
+    ballast = fill_up(small_disk)
+    slots = np.arange(8000)
+    index.publish(
+        0,
+        slots,
+        np.ones((8000, 16), np.uint8),
+        np.full(8000, 1 << 40, np.uint64),
+        np.zeros(8000, np.uint64),
+        np.full(8000, 16, np.int32),
+        7,
+    )
+    with pytest.raises(FullDiskError, match="full"):
+        index.commit()
+    ballast.unlink()
+    index.commit()
+    assert not (small_disk / "index.damaged").exists()
+    index.close()
+    again = SlotIndex(small_disk / "index.sqlite", [8000])
+    assert (again.rows[0]["generation"] == 1 << 40).all()
+    again.close()
+
+
+def test_a_folder_on_a_full_disk_can_be_locked(small_disk: Path) -> None:
+    """Its pages are to be looked at, and its process id is for people."""
+    from flexkv.storage.folder import FolderLock
+
+    FolderLock(small_disk / "unit").release()
+    (small_disk / "unit" / "lock").write_bytes(b"")
+    fill_up(small_disk)
+    FolderLock(small_disk / "unit").release()
