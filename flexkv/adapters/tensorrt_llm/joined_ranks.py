@@ -91,8 +91,10 @@ class JoinedRanks:
             else:
                 self._take(wire, report)
 
-    def _refusal(self, wire: Wire, report: RankReport) -> str:
+    def _refusal(self, wire: Wire, report: object) -> str:
         """Why a report is not of this engine's rank; empty where it is."""
+        if not isinstance(report, RankReport):
+            return f"a {type(report).__name__} came where ranks report"
         rank, ranks = report.rank, self._arguments.ranks
         if wire not in self._rank_of:
             if report.facts is None:

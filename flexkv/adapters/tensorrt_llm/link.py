@@ -79,13 +79,26 @@ class Wire:
             if not chunk:
                 self.close("the other side ended")
             self._in += chunk
-        messages = []
+        messages: list[Any] = []
         while len(self._in) >= LENGTH.size:
             (size,) = LENGTH.unpack_from(self._in)
+            if size > MAX_WAITING_BYTES:
+                return self._end_garbled(
+                    messages, f"a message of {size} bytes; allowed are {MAX_WAITING_BYTES}"
+                )
             if len(self._in) < LENGTH.size + size:
                 break
-            messages.append(pickle.loads(memoryview(self._in)[LENGTH.size : LENGTH.size + size]))
+            content = bytes(self._in[LENGTH.size : LENGTH.size + size])
             del self._in[: LENGTH.size + size]
+            try:
+                messages.append(pickle.loads(content))
+            except Exception as error:  # bytes that are no pickle raise anything
+                return self._end_garbled(messages, f"{type(error).__name__}: {error}")
+        return messages
+
+    def _end_garbled(self, messages: list[Any], reason: str) -> list[Any]:
+        self._in.clear()
+        self.close(f"what came is no message: {reason}")
         return messages
 
     def close(self, reason: str = "closed here") -> None:

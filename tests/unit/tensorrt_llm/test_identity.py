@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,14 @@ import pytest
 
 from flexkv.adapters.common.base import UnitId, random_id
 from flexkv.adapters.tensorrt_llm.joined_ranks import JoinedRanks
-from flexkv.adapters.tensorrt_llm.link import MAX_STRANGERS, Listener, Wire, connect
+from flexkv.adapters.tensorrt_llm.link import (
+    LENGTH,
+    MAX_STRANGERS,
+    MAX_WAITING_BYTES,
+    Listener,
+    Wire,
+    connect,
+)
 from flexkv.adapters.tensorrt_llm.messages import RankReport
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.errors import TransferError
@@ -145,6 +153,28 @@ def test_a_stranger_hears_nothing_and_may_go(make_world: Make) -> None:
     stranger.close()
     ranks_of(world).poll()
     assert world.scheduler.side.usable, "only a rank's end ends the cache"
+    assert world.hit(world.serve(PROMPT)) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        LENGTH.pack(4) + b"GET ",
+        LENGTH.pack(MAX_WAITING_BYTES + 1),
+        LENGTH.pack(0xFFFFFFFF) + b"x" * 100,
+        LENGTH.pack(0),
+        LENGTH.pack(5) + pickle.dumps(3, protocol=2)[:5],
+        LENGTH.pack(len(pickle.dumps({"a": 1}))) + pickle.dumps({"a": 1}),
+    ],
+)
+def test_a_stranger_that_speaks_another_language_is_turned_away(make_world: Make, sent: bytes) -> None:
+    world = stored(make_world)
+    stranger = connect(world.scheduler.side.address)
+    stranger._socket.setblocking(True)
+    stranger._socket.sendall(sent)
+    stranger._socket.setblocking(False)
+    until(world, lambda: bool(stranger.receive() or stranger.closed))
+    assert world.scheduler.side.usable
     assert world.hit(world.serve(PROMPT)) == WHOLE
 
 
