@@ -32,7 +32,7 @@ def headline(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
     if costs:
         yield (
             f"in the {len(costs)} turns in which it had none to serve: median {median(costs):.2f}; below 1 is what "
-            "looking up and storing costs"
+            "looking up and storing cost, above or below what else ran on this machine"
         )
 
 
