@@ -91,6 +91,11 @@ class HttpServer:
         tokens: list[int] = choice["token_ids"]
         return tokens
 
+    def post(self, path: str) -> dict[str, Any]:
+        """What a route without arguments in its body answers."""
+        answer: dict[str, Any] = json.loads(self._fetch(path, b""))
+        return answer
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter over the series that have these labels."""
         return sum(self.series(name, **labels))

@@ -60,4 +60,15 @@ def sleep_while_copying(
     return found | {"requests": tracker.results()}
 
 
-OPERATIONS: dict[str, Operation] = {"sleep_while_copying": sleep_while_copying}
+def call_engine(llm: Any, method: str, **arguments: Any) -> dict[str, Any]:
+    """Calls a method of vLLM's engine; after a sleep, wakes it up."""
+    getattr(llm.llm_engine, method)(**arguments)
+    if method == "sleep":
+        llm.wake_up(tags=["scheduling"] if arguments["level"] == 0 else None)
+    return {}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "sleep_while_copying": sleep_while_copying,
+    "call_engine": call_engine,
+}

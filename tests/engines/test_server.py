@@ -1,9 +1,10 @@
-"""A real API server that is told to stop: what only host memory had is on disk for the next one."""
+"""A real API server: told to stop it leaves what host memory had on disk, told to reset it forgets both."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from .session import BLOCK_TOKENS
 
 PROMPT, MAX_TOKENS = 20 * BLOCK_TOKENS + 5, 8
 PAGES = "vllm:flexkv_disk_pages_total"
+HITS = "vllm:flexkv_hit_tokens_total"
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Without it the server has no route that resets or pauses."""
+RESET_DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
             *("--num-gpu-blocks-override", str(engine["num_gpu_blocks_override"])),
             *("--shutdown-timeout", "20", "--kv-transfer-config", json.dumps(connector(**settings))),
         ]
-        return HttpServer(model, tmp_path / f"server-{started}.log", options, UNPINNED)
+        return HttpServer(model, tmp_path / f"server-{started}.log", options, UNPINNED | DEVELOPMENT)
 
     return serve_
 
@@ -61,7 +66,27 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
     assert server.series("vllm:flexkv_host_slots")[0] > 0
 
 
-def test_a_server_told_to_stop_leaves_what_host_memory_had_on_disk(serve: Callable[[], HttpServer]) -> None:
+def reset(server: HttpServer, path: str) -> None:
+    """As the docs say: a reset that fails, because a copy is under way, is tried again."""
+    ends_s = time.monotonic() + RESET_DEADLINE_S
+    while not server.post(path)["success"]:
+        assert time.monotonic() < ends_s, server.log_tail()
+
+
+def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
+    """Tokens that flexkv serves of a prompt after a route was called; the answer must be right."""
+    before = server.metric(HITS)
+    if "reset" in path:
+        reset(server, path)
+    else:
+        assert server.post(path) == {"status": "paused"}
+        assert server.post("/resume") == {"status": "resumed"}
+        reset(server, "/reset_prefix_cache")
+    assert server.complete(ids, MAX_TOKENS) == expected
+    return server.metric(HITS) - before
+
+
+def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServer]) -> None:
     ids = prompt_tokens(PROMPT, 3)
     with serve() as server:
         check_series_before_the_first_request(server)
@@ -73,3 +98,12 @@ def test_a_server_told_to_stop_leaves_what_host_memory_had_on_disk(serve: Callab
     with serve() as server:
         assert server.complete(ids, MAX_TOKENS) == expected
         assert server.metric(PAGES, direction="read") == PROMPT // BLOCK_TOKENS
+        whole = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
+        for path, tokens in [
+            ("/reset_prefix_cache", whole),  # the engine's own cache alone
+            ("/pause?clear_cache=false", whole),
+            ("/reset_prefix_cache?reset_external=true", 0),
+            ("/reset_prefix_cache", whole),  # stored again since
+            ("/pause", 0),
+        ]:
+            assert hits_after(server, path, ids, expected) == tokens, path

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import SEPARATE_CORE
+
 from .conftest import Engines, connector
 from .session import EngineSession, Prompt
 from .test_failures import FAULTY
@@ -48,3 +50,33 @@ def test_no_copy_is_under_way_when_the_engine_loses_its_memory(
 def test_control_without_that_copies_outlive_the_memory(session: EngineSession, stream: int) -> None:
     assert sleep(session, stream, "abort", ends_copies=False)["at_sleep"] > 0
     session.forget()
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "kept"),
+    [
+        ("sleep", {"level": 0}, True),
+        ("sleep", {"level": 1}, False),
+        ("sleep", {"level": 2}, False),
+        ("reset_encoder_cache", {}, True),
+        ("reset_mm_cache", {}, True),
+    ],
+)
+def test_what_the_docs_say_is_left_after_a_call(
+    session: EngineSession, stream: int, method: str, arguments: dict[str, Any], kept: bool
+) -> None:
+    prompt = Prompt.of(300, stream)
+    session.check_one(prompt)
+    session.settle()
+    session.call("call_engine", method=method, **arguments)
+    session.forget()
+    assert session.check_one(prompt).cached == (prompt.whole_blocks if kept else 0)
+
+
+def test_an_engine_in_processes_of_its_own_steps_until_nothing_moves(engines: Engines, stream: int) -> None:
+    """Its workers are out of the scheduler's reach: were a copy left at the reset, vLLM's sleep would raise."""
+    session = engines.get(connector(SLEEPY), SLOW_STORES | SEPARATE_CORE)
+    prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
+    session.check(*prompts)
+    session.call("call_engine", method="sleep", level=1)
+    assert [answer.cached for answer in session.check(*prompts)] == [0, 0, 0]
