@@ -283,8 +283,15 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
+    def abandon_loads(self, request_id: str) -> None:
+        """Nobody waits for the request's loads in flight: that they fail is not held against them, and no warning.
+
+        For loads that the engine has taken back, or that no rank was given. They end by `complete` all the same.
+        """
+
+    @abstractmethod
     def end_request(self, request_id: str) -> None:
-        """The request has ended: `release`, and what was remembered of its failed loads is forgotten. Idempotent."""
+        """The request has ended: `release`, `abandon_loads`, and its failed loads are forgotten. Idempotent."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:

@@ -36,15 +36,17 @@ from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightOp, InflightTable
 from flexkv.cache.leases import NO_ENTRIES, NO_ENTRY, LeaseTable
 from flexkv.cache.lookup import Lookup
+from flexkv.cache.op_log import OpLog
 from flexkv.cache.planner import Planner
 from flexkv.cache.reserve import REFILL_PAGES
-from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
+from flexkv.cache.route_table import RouteTable
+from flexkv.cache.routes import StoreOffer
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.trails import TrailTable
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskTier, StoredPages
-from flexkv.transfer.graph import BlockIds, OpKind, OpResult, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 
 
 class LocalCacheManager(CacheManager):
@@ -92,6 +94,7 @@ class LocalCacheManager(CacheManager):
         self._inflight = InflightTable()
         self._trails = TrailTable(len(groups))
         self.failed_loads = FailedLoads()
+        self._log = OpLog(clock)
         self._epoch = 0
         self.host = HostTier(self._specs, policy, self._counts, listener)
         self._lookup = Lookup(self._specs, self.host.index)
@@ -101,16 +104,11 @@ class LocalCacheManager(CacheManager):
             own = DiskIndex(self._specs, disk, policy, unix_s, disk_limits.ttl_s)
             others = None if siblings is None else StoredIndex(self._specs, siblings, policy, unix_s)
             self._disk = DiskFlow(
-                self._specs, self.host, planner, self._inflight, own, disk_limits, clock, others
+                self._specs, self.host, planner, self._inflight, own, disk_limits, clock, self._log, others
             )
         loads = HostLoads(self.host, planner, self._inflight, self._counts, self._disk, clock)
         stores = HostStores(self._specs, self.host, planner, self._inflight, self._trails, self._disk)
-        self._load_routes: dict[OpKind, LoadRoute] = {OpKind.H2D: loads}
-        self._store_routes: dict[OpKind, StoreRoute] = {OpKind.D2H: stores}
-        if self._disk is not None and self._disk.gds_loads is not None:
-            self._load_routes[OpKind.GDS_READ] = self._disk.gds_loads
-        if self._disk is not None and self._disk.gds_stores is not None:
-            self._store_routes[OpKind.GDS_WRITE] = self._disk.gds_stores
+        self._routes = RouteTable(loads, stores, self._disk)
 
     @property
     def epoch(self) -> int:
@@ -160,7 +158,7 @@ class LocalCacheManager(CacheManager):
     ) -> MatchResult:
         self._lookup.check(keys, start_block, tail)
         self._end_lease(request_id)
-        asked = min(len(k) for k in keys) - start_block
+        asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self.failed_loads.of(request_id)
         if failed is not None:
             keys, tail = failed.still_promised(keys, start_block), None
@@ -197,13 +195,10 @@ class LocalCacheManager(CacheManager):
                 trail.put(
                     lease.groups[group].first_block, lease.groups[group].entries[: lease.groups[group].blocks]
                 )
-        counts = self._counts
-        counts.lookups += 1
-        counts.hit_blocks += found.blocks
-        counts.miss_blocks += max(0, asked) - found.blocks
-        counts.tail_hits += found.tail_tokens > 0
-        counts.cut_promises += found.cut
-        return self._lookup.result(request_id, found, lease, reads)
+        self._counts.add_lookup(asked, found.blocks, found.tail_tokens > 0, found.cut)
+        result = self._lookup.result(request_id, found, lease, reads)
+        self._log.looked_up(result, asked)
+        return result
 
     def waits(self, request_id: str) -> bool:
         return self._disk is not None and self._disk.reads.holds_up(request_id)
@@ -218,6 +213,9 @@ class LocalCacheManager(CacheManager):
     def end_request(self, request_id: str) -> None:
         self.release(request_id)
         self.failed_loads.end(request_id)
+        self.abandon_loads(request_id)
+
+    def abandon_loads(self, request_id: str) -> None:
         for op in self._inflight.of_request(request_id, OpRole.LOAD):
             op.abandoned = True
 
@@ -226,6 +224,7 @@ class LocalCacheManager(CacheManager):
         for request_id in expired:
             self.release(request_id)
         self._counts.expired_leases += len(expired)
+        self._log.flush()
         if self._disk is not None:
             self._disk.reads.expire(self._clock())
         for group in range(len(self._specs)):
@@ -238,9 +237,8 @@ class LocalCacheManager(CacheManager):
 
     def _end_lease(self, request_id: str) -> None:
         lease = self._leases.pop(request_id)
-        for group in lease.groups if lease is not None else ():
-            for route in self._load_routes.values():
-                route.release(group)
+        if lease is not None:
+            self._routes.release(lease)
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
 
@@ -258,13 +256,10 @@ class LocalCacheManager(CacheManager):
         self._leases.pop(request_id)
         if self._disk is not None:
             self._disk.reads.drop(request_id)
-        ops = [
-            op
-            for route in self._load_routes.values()
-            for op in route.begin(request_id, lease, targets, self._epoch)
-        ]
+        ops = self._routes.begin_load(request_id, lease, targets, self._epoch)
         for op in ops:
             self._inflight.get(op.op_id).load = ops[0].op_id
+        self._log.load_begun(request_id, ops)
         return TransferGraph(tuple(ops)) if ops else None
 
     def begin_store(
@@ -290,13 +285,9 @@ class LocalCacheManager(CacheManager):
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
         offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
-        plan = self._store_route().begin(offer, room, self._epoch)
+        plan = self._routes.for_stores.begin(offer, room, self._epoch)
         self._counts.busy_pages += plan.dropped
         return plan
-
-    def _store_route(self) -> StoreRoute:
-        to_disk = OpKind.GDS_WRITE in self._store_routes and not self.disk.down
-        return self._store_routes[OpKind.GDS_WRITE if to_disk else OpKind.D2H]
 
     # --- completions --------------------------------------------------------------------------------------------------
 
@@ -307,7 +298,7 @@ class LocalCacheManager(CacheManager):
         op.report(rank, result)
         if op.role is OpRole.LOAD:
             if op.astray:
-                self._load_routes[op.kind].astray(f"rank {rank}: {result.reason}")
+                self._routes.load(op).astray(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
                 if op.epoch == self._epoch:
@@ -315,13 +306,14 @@ class LocalCacheManager(CacheManager):
         if len(op.reported) < self._limits.ranks:
             return None
         self._inflight.remove(op)
+        self._log.ended(op, expected=op.abandoned or op.epoch != self._epoch)
         done = self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
         self.host.refill_reserve(op.group, max(len(op.entries), REFILL_PAGES))
         return done
 
     def _end_load(self, op: InflightOp) -> Completion:
         current = op.epoch == self._epoch
-        self._load_routes[op.kind].end(op, current)
+        self._routes.load(op).end(op, current)
         self._mark_used(op)
         if not current:
             op.failed[:] = True
@@ -335,14 +327,10 @@ class LocalCacheManager(CacheManager):
         good = ~op.failed & ~op.barred
         if op.epoch != self._epoch or any(load in self._inflight for load in op.waits_for):
             good[:] = False
-        published = self._store_routes[op.kind].end(op, good)
+        published = self._routes.store(op).end(op, good)
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
-        counts = self._counts
-        counts.stored_pages += len(positions)
-        failed_pages = int(np.count_nonzero(op.failed))
-        counts.failed_store_pages += failed_pages
-        counts.discarded_pages += len(op.entries) - failed_pages - len(positions)
+        self._counts.add_store(len(op.entries), int(np.count_nonzero(op.failed)), len(positions))
         return op.completion(~published, positions)
 
     def _mark_used(self, op: InflightOp) -> None:
@@ -359,7 +347,7 @@ class LocalCacheManager(CacheManager):
                 continue
             op.barred |= pages
             barred += count
-            self._store_routes[op.kind].bar(op, pages)
+            self._routes.store(op).bar(op, pages)
         return barred
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
@@ -400,6 +388,10 @@ class LocalCacheManager(CacheManager):
     def _check_group(self, group: int) -> None:
         if not 0 <= group < len(self._specs):
             raise BlockRangeError(f"group {group}; allowed are 0 to {len(self._specs) - 1}")
+
+    def flush_log(self) -> None:
+        """At the end: says how many failures were not named."""
+        self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:
         self._inflight.check_integrity()

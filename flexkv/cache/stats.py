@@ -42,3 +42,17 @@ class ManagerStats:
     expired_leases: int = 0
     cut_promises: int = 0
     resets: int = 0
+
+    def add_lookup(self, asked: int, promised: int, tail: bool, cut: bool) -> None:
+        """Counts a lookup of so many whole blocks."""
+        self.lookups += 1
+        self.hit_blocks += promised
+        self.miss_blocks += asked - promised
+        self.tail_hits += tail
+        self.cut_promises += cut
+
+    def add_store(self, pages: int, failed: int, published: int) -> None:
+        """Counts a store that has ended."""
+        self.stored_pages += published
+        self.failed_store_pages += failed
+        self.discarded_pages += pages - failed - published

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import click
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexkv.errors import ContractError
+from flexkv.observe import get_logger
 from flexkv.simulation.base import SimulationConfig, SimulationReport
 from flexkv.simulation.run import Simulation
 
@@ -47,12 +51,25 @@ def command(
     simulation = Simulation(SimulationConfig(seed, steps, ranks=ranks, failure_rate=failure_rate))
     started = time.perf_counter()
     try:
-        report = simulation.run()
+        with _quiet():
+            report = simulation.run()
     except ContractError as error:
         place = f"seed {seed}, after step {simulation.report.steps} of {steps}"
         click.echo(f"rule broken ({place}): {type(error).__name__}: {error}", err=True)
         ctx.exit(RULE_BROKEN_EXIT_CODE)
     _print(report, seed, time.perf_counter() - started, as_json)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings: thousands of ops fail on purpose."""
+    logger = get_logger("flexkv")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _print(report: SimulationReport, seed: int, seconds: float, as_json: bool) -> None:

@@ -350,7 +350,8 @@ class ObserveConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
-        description="Least severe message that is logged. Nothing is logged per request above `debug`.",
+        description="Least severe message that is logged. Above `debug` nothing is logged per request but what "
+        "has failed: ten lines a minute and kind of op at most, and how many more.",
     )
     metrics_log_s: Seconds = Field(
         60.0,

@@ -5,6 +5,7 @@ A leaf: every package may use it, it uses none.
 """
 
 from flexkv.observe.counters import Counters
+from flexkv.observe.failed_ops import FailedOps
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 from flexkv.observe.named_thread import NamedThread, name_this_thread
@@ -13,6 +14,7 @@ from flexkv.observe.unix_clock import unix_now_ms, unix_now_s
 __all__ = [
     "METRICS",
     "Counters",
+    "FailedOps",
     "Metric",
     "MetricKind",
     "NamedThread",

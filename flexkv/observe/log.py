@@ -1,4 +1,4 @@
-"""Logging under the name `flexkv`. Nothing is logged per request above DEBUG."""
+"""Logging under the name `flexkv`. Per request nothing is logged above DEBUG but failures (`failed_ops`)."""
 
 from __future__ import annotations
 

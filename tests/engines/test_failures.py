@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ FAULTY = FLEXKV | {
     "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
 }
 CARELESS = FAULTY | {"kv_connector": "CarelessConnector"}
+FAILED_LINE = re.compile(
+    r"WARNING .*flexkv.*load from host memory, op \d+ of request \S+: (\d+) of (\d+) pages failed: rank 0: (.*)"
+)
 FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 
 
@@ -26,6 +30,12 @@ def faulty(
     """A fresh engine: rules count operations from its start."""
     engines.close()
     return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)})
+
+
+def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
+    """Of each failed load that the engine's log names at its default level, pages that failed, all, and the reason."""
+    found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
+    return [(int(failed), int(pages), reason) for failed, pages, reason in found]
 
 
 def acted(session: EngineSession) -> int:
@@ -43,6 +53,7 @@ def test_one_page_of_a_load_fails(engines: Engines, stream: int, load_mode: str)
     assert acted(session) == 1
     session.settle()
     assert session.metric(FAILED_LOADS) == 1
+    assert failures_in_log(session) == [(1, len(prompt.ids) // 32, "injected fault")]
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks, (
         "the recomputed blocks were not stored again"
@@ -211,3 +222,6 @@ def test_a_request_whose_loads_stay_too_slow_is_computed(
     session.check_one(prompt)
     tried = session.metric("vllm:flexkv_hit_tokens_total")
     assert 0 < tried <= 2 * prompt.whole_blocks, "the same load was tried again and again"
+    session.settle()
+    blocks = prompt.whole_blocks // 32
+    assert failures_in_log(session)[0] == (blocks, blocks, "past load.deadline_s")

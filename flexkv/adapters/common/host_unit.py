@@ -279,6 +279,7 @@ class HostUnit:
         """Ends the disk tier, and gives the memory back once the last worker has let go of it."""
         if self.disk is not None:
             self.disk.close()
+        self.manager.flush_log()
         self.pool.close()
 
 

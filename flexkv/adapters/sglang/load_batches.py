@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion, Keys
-from flexkv.observe import get_logger
+from flexkv.observe import FailedOps, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId
 
@@ -37,12 +37,14 @@ class LoadBatch:
     Attributes:
         ends_s: when a layer that has not come is given up, on the monotonic clock.
         tickets: of each op that was submitted and not heard to have ended. The lanes forget graphs that ended long ago.
+        pages: that it loads.
         layers: that are in place.
         lost: why not everything arrives; empty while all may.
     """
 
     requests: tuple[str, ...]
     ends_s: float
+    pages: int
     tickets: dict[OpId, Ticket] = field(default_factory=dict)
     layers: int = 0
     lost: str = ""
@@ -74,6 +76,7 @@ class LoadBatches:
         self.consumer_index = NO_BATCH
         self._next = 0
         self._batches: dict[int, LoadBatch] = {}
+        self._failed = FailedOps(logger)
 
     # --- the engine's side: called by its pools ---
 
@@ -98,7 +101,8 @@ class LoadBatches:
 
     def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
         """Starts the loads of a forward together; the number of their batch."""
-        batch = LoadBatch(tuple(queued), time.monotonic() + self._cache.config.load.deadline_s)
+        ends_s = time.monotonic() + self._cache.config.load.deadline_s
+        batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index, self._next = self._next, self._next + 1
         self._batches[index] = batch
         for request_id, load in queued.items():
@@ -146,11 +150,13 @@ class LoadBatches:
             # The engine ends all requests of a batch that failed, and says so to nobody.
             cache.manager.end_request(request_id)
         if batch.lost:
-            logger.error("a load of %d request(s) failed: %s", len(batch.requests), batch.lost)
+            name = f"of {len(batch.requests)} request(s), which the engine ends"
+            self._failed.warn("load of a forward", name, batch.pages, batch.pages, batch.lost)
         return not batch.lost
 
     def reset(self) -> None:
         """Ends all batches; nothing of them is written any more when it returns."""
         for index in list(self._batches):
             self.finish(index)
+        self._failed.flush(at_end=True)
         self.consumer_index = NO_BATCH

@@ -209,11 +209,6 @@ class RankCache:
         if done is None:
             return
         self._count(result, done, started_s)
-        failed = len(done.failed_blocks)
-        if failed and done.reason:
-            logger.warning(
-                "%s of %d pages: %d failed: %s", done.role.value, len(done.blocks), failed, done.reason
-            )
         if watcher is not None:
             watcher(done)
 

@@ -177,6 +177,7 @@ class Promises:
             tracked.loading = still_wanted(tracked.loading, start, end)
             if not tracked.loading:
                 tracked.spent = True
+                joined.unit.manager.abandon_loads(str(tracked.request_id))
                 self._ranks.order(CancelOrder(tracked.request_id))
 
     def drop_planned(self, request_id: int) -> list[LoadJob]:

@@ -24,7 +24,7 @@ from flexkv.adapters.tensorrt_llm.spoiled import SpoiledRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters, FailedOps, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
 
 logger = get_logger(__name__)
@@ -37,12 +37,14 @@ class Awaited:
     Attributes:
         started: its order has come, and its ops were submitted.
         open: ops that have not ended.
+        pages: of all its ops.
         failed: blocks of its load hold no valid KV.
         cancelled: nobody waits for its load any more, so it may be returned also when it failed.
     """
 
     started: bool = False
     open: set[OpId] = field(default_factory=set)
+    pages: int = 0
     failed: str = ""
     cancelled: bool = False
 
@@ -74,6 +76,7 @@ class WorkerSide(RankWorker):
         self._foreign_logged = False
         self._running: tuple[int, ...] = ()
         self._spoiled = SpoiledRequests()
+        self._failed = FailedOps(logger)
         self._metrics = MetricReport(
             self.counters,
             _no_gauges,
@@ -265,6 +268,7 @@ class WorkerSide(RankWorker):
             elif (order := self._inbox.loads.pop(request_id, None)) is not None:
                 load.started = True
                 load.open = {op.op_id for op in order.job.ops}
+                load.pages = sum(op.pages for op in order.job.ops)
                 self._load_of.update(dict.fromkeys(load.open, request_id))
                 self._ops.submit_load(order.job)
         for request_id, save in self._saves.items():
@@ -315,13 +319,12 @@ class WorkerSide(RankWorker):
                 load.open.discard(result.op_id)
                 if len(result.failed) and not load.cancelled:
                     load.failed = result.reason or "pages failed"
-                    logger.error(
-                        "rank %d: %d pages of request %d's load failed (%s); it is not reported as loaded, and waits "
-                        "until it is cancelled",
-                        self.rank,
+                    self._failed.warn(
+                        "load between steps",
+                        f"op {result.op_id} of request {request_id}, which waits until it is cancelled",
                         len(result.failed),
-                        request_id,
-                        load.failed,
+                        load.pages,
+                        f"rank {self.rank}: {load.failed}",
                     )
             elif (request_id := self._save_of.pop(result.op_id, None)) is not None:
                 self._saves[request_id].open.discard(result.op_id)
@@ -345,6 +348,7 @@ class WorkerSide(RankWorker):
 
     def close(self) -> None:
         super().close()
+        self._failed.flush(at_end=True)
         self._report(self._end_ops())
         if not self._closed:
             self._closed = True

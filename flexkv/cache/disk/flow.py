@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.checks import good_pages
 from flexkv.cache.disk.base import DiskCounts, DiskLimits, GdsUse
 from flexkv.cache.disk.gds_loads import GdsLoads
 from flexkv.cache.disk.gds_stores import GdsStores
@@ -19,8 +20,9 @@ from flexkv.cache.disk.writes import DiskWrites
 from flexkv.cache.host_tier import HostTier
 from flexkv.cache.inflight import InflightTable
 from flexkv.cache.leases import NO_ENTRIES, NO_ENTRY, EntryIds
+from flexkv.cache.op_log import OpLog
 from flexkv.cache.planner import Planner
-from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferGraph
 
 
 class DiskFlow:
@@ -29,6 +31,7 @@ class DiskFlow:
     Args:
         inflight: the ranks' ops, to which the loads and stores that need no page of host memory are added.
         clock: seconds, never running backwards; the waits of requests are measured with it.
+        log: is told of reads and writes that failed.
         siblings: pages of other units' folders; None where there are none.
 
     Attributes:
@@ -49,9 +52,11 @@ class DiskFlow:
         disk: DiskIndex,
         limits: DiskLimits,
         clock: Callable[[], float],
+        log: OpLog,
         siblings: StoredIndex | None = None,
     ) -> None:
         limits.check()
+        self._log = log
         self._groups = len(specs)
         self._host = host
         self._orders: list[TransferGraph] = []
@@ -155,10 +160,24 @@ class DiskFlow:
         """
         if result.status is OpStatus.LANE_DOWN:
             self.go_down(result.reason or "the disk lane is down")
+        if result.status is not OpStatus.OK:
+            self._say_failed(result)
         if self.gds_stores is not None and result.op_id in self.gds_stores:
             self.gds_stores.complete(result)
         else:
             (self.reads if result.op_id in self.reads.ops else self.writes).complete(result)
+
+    def _say_failed(self, result: OpResult) -> None:
+        waiters: set[str] = set()
+        if self.gds_stores is not None and result.op_id in self.gds_stores:
+            kind, pages = OpKind.DISK_SEAL, self.gds_stores.sealed_pages(result.op_id)
+        elif result.op_id in self.reads.ops:
+            read = self.reads.ops.get(result.op_id)
+            kind, pages, waiters = OpKind.DISK_READ, len(read.host), read.waiters
+        else:
+            kind, pages = OpKind.DISK_WRITE, len(self.writes.ops.get(result.op_id).host)
+        failed = pages - int(np.count_nonzero(good_pages(result, pages)))
+        self._log.disk_op_failed(result.op_id, kind, failed, pages, result.reason, waiters)
 
     def go_down(self, reason: str) -> None:
         """The disks cannot be used any more: what they hold is a miss, and nothing is written."""

@@ -68,6 +68,10 @@ class GdsStores(StoreRoute):
     def __contains__(self, op_id: OpId) -> bool:
         return op_id in self._seals
 
+    def sealed_pages(self, op_id: OpId) -> int:
+        """Pages of a seal in flight."""
+        return len(self._seals[op_id].entries)
+
     # --- stores ---
 
     def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:

@@ -168,7 +168,7 @@ class TakesReadsForStored(LocalCacheManager):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        stores = self._store_routes[OpKind.D2H]
+        stores = self._routes.for_stores
         stores._take_over = lambda offer, room: 0  # type: ignore[attr-defined]
 
 

@@ -151,6 +151,17 @@ def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_wor
     assert lookup(world) == WHOLE
 
 
+def test_a_planned_load_that_its_reset_took_away_is_no_failed_one(
+    make_world: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
+    request, blocks = promised(world)
+    world.scheduler.update_state_after_alloc(request, blocks)
+    world.scheduler.request_reset(request)
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
+    assert not [record for record in caplog.records if "failed" in record.message]
+
+
 def test_an_order_waits_for_its_id(make_world: Make) -> None:
     """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
     world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL)))

@@ -1,0 +1,97 @@
+"""What the log tells of lookups and ops: every failure as a warning, everything else for one who debugs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from flexkv.cache.base import MatchResult
+from flexkv.cache.inflight import InflightOp
+from flexkv.observe import FailedOps, get_logger
+from flexkv.transfer.graph import OpId, OpKind, TransferOp
+
+logger = get_logger(__name__)
+
+WORDS = {
+    OpKind.H2D: "load from host memory",
+    OpKind.D2H: "store to host memory",
+    OpKind.DISK_READ: "read from disk to host memory",
+    OpKind.DISK_WRITE: "write from host memory to disk",
+    OpKind.DISK_SEAL: "seal on disk",
+    OpKind.GDS_READ: "load from disk",
+    OpKind.GDS_WRITE: "store to disk",
+}
+
+MOST_REQUESTS = 3
+"""Requests that are named of those that wait for a read."""
+
+
+class OpLog:
+    """Of one manager.
+
+    Args:
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._failed = FailedOps(logger, clock)
+
+    def looked_up(self, result: MatchResult, asked: int) -> None:
+        """A lookup of `asked` blocks after `result.start_block` was answered."""
+        if logger.isEnabledFor(logging.DEBUG):
+            in_host = min((len(group.slots) for group in result.groups), default=0)
+            logger.debug(
+                "request %s: %d blocks looked up from block %d on, %d promised (%d in host memory) and %d tokens, "
+                "%d reads waited for",
+                result.request_id,
+                asked,
+                result.start_block,
+                result.blocks,
+                min(in_host, result.blocks),
+                result.tail_tokens,
+                result.reads,
+            )
+
+    def load_begun(self, request_id: str, ops: Sequence[TransferOp]) -> None:
+        """A promise was turned into a load."""
+        if logger.isEnabledFor(logging.DEBUG):
+            for op in ops:
+                logger.debug(
+                    "request %s: op %d (%s), %d pages", request_id, op.op_id, WORDS[op.kind], op.pages
+                )
+
+    def ended(self, op: InflightOp, expected: bool) -> None:
+        """An op of the ranks has ended on all of them; `expected`: nobody counts on it, so that it may fail."""
+        failed = int(np.count_nonzero(op.failed))
+        if failed and not expected:
+            name = f"op {op.op_id} of request {op.request_id}"
+            self._failed.warn(WORDS[op.kind], name, failed, len(op.entries), "; ".join(op.reasons))
+        elif logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s: op %d (%s) has ended, %d of %d pages arrived%s",
+                op.request_id,
+                op.op_id,
+                WORDS[op.kind],
+                len(op.entries) - failed,
+                len(op.entries),
+                "".join(f"; {reason}" for reason in op.reasons),
+            )
+
+    def disk_op_failed(
+        self, op_id: OpId, kind: OpKind, failed: int, pages: int, reason: str, waiters: Collection[str] = ()
+    ) -> None:
+        """An op of the manager's own disks has failed.
+
+        Args:
+            waiters: requests that wait for it.
+        """
+        named = ", ".join(sorted(waiters)[:MOST_REQUESTS])
+        more = f" and {len(waiters) - MOST_REQUESTS} more" if len(waiters) > MOST_REQUESTS else ""
+        name = f"op {op_id}" + (f" for request {named}{more}" if named else "")
+        self._failed.warn(WORDS[kind], name, failed, pages, reason)
+
+    def flush(self, at_end: bool = False) -> None:
+        """As of `FailedOps`."""
+        self._failed.flush(at_end)

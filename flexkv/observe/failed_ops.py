@@ -1,0 +1,85 @@
+"""Warnings of ops that failed: each says which, where, how much and why, and a storm of them stays readable."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_LINES = 10
+"""Warnings of one kind of op within `PERIOD_S`. Enough to see whether failures are alike; a storm has thousands."""
+
+PERIOD_S = 60.0
+
+
+@dataclass(slots=True)
+class _Period:
+    """What was said of one kind of op since `began_s`, and what was not."""
+
+    began_s: float
+    lines: int = 0
+    left_out_ops: int = 0
+    left_out_pages: int = 0
+
+
+class FailedOps:
+    """Says each failure once, and of more than `MOST_LINES` a period only how many there were. Thread-safe.
+
+    Args:
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._periods: dict[str, _Period] = {}
+
+    def warn(self, kind: str, name: str, failed: int, pages: int, reason: str) -> None:
+        """One op has failed.
+
+        Args:
+            kind: what it moves, and between which tiers; of a small fixed set.
+            name: which op it is, and for whom.
+            failed: of its `pages`.
+            reason: what went wrong.
+        """
+        with self._lock:
+            period = self._periods.get(kind)
+            if period is None or self._clock() - period.began_s >= PERIOD_S:
+                self._say_left_out(kind, period)
+                period = self._periods[kind] = _Period(self._clock())
+            if period.lines == MOST_LINES:
+                period.left_out_ops += 1
+                period.left_out_pages += failed
+                return
+            period.lines += 1
+            self._logger.warning(
+                "%s, %s: %d of %d pages failed: %s",
+                kind,
+                name,
+                failed,
+                pages,
+                reason or "no reason was given",
+            )
+
+    def flush(self, at_end: bool = False) -> None:
+        """Says how many were left out of periods that are over; with `at_end` also of those that are not."""
+        with self._lock:
+            for kind, period in list(self._periods.items()):
+                if at_end or self._clock() - period.began_s >= PERIOD_S:
+                    self._say_left_out(kind, period)
+                    del self._periods[kind]
+
+    def _say_left_out(self, kind: str, period: _Period | None) -> None:
+        if period is not None and period.left_out_ops:
+            self._logger.warning(
+                "%s: %d more failed, %d pages, within %.0f s of the %d that were named",
+                kind,
+                period.left_out_ops,
+                period.left_out_pages,
+                self._clock() - period.began_s,
+                period.lines,
+            )
