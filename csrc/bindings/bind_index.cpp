@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "bindings/aligned_array.h"
 #include "bindings/bindings.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
@@ -39,6 +40,7 @@ std::span<const BlockKey> keys_of(const py::array& keys) {
 
 std::span<const EntryId> entries_of(const Entries& entries) {
   if (entries.ndim() != 1) throw ContractError("entries must have one dimension");
+  require_aligned<ContractError>(entries, "entries");
   return {entries.data(), static_cast<size_t>(entries.shape(0))};
 }
 
@@ -81,6 +83,7 @@ void bind_index(py::module_& m) {
       "in_a_row",
       [](const Slots& slots) {
         if (slots.ndim() != 1) throw ContractError("in_a_row: slots must have one dimension");
+        require_aligned<ContractError>(slots, "in_a_row: slots");
         return in_a_row({slots.data(), static_cast<size_t>(slots.shape(0))});
       },
       py::arg("slots").noconvert());
@@ -199,6 +202,7 @@ void bind_index(py::module_& m) {
             if (slots.ndim() != 1 || static_cast<size_t>(slots.shape(0)) != span.size()) {
               throw ContractError("adopt: one slot a key is needed");
             }
+            require_aligned<ContractError>(slots, "adopt: slots");
             Bytes taken(static_cast<py::ssize_t>(span.size()));
             index.adopt(group, span, slots.data(), taken.mutable_data());
             return taken;

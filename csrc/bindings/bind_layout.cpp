@@ -11,6 +11,7 @@
 
 #include "base/digest.h"
 #include "base/error.h"
+#include "bindings/aligned_array.h"
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "bindings/list_argument.h"
@@ -34,6 +35,7 @@ std::vector<Segment> to_segments(const RunArray& rows) {
     throw GeometryError(
         "runs must be int64 of shape [n, 5] (base, block_stride, run_bytes, page_offset, layer)");
   }
+  require_aligned<GeometryError>(rows, "runs");
   const auto at = rows.unchecked<2>();
   std::vector<Segment> segments;
   segments.reserve(static_cast<size_t>(at.shape(0)));

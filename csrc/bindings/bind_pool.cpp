@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/path_check.h"
+#include "bindings/aligned_array.h"
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
 #include "bindings/native_class.h"
@@ -90,6 +91,7 @@ py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
 void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>& slots, int64_t read,
             bool verified) {
   if (slots.ndim() != 1) throw ContractError("settle: slots must have one dimension");
+  require_aligned<ContractError>(slots, "settle: slots");
   if (read < 1 || read >= kMostReads) {
     throw ContractError("settle: read " + std::to_string(read) + ": must be in [1, " +
                         std::to_string(kMostReads) + ")");

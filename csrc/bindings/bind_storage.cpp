@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bindings/aligned_array.h"
 #include "bindings/bindings.h"
 #include "bindings/byte_buffer.h"
 #include "bindings/count_dicts.h"
@@ -34,6 +35,7 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   if (rows.ndim() != 2 || rows.shape(1) != 3) {
     throw GeometryError("runs must be int64 of shape [n, 3] (offset, bytes, layer)");
   }
+  require_aligned<GeometryError>(rows, "runs");
   std::vector<PageRun> runs;
   const auto at = rows.unchecked<2>();
   for (py::ssize_t i = 0; i < at.shape(0); ++i) {

@@ -129,7 +129,8 @@ def _report(run: Run, first: int, ended: Ended) -> str:
             )
         else:
             text.append(f"it takes cases {_latest_start(run, first, ended.case)} to {ended.case}")
-    return "\n".join([*text, ended.output[-SHOWN_CHARACTERS:]])
+    said = ended.output  # a sanitizer begins with what is wrong, Python ends with it
+    return "\n".join([*text, said[:SHOWN_CHARACTERS], said[SHOWN_CHARACTERS:][-SHOWN_CHARACTERS:]])
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.errors import ConfigError, TokenError
+from flexkv.errors import ConfigError, ContractError, GeometryError, TokenError
 from tests.unit.native_border.crash import run
 
 
@@ -59,3 +59,28 @@ def test_a_keyword_that_is_no_text_is_a_type_error(call: str) -> None:
     assert said.startswith(
         "TypeError arguments that fit no signature and cannot be shown: UnicodeEncodeError"
     )
+
+
+def unaligned(values: list[int], dtype: str) -> np.ndarray:
+    raw = np.zeros(len(values) * np.dtype(dtype).itemsize + 1, np.uint8)
+    array: np.ndarray = raw[1:].view(dtype)
+    array[:] = values
+    assert not array.flags.aligned
+    return array
+
+
+def test_unaligned_arrays_are_refused_where_they_are_not_copied() -> None:
+    index = c_ext.BlockIndex([4])
+    slots = unaligned([0, 1], "i4")
+    run = unaligned([4096, 4096, 4096, 0, 0], "i8")
+    pool = c_ext.HostPool(4096, 2, False, 4096, False)
+    with pytest.raises(ContractError, match="entries do not lie on a boundary of 4 bytes"):
+        index.ready(unaligned([1, 2], "u4"))
+    with pytest.raises(ContractError, match="slots do not lie"):
+        c_ext.in_a_row(slots)
+    with pytest.raises(ContractError, match="slots do not lie"):
+        pool.settle(slots, 1, True)
+    with pytest.raises(GeometryError, match="runs do not lie on a boundary of 8 bytes"):
+        c_ext.KvView(run.reshape(1, 5), 1, 4096)
+    with pytest.raises(GeometryError, match="runs do not lie"):
+        c_ext.PageCodec([4096], [unaligned([0, 4096, 0], "i8").reshape(1, 3)])

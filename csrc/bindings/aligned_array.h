@@ -1,0 +1,17 @@
+// NumPy arrays over foreign memory may be unaligned, which the types of pybind11 do not tell.
+#pragma once
+#include <pybind11/numpy.h>
+
+#include <cstdint>
+#include <string>
+
+namespace flexkv {
+
+// Throws E, which names the array, unless its items may be read as T.
+template <typename E, typename T, int Flags>
+void require_aligned(const pybind11::array_t<T, Flags>& array, const char* name) {
+  if (reinterpret_cast<uintptr_t>(array.data()) % alignof(T) == 0 || array.size() == 0) return;
+  throw E(std::string(name) + " do not lie on a boundary of " + std::to_string(alignof(T)) + " bytes");
+}
+
+}  // namespace flexkv
