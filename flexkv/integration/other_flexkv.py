@@ -1,4 +1,4 @@
-"""What an engine is told that looks here for the other package named flexkv (github.com/taco-project/FlexKV).
+"""The error for an engine that looks here for the other package named flexkv (github.com/taco-project/FlexKV).
 
 That package's engine integrations import modules which this one does not have. Without these words such an engine ends
 with "FlexKV is not installed", although a package of that name is.
@@ -25,7 +25,7 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    Not by an ImportError: SGLang takes that for a missing package and says so in place of this.
+    Not by an ImportError: SGLang takes that for a missing package, and its own words would hide these.
 
     Args:
         module: as it was imported.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.engines_sglang.conftest import Parts
 
 
-def test_sglangs_own_connector_is_told_of_the_linker(parts: Parts) -> None:
+def test_sglangs_own_connector_ends_with_the_flags_of_the_linker(parts: Parts) -> None:
     found = parts["own_flag_child"]["import"]
     assert found["error"].startswith("ConfigError: flexkv.common belongs to another package named flexkv")
     assert "--enable-unified-cache-external-linker" in found["error"]

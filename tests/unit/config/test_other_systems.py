@@ -88,7 +88,7 @@ def test_every_name_has_an_example_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_name_without_a_setting_here_is_told_why(name: str) -> None:
+def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) -> None:
     row = OTHER_NAMES[name]
     message = refusal({name: "x"})
     assert message.endswith(f"a name of {row.systems}; {row.how}")

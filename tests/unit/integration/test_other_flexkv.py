@@ -1,4 +1,4 @@
-"""An engine that looks for the other package named flexkv is told which of its flags brings this one."""
+"""An engine that looks for the other package named flexkv gets an error that names the flags for this one."""
 
 from __future__ import annotations
 
