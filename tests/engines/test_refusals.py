@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from demo.engine_process import FLEXKV, IN_PROCESS, SEPARATE_CORE, EngineError, 
 
 from .conftest import UNPINNED, Engines, connector, engine_arguments
 from .session import Prompt
-from .test_beside_others import beside
+from .test_beside_others import PROMISING, beside
+from .test_store_modes import BUILT_IN
 from .transformers_models import write_hrm_text
 
 
@@ -71,6 +73,28 @@ def test_a_setting_that_the_machine_cannot_have_is_named_before_any_traceback(
     assert f"flexkv refuses to start: {words}" in before
 
 
+def test_the_built_in_class_in_a_multi_connector_is_refused(engines: Engines) -> None:
+    with pytest.raises(
+        EngineError, match=r"ConfigError: .*one of the connectors of a MultiConnector.*in its place"
+    ):
+        engines.another(beside(PROMISING, connector(BUILT_IN)), async_scheduling=False)
+
+
+@pytest.fixture
+def no_leftovers() -> Iterator[None]:
+    """vLLM's CPU ranks share memory, whose name under an external launcher is always the same, and a rank that ends at
+    its start leaves it behind."""
+
+    def remove() -> None:
+        for rank in range(2):
+            (Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}").unlink(missing_ok=True)
+
+    remove()
+    yield
+    remove()
+
+
+@pytest.mark.usefixtures("no_leftovers")
 def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:
     """Each in a process of its own, as torchrun starts them."""
     with socket.socket() as probe:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.start_check import refusal_in_one_line
@@ -106,7 +107,14 @@ class FlexKVConnectorV1Impl:
 
     @refusal_in_one_line(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Takes the engine's pool.
+
+        Raises:
+            ConfigError: the class is a child of a MultiConnector.
+            GeometryError: the tensors are not what flexkv stores.
+        """
         assert self._worker is not None
+        check_alone(get_kv_transfer_group())
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, config_of_tensors(kv_caches, self._vllm_config))
 
@@ -203,6 +211,23 @@ class FlexKVConnectorV1Impl:
         self._scheduler.bind_watch(NoWatch())
         self._scheduler.take_handshake({0: handshake})
         return self._scheduler
+
+
+def check_alone(agent: Any) -> None:
+    """Refuses a place under another connector: there neither a step's orders nor the engine's policy for failed loads
+    can be had from here.
+
+    Args:
+        agent: the connector that vLLM's worker calls.
+
+    Raises:
+        ConfigError: says what to set.
+    """
+    if isinstance(agent, MultiConnector):
+        raise ConfigError(
+            "vLLM's built-in FlexKVConnectorV1 is one of the connectors of a MultiConnector, where a step's orders do "
+            f"not reach it and nothing would be cached; set {FULL_CONNECTOR} in its place"
+        )
 
 
 def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
