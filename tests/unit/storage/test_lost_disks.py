@@ -33,9 +33,15 @@ from tests.unit.storage.disk_world import (
 BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
 
 
-def lost_of(world: DiskWorld) -> list[LostDisk]:
+def lost_of(world: DiskWorld, count: int = 0) -> list[LostDisk]:
+    """The disks lost so far, once there are at least `count`: an op's result comes before the news of its disk."""
+
+    def lost() -> list[LostDisk]:
+        return [lost for events in world.events for lost in events.lost]
+
     world.poll()
-    return [lost for events in world.events for lost in events.lost]
+    world.until(lambda: len(lost()) >= count, f"{count} disks were not lost")
+    return lost()
 
 
 @pytest.mark.parametrize("io", BACKENDS)
@@ -87,7 +93,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     world = make_disks(2, faults=faults)
     result, generations = world.write(range(6), range(6))
     assert result.failed.tolist() == [1, 3, 5]
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert lost.disk == 1
     assert text in lost.reason
     assert world.unit.alive == (True, False)
@@ -107,7 +113,7 @@ def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None
     _, generations = world.write(range(30), range(30))
     result = world.read(range(30), range(30), generations)
     assert result.failed.tolist() == list(range(0, 30, 2))
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert "times in a row" in lost.reason
 
 
@@ -124,7 +130,7 @@ def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str
     assert ticket is not None
     assert faults.wait_stalled(1, GENEROUS_S)
     world.until(lambda: not world.unit.alive[0], "the hung disk was not found")
-    assert "has not ended" in lost_of(world)[0].reason
+    assert "has not ended" in lost_of(world, 1)[0].reason
     assert all(lane.up for lane in world.engine.lanes())
     result = world.read(range(8), range(8), generations)
     assert result.failed.tolist() == [0, 2, 4, 6]
@@ -174,7 +180,7 @@ def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
 def test_a_disk_that_cannot_be_opened_is_lost_and_the_other_serves(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     world = DiskWorld([tmp_path / "good", tmp_path / "file"])
-    assert [lost.disk for lost in lost_of(world)] == [1]
+    assert [lost.disk for lost in lost_of(world, 1)] == [1]
     result, _ = world.write([1, 2], [0, 1], publish=False)
     assert result.failed.tolist() == [1]
     assert world.unit.slots(0) == 64
@@ -194,7 +200,7 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 
     monkeypatch.setattr(NamedThread, "start", second_fails)
     world = DiskWorld([tmp_path / "good", tmp_path / "bad"])
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert lost.disk == 1
     assert "no thread for its journal" in lost.reason
     result, _ = world.write([1, 2], [0, 1], publish=False)
@@ -213,7 +219,7 @@ def test_without_any_disk_there_is_no_tier(tmp_path: Path) -> None:
 
 def test_a_disk_too_small_for_its_slab_is_lost_at_open(small_disk: Path, tmp_path: Path) -> None:
     world = DiskWorld([tmp_path / "large", small_disk], slots=64)
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert lost.disk == 1
     assert "No space left" in lost.reason
     assert world.close()
@@ -228,7 +234,7 @@ def test_a_read_only_file_system_is_lost_at_open(small_disk: Path, tmp_path: Pat
     assert world.close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     world = DiskWorld(folders, slots=8)
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert "Read-only" in lost.reason
     assert sorted(world.unit.rows(0).places.tolist()) == [0, 2]
     assert world.close()
@@ -292,7 +298,7 @@ def test_a_folder_that_cannot_be_listed_is_lost_and_the_other_serves(
     monkeypatch.setattr(Path, "glob", fail)
     world = make_disks(2)
     assert world.unit.alive == (False, True)
-    (lost,) = lost_of(world)
+    (lost,) = lost_of(world, 1)
     assert "disk0" in lost.reason
     assert "Input/output error" in lost.reason
     _, generations = world.write([1], [1])
