@@ -8,6 +8,8 @@ from typing import Any
 
 from demo.engine_child import Operation, RequestTracker
 
+from .request_ops import request_status
+
 
 def sleep_while_copying(
     llm: Any, requests: list[dict[str, Any]], mode: str, ends_copies: bool, deadline_s: float = 30.0
@@ -60,6 +62,27 @@ def sleep_while_copying(
     return found | {"requests": tracker.results()}
 
 
+def sleep_while_loading(llm: Any, request: dict[str, Any], deadline_s: float = 30.0) -> dict[str, Any]:
+    """Sends the engine to sleep while a request waits for its load; returns what it says to that. The request is
+    aborted, and the engine awake."""
+    core = llm.llm_engine.engine_core.engine_core
+    tracker, name = RequestTracker(llm), f"s-{time.monotonic_ns()}"
+    tracker.add(name, request)
+    ends_at = time.monotonic() + deadline_s
+    while request_status(core.scheduler, name) != "WAITING_FOR_REMOTE_KVS":
+        if not tracker.step() or time.monotonic() > ends_at:
+            raise TimeoutError("nothing was loaded")
+    error = ""
+    try:
+        llm.sleep(level=1, mode="abort")
+    except RuntimeError as refusal:
+        error = str(refusal)
+    asleep = core.model_executor.is_sleeping
+    llm.wake_up()
+    llm.llm_engine.abort_request([name])
+    return {"error": error, "asleep": asleep}
+
+
 def call_engine(llm: Any, method: str, **arguments: Any) -> dict[str, Any]:
     """Calls a method of vLLM's engine; after a sleep, wakes it up."""
     getattr(llm.llm_engine, method)(**arguments)
@@ -70,5 +93,6 @@ def call_engine(llm: Any, method: str, **arguments: Any) -> dict[str, Any]:
 
 OPERATIONS: dict[str, Operation] = {
     "sleep_while_copying": sleep_while_copying,
+    "sleep_while_loading": sleep_while_loading,
     "call_engine": call_engine,
 }

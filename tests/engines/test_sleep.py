@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,14 +12,19 @@ from demo.engine_process import SEPARATE_CORE
 from .conftest import Engines, connector
 from .session import EngineSession, Prompt
 from .test_failures import FAULTY
-from .test_resets_and_aborts import SLOW_STORES
 
 SLEEPY = FAULTY | {"kv_connector": "SleepyConnector"}
+SLOW = {
+    "FAULT_RULES": json.dumps(
+        [{"action": "delay", "kind": kind, "delay_s": 0.01} for kind in ("store", "load")]
+    )
+}
+"""Slow enough to be under way when the engine is sent to sleep."""
 
 
 @pytest.fixture
 def session(engines: Engines) -> EngineSession:
-    return engines.get(connector(SLEEPY), SLOW_STORES)
+    return engines.get(connector(SLEEPY), SLOW)
 
 
 def sleep(session: EngineSession, stream: int, mode: str, ends_copies: bool = True) -> dict[str, Any]:
@@ -52,6 +58,19 @@ def test_control_without_that_copies_outlive_the_memory(session: EngineSession, 
     session.forget()
 
 
+def test_vllm_does_not_sleep_while_a_request_waits_for_its_load(session: EngineSession, stream: int) -> None:
+    prompt = Prompt.of(500, stream)
+    session.check_one(prompt)
+    session.forget()
+    reply = session.call("sleep_while_loading", request=prompt.wire())
+    assert "Failed to reset KV cache" in reply["error"]
+    assert not reply["asleep"]
+    session.settle()
+    assert session.call("requests_held")["held"] == 0
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "kept"),
     [
@@ -75,7 +94,7 @@ def test_what_the_docs_say_is_left_after_a_call(
 
 def test_an_engine_in_processes_of_its_own_steps_until_nothing_moves(engines: Engines, stream: int) -> None:
     """Its workers are out of the scheduler's reach: were a copy left at the reset, vLLM's sleep would raise."""
-    session = engines.get(connector(SLEEPY), SLOW_STORES | SEPARATE_CORE)
+    session = engines.get(connector(SLEEPY), SLOW | SEPARATE_CORE)
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     session.check(*prompts)
     session.call("call_engine", method="sleep", level=1)
