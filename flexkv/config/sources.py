@@ -102,7 +102,10 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {error}") from error
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # a character that no YAML has
+        raise ConfigError(f"file {path}{_problem(error)}") from error
     try:
         root = loader.get_single_node()
         if root is None:  # empty, or comments only

@@ -67,7 +67,10 @@ def name_this_package() -> Iterator[tuple[bool, str]]:
 
 def _folder_of(installed: importlib.metadata.Distribution) -> Path:
     """The package's folder; an editable installation has it where its source is."""
-    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    try:
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    except ValueError:  # damaged; where its files lie is known all the same
+        origin = {}
     url = urlparse(str(origin.get("url", "")))
     if url.scheme == "file" and origin.get("dir_info", {}).get("editable"):
         source = Path(unquote(url.path))

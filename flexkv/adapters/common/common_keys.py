@@ -114,9 +114,16 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
 
 
 def _architecture(path: str) -> Any:
-    """What the model's own file says; engines' libraries add to it each in its way."""
+    """What the model's own file says; engines' libraries add to it each in its way.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
     file = Path(path) / "config.json"
-    return plain_config(json.loads(file.read_text())) if file.is_file() else None
+    try:
+        return plain_config(json.loads(file.read_text())) if file.is_file() else None
+    except ValueError as error:
+        raise _refusal(f"{file} is no JSON: {error}") from error
 
 
 def _refusal(reason: str) -> ConfigError:

@@ -179,7 +179,10 @@ def _architecture(model: str) -> dict[str, Any]:
     file = Path(model) / "config.json"
     if not file.is_file():
         return {}
-    found = json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: holds a {type(found).__name__}, not a model's configuration")
     return found

@@ -159,6 +159,13 @@ def test_the_models_file_and_weights_are_in_it(folder: Path) -> None:
     assert len({before, other_file, vllm(folder)}) == 3
 
 
+@pytest.mark.parametrize("content", [b'{"hidden_size": 64', b"\xff{}"])
+def test_a_damaged_configuration_of_the_model_is_named(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json is no JSON"):
+        vllm(folder)
+
+
 def test_a_commit_is_the_same_by_hub_name_and_by_folder() -> None:
     settings = load_config(COMMON, {})
     commit = "c" * 40

@@ -49,6 +49,12 @@ def test_another_package_is_named_with_version_and_place(sites: list[Path]) -> N
     assert other_packages() == [OtherPackage("flexkv", "1.4.0", sites[1] / "flexkv")]
 
 
+def test_a_damaged_record_of_an_installation_stops_nothing(sites: list[Path]) -> None:
+    install(sites[0], "flexkv", "1.4.0")
+    (sites[0] / "flexkv-1.4.0.dist-info" / "direct_url.json").write_text('{"url": ')
+    assert other_packages() == [OtherPackage("flexkv", "1.4.0", sites[0] / "flexkv")]
+
+
 def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> None:
     install(sites[0], "flexkv-cu12", "2.0")
     assert other_packages() == [OtherPackage("flexkv-cu12", "2.0", sites[0] / "flexkv")]

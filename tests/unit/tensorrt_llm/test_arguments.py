@@ -35,6 +35,13 @@ def model(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
+def test_a_damaged_configuration_of_the_model_is_named(tmp_path: Path) -> None:
+    path = model(tmp_path, **LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1])
+    with pytest.raises(ConfigError, match=r"config\.json is no JSON"):
+        EngineArguments.of(arguments(model=path))
+
+
 def pool(blocks: int = 5, layers: int = 3, kv: int = 2, elements: int = 2 * 4 * 8) -> HostTensor:
     return HostTensor(np.zeros((blocks, layers, kv, elements), np.float16))
 
