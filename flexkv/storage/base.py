@@ -89,7 +89,7 @@ class DiskOptions:
         io: `auto` takes io_uring where the kernel lets it, else threads.
         depth: I/Os under way at once on one disk.
         stuck_s: a disk with an I/O that takes longer is taken out.
-        journal_rows: rows that may wait in a journal; publishes beyond it come later, evictions and uses are dropped.
+        journal_rows: rows that may wait in a journal; publishes and evictions beyond it come later, uses are dropped.
         preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
             the pages while the disk is idle.
         register_buffers: io_uring keeps the host pool's pages pinned. Where it is refused that, which `memlock` limits

@@ -1,4 +1,4 @@
-"""Publishes that one disk's journal had no room for, kept until it has."""
+"""Publishes and evictions that one disk's journal had no room for, kept until it has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.storage.journal import Journal, Publish
+from flexkv.storage.journal import Evict, Journal, Publish
 from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import Slots
 
 
-class OwedPublishes:
-    """In front of a journal: at most one publish for each slot of the disk, so that they need no bound of their own.
+class OwedRecords:
+    """In front of a journal: at most one publish and one eviction for each slot of the disk, so that they need no bound
+    of their own.
 
     What they are kept in is made when the first one comes: a journal that keeps up costs nothing.
 
@@ -22,7 +23,8 @@ class OwedPublishes:
         slots: of each group on this disk.
 
     Attributes:
-        pages: that are owed.
+        pages: whose publish is owed.
+        evictions: that are owed: until then the index names pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -31,7 +33,10 @@ class OwedPublishes:
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
         """Of each slot the generation that is owed, or 0. Not in the rows, because every slot is looked at."""
+        self._evicted: dict[int, NDArray[np.uint64]] = {}
+        """Of each slot the generation whose eviction is owed, or 0."""
         self.pages = 0
+        self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
         """Whether the journal took it; if not, it is owed, unless the journal has failed."""
@@ -42,22 +47,40 @@ class OwedPublishes:
             self._add(record)
         return False
 
-    def settle(self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None) -> None:
-        """What is owed of these slots, or of these generations of theirs, is not to be published any more."""
-        if group not in self._held:
+    def evict(self, record: Evict) -> None:
+        """The journal forgets these pages, now or when it has room."""
+        entered = ~self.settle(record.group, record.slots, record.generations)
+        if self._journal.put(record) or self._journal.failure:
             return
+        evicted = self._evicted.get(record.group)
+        if evicted is None:
+            evicted = self._evicted[record.group] = np.zeros(self._slots[record.group], np.uint64)
+        # Of a page that never entered the journal nothing is to be taken out; what its slot owed before stays owed.
+        slots = record.slots[entered]
+        self.evictions += int(np.count_nonzero(evicted[slots] == 0))
+        evicted[slots] = record.generations[entered]
+
+    def settle(
+        self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None
+    ) -> NDArray[np.bool_]:
+        """What is owed of these slots, or of these generations of theirs, is not to be published any more; returns
+        which of them were owed, bool [slots]."""
+        if group not in self._held:
+            return np.zeros(len(slots), np.bool_)
         held = self._held[group]
         owed = held[slots] != 0
         if generations is not None:
             owed &= held[slots] == generations
         held[slots[owed]] = 0
         self.pages -= int(np.count_nonzero(owed))
+        return np.asarray(owed)
 
     def pay(self) -> None:
-        """Gives the journal what it has room for by now."""
-        room = self._journal.room if self.pages else 0
-        if room <= 0:
-            return
+        """Gives the journal what it has room for by now: evictions first, as what their slots got since came later."""
+        room = self._journal.room if self.pages or self.evictions else 0
+        for eviction in self._take_evictions(room):
+            room -= eviction.rows
+            self.evict(eviction)
         for record in self._take(room):
             if not self._journal.put(record):
                 self._add(record)
@@ -66,12 +89,14 @@ class OwedPublishes:
         """Everything on the disk was forgotten."""
         self._rows.clear()
         self._held.clear()
+        self._evicted.clear()
         self.pages = 0
+        self.evictions = 0
 
     @property
     def waits(self) -> bool:
         """Whether anything is owed that can still be paid."""
-        return self.pages > 0 and not self._journal.ended
+        return (self.pages > 0 or self.evictions > 0) and not self._journal.ended
 
     def _add(self, record: Publish) -> None:
         rows = self._rows.get(record.group)
@@ -83,6 +108,18 @@ class OwedPublishes:
         rows["expiry"][record.slots] = record.expiries
         rows["tokens"][record.slots] = record.tokens
         self.pages += record.rows
+
+    def _take_evictions(self, most: int) -> Iterator[Evict]:
+        """Evictions of at most `most` rows in all, which are then owed no more."""
+        for group, evicted in self._evicted.items():
+            slots = np.flatnonzero(evicted)[: max(0, most)]
+            if not len(slots):
+                continue
+            most -= len(slots)
+            generations = evicted[slots]
+            evicted[slots] = 0
+            self.evictions -= len(slots)
+            yield Evict(group, slots, generations)
 
     def _take(self, most: int) -> Iterator[Publish]:
         """Publishes of at most `most` rows in all, which are then owed no more."""

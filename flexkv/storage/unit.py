@@ -35,7 +35,7 @@ from flexkv.storage.generations import GenerationCounter
 from flexkv.storage.header import codec_of
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
-from flexkv.storage.owed import OwedPublishes
+from flexkv.storage.owed import OwedRecords
 from flexkv.storage.rows import index_rows
 from flexkv.storage.slot_rows import Rows
 from flexkv.storage.striping import parts_by_disk, places_of
@@ -74,7 +74,7 @@ class DiskUnit(DiskTier):
         """Why a disk takes no new page now."""
         self._untold: list[LostDisk] = []
         self._durable: deque[DurablePages] = deque()
-        self._owed: dict[int, OwedPublishes] = {}
+        self._owed: dict[int, OwedRecords] = {}
         """Of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
         self._closed = False
@@ -153,7 +153,7 @@ class DiskUnit(DiskTier):
                 continue
             self._rows.append(list(rows))
             self._journals[disk] = journal
-            self._owed[disk] = OwedPublishes(journal, [self._slots] * len(self._codecs))
+            self._owed[disk] = OwedRecords(journal, [self._slots] * len(self._codecs))
         if not any(self._journals):
             raise DiskError("no disk can be used: " + "; ".join(self._lost.values()))
 
@@ -259,8 +259,7 @@ class DiskUnit(DiskTier):
         self._require_group(group)
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
             if disk in self._owed:
-                self._owed[disk].settle(group, slots, generations[at])
-            self._put(disk, Evict(group, slots, generations[at]))
+                self._owed[disk].evict(Evict(group, slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
         self._require_group(group)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flexkv.storage.fsck import check_folder
 from flexkv.storage.journal import Journal, Record
 from flexkv.transfer.graph import OpStatus
 from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, DiskWorld, ids, keys_of
@@ -174,3 +175,46 @@ def test_a_reset_forgets_what_is_owed(make_disks: MakeDisks) -> None:
     assert owed(world) == 0
     assert world.close()
     assert blocks_after_restart(make_disks) == []
+
+
+def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    generations = write_owed(world, range(8))
+    world.wait_durable(range(8), generations)
+    world.unit.record_evict(0, ids(range(6)), generations[:6])
+    assert world.unit.owes
+    result, _ = world.write([20], [0], publish=False)  # an overwritten page that the index must not name
+    assert result.status is OpStatus.OK
+    world.until(lambda: not world.unit.owes, "the evictions stay owed")
+    folder = world.folder
+    assert world.close()
+    assert check_folder(folder).slabs[0].missing == []
+    assert blocks_after_restart(make_disks) == [6, 7]
+
+
+def test_an_eviction_that_is_owed_outlives_a_page_that_never_entered_the_journal(
+    make_disks: MakeDisks, held_up: threading.Event
+) -> None:
+    held_up.set()
+    world = make_disks(**FULL)
+    generations = write_owed(world, range(8))
+    world.wait_durable(range(8), generations)
+    held_up.clear()
+    world.unit.record_evict(0, ids(range(8)), generations)
+    later = write_owed(world, range(8))
+    world.unit.record_evict(0, ids(range(8)), later)
+    assert owed(world) == 0
+    assert world.unit.owes
+    held_up.set()
+    world.until(lambda: not world.unit.owes, "the evictions stay owed")
+    assert world.close()
+    assert blocks_after_restart(make_disks) == []
+
+
+def test_a_reset_forgets_evictions_that_are_owed(make_disks: MakeDisks) -> None:
+    world = make_disks(**FULL)
+    generations = write_owed(world, range(8))
+    world.wait_durable(range(8), generations)
+    world.unit.record_evict(0, ids(range(8)), generations)
+    world.unit.reset(2)
+    assert not world.unit.owes
