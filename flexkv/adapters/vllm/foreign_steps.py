@@ -32,6 +32,7 @@ class ForeignSteps:
         # Without lanes it refuses every op.
         self._ops = RankOps(config, rank, counters)
         self._logged: UnitId | None = None
+        self._counted: ConnectorMetadata | None = None
         self.unit: UnitId | None = None
         self.reason = ""
 
@@ -41,7 +42,10 @@ class ForeignSteps:
             self.unit = None
             return False
         self.unit = orders.unit
-        self._counters.add("flexkv_refused_messages_total", kind="orders")
+        if orders is not self._counted:
+            # Every hook of a step begins with it.
+            self._counted = orders
+            self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._logged != orders.unit:
             self._logged = orders.unit
             self.reason = self._ops.refusal = (
