@@ -61,12 +61,16 @@ class ManagerLimits:
         inflight_store_pages: stores beyond this many pages in flight are dropped and counted (BUSY).
         inflight_load_pages: promises beyond this many reserved pages are cut to what fits.
         lease_s: a lookup's lease expires after this long without a load.
+        rest_s: after a load that did not bring pages which are still there, nothing is promised to any request for so
+            long, but to those that have a promise already. For an engine that ends a request whose load fails; 0 for
+            one that computes what did not come.
     """
 
     ranks: int = 1
     inflight_store_pages: int = 65_536
     inflight_load_pages: int = 65_536
     lease_s: float = 60.0
+    rest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ class CacheManager(ABC):
         those that do not come or do not verify. With `DiskLimits.gds_loads` those on disk are promised where they lie.
 
         What a load of the request did not bring is not promised to it again by the same way, and after two failed loads
-        nothing is, until `end_request`.
+        nothing is, until `end_request`. With `ManagerLimits.rest_s` others are promised nothing either for a while.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.

@@ -3,18 +3,26 @@
 An engine whose load has failed as a whole asks again. Where pages are too slow rather than bad, nothing is forgotten in
 the tiers, and the answer would be the same for as long as they stay slow. So a request has two tries: the second leaves
 out what the first did not bring, and after it the request is computed.
+
+An engine that cannot compute what a load did not bring ends the request instead, and its client asks again under
+another id. There nothing is promised to anybody for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexkv.cache.base import Keys
 from flexkv.cache.inflight import InflightOp
+from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
+
+logger = get_logger(__name__)
 
 TRIES = 2
 """Loads of one request that may fail before nothing more is promised to it."""
@@ -52,10 +60,18 @@ class FailedLoad:
 
 
 class FailedLoads:
-    """By request, from the first failed page to `end`."""
+    """By request, from the first failed page to `end`.
 
-    def __init__(self) -> None:
+    Args:
+        rest_s: `ManagerLimits.rest_s`.
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(self, rest_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests: dict[str, FailedLoad] = {}
+        self._rest_s = rest_s
+        self._clock = clock
+        self._rests_until_s = -math.inf
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -68,6 +84,8 @@ class FailedLoads:
         """Pages of a load failed; to be called with each rank's report, before the request can be looked up again."""
         if op.abandoned:
             return
+        if self._rest_s and (op.failed & ~op.suspect).any():
+            self._rest(op)
         known = self._requests.get(op.request_id)
         if known is None:
             if len(self._requests) >= MAX_REQUESTS:
@@ -81,6 +99,21 @@ class FailedLoads:
             return
         first = int(op.block_numbers[np.argmax(op.failed)])
         known.first_block = first if known.first_block is None else min(first, known.first_block)
+
+    def _rest(self, op: InflightOp) -> None:
+        now_s = self._clock()
+        if now_s >= self._rests_until_s:
+            logger.warning(
+                "nothing is promised for the next %.0f s, because this engine ends requests whose load fails: %s",
+                self._rest_s,
+                "; ".join(op.reasons),
+            )
+        self._rests_until_s = now_s + self._rest_s
+
+    @property
+    def rests(self) -> bool:
+        """Whether a load has failed lately of which the pages are still there: nothing is promised anew."""
+        return self._rest_s > 0 and self._clock() < self._rests_until_s
 
     def end(self, request_id: str) -> None:
         """The request has ended."""

@@ -93,7 +93,7 @@ class LocalCacheManager(CacheManager):
         self._leases = LeaseTable()
         self._inflight = InflightTable()
         self._trails = TrailTable(len(groups))
-        self.failed_loads = FailedLoads()
+        self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._log = OpLog(clock)
         self._epoch = 0
         self.host = HostTier(self._specs, policy, self._counts, listener)
@@ -157,11 +157,14 @@ class LocalCacheManager(CacheManager):
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
         self._lookup.check(keys, start_block, tail)
+        promised = self._leases.get(request_id) is not None
         self._end_lease(request_id)
         asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self.failed_loads.of(request_id)
         if failed is not None:
             keys, tail = failed.still_promised(keys, start_block), None
+        elif self.failed_loads.rests and not promised:
+            keys, tail = [group_keys[:start_block] for group_keys in keys], None
         room = self._room_for_loads()
         found = self._lookup.find(keys, start_block, tail, room)
         lease = self._lookup.lease(found, self._clock())

@@ -45,6 +45,10 @@ START_WAIT_S = 10.0
 """How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
 the first requests find room; the rest comes up while the engine runs."""
 
+FAILED_LOAD_REST_S = 30.0
+"""How long nothing is promised to an engine that ends a request whose load is late. Each try costs a client its
+request, and what is slow for longer than `load.deadline_s` is seldom fast a moment later."""
+
 EXPIRE_EVERY_S = 1.0
 """How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
 
@@ -159,8 +163,19 @@ class HostUnit:
             tier = open_tier(config, block_tokens, said, owner, limits.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
+            rest_s = 0.0 if recomputes else FAILED_LOAD_REST_S
             unit = cls._create(
-                config, block_tokens, said, shared, listener, tier, limits, siblings, ranks, prompt_limit
+                config,
+                block_tokens,
+                said,
+                shared,
+                listener,
+                tier,
+                limits,
+                siblings,
+                ranks,
+                prompt_limit,
+                rest_s,
             )
         except BaseException:
             if tier is not None:
@@ -182,6 +197,7 @@ class HostUnit:
         siblings: Sequence[Sibling],
         ranks: int,
         prompt_limit: PromptLimit | None,
+        rest_s: float,
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
@@ -190,6 +206,7 @@ class HostUnit:
             inflight_store_pages=config.store.inflight_pages,
             inflight_load_pages=config.load.inflight_pages,
             lease_s=config.load.lease_s,
+            rest_s=rest_s,
         )
         manager = LocalCacheManager(
             [GroupSpec(block_tokens, pool.slots)],

@@ -27,6 +27,7 @@ from flexkv.adapters.vllm.one_engine import OwnPools, check_agent, is_child
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
+from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError
@@ -211,6 +212,7 @@ class FlexKVConnectorV1Impl:
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             with_events=events is not None and events.enable_kv_cache_events,
             stores_end_in_step=True,
+            use=Use(recomputes=self._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"),
             prompt_limit=PromptLimit(self._vllm_config.model_config.max_model_len, "max_model_len"),
         )
         self._scheduler.bind_watch(NoWatch())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flexkv import c_ext
+from flexkv.adapters.vllm.use import Use
 from flexkv.errors import CapacityError, GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.full_queue import four_loads
@@ -109,7 +110,10 @@ def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make
 
 def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
-    engine = stored_engine(make_engine, PROMPT, worker_class=slow, **{"load.deadline_s": 0.05})
+    recomputes = Use(recomputes=True)
+    engine = stored_engine(
+        make_engine, PROMPT, worker_class=slow, use=recomputes, **{"load.deadline_s": 0.05}
+    )
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 20
     engine.step({})

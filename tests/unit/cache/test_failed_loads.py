@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import ManagerLimits
+from flexkv.cache.base import GroupSpec, ManagerLimits
 from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.failed_loads import MAX_REQUESTS, FailedLoads
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind, OpStatus
 from tests.unit.cache.disk_world import chain, written
 from tests.unit.cache.host_world import end, hit, ids, keys, make, store
@@ -156,6 +157,46 @@ def test_requests_whose_end_nobody_tells_are_bounded() -> None:
     assert len(manager.failed_loads) == MAX_REQUESTS
     assert manager.failed_loads.of("r0") is None
     assert manager.failed_loads.of(f"r{MAX_REQUESTS + 4}") is not None
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_an_engine_that_ends_requests_whose_load_fails_is_promised_nothing_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its clients ask again under other ids."""
+    clock, chain = Clock(), keys(4)
+    manager = LocalCacheManager((GroupSpec(4, 16),), ManagerLimits(rest_s=30.0), clock=clock)
+    manager.grow(0, 16)
+    store(manager, chain)
+    assert manager.match("promised before", [chain], 0).blocks == 4
+    assert fail_a_load(manager, chain, [], status=OpStatus.CANCELLED) == 4
+    manager.end_request("r")
+    assert hit(manager, chain) == 0
+    assert manager.match("promised before", [chain], 0).blocks == 4, "what was promised is kept"
+    fail_a_load(manager, chain, [], "promised before", status=OpStatus.CANCELLED)
+    assert len([r for r in caplog.records if "nothing is promised for the next 30 s" in r.message]) == 1
+    clock.now_s += 29
+    assert hit(manager, chain) == 0
+    clock.now_s += 2
+    assert hit(manager, chain) == 4
+
+
+def test_pages_that_are_forgotten_are_no_reason_to_rest() -> None:
+    manager, chain = make(rest_s=30.0), keys(4)
+    store(manager, chain)
+    fail_a_load(manager, chain, [2])
+    assert hit(manager, chain) == 2
+
+
+def test_a_rest_below_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rest_s=-1\.0; allowed are 0 and more"):
+        make(rest_s=-1.0)
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -17,7 +17,7 @@ from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, Version
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
-from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, World, arguments, stored
+from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, World, arguments, rest_over, stored
 from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
@@ -129,6 +129,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
     assert world.executor.wrong != [], "it has read what was not there yet"
     assert len(request.tokens) == len(LONGER)
     end_failed(world)
+    rest_over(world)
     # From now on loads come first; nothing that the step computed was stored.
     assert world.hit(world.serve(LONGER)) == WHOLE
     assert world.hit(world.serve(LONGER)) == MORE

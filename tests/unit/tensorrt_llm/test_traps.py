@@ -23,6 +23,7 @@ from tests.unit.tensorrt_llm.world import (
     end,
     lookup,
     promised,
+    rest_over,
     stalled_load,
     steps,
     stored,
@@ -136,7 +137,7 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
 
 
 def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
-    """Nothing is wrong with the pages, which stay: other requests are promised them."""
+    """Nor to others for a while: this engine ends a request whose load fails. Nothing is wrong with the pages."""
     late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
     world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
     request = world.request(PROMPT)
@@ -148,6 +149,8 @@ def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_wor
         world.scheduler.side.poll()
     world.scheduler.request_reset(request)
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert lookup(world) == 0
+    rest_over(world)
     assert lookup(world) == WHOLE
 
 

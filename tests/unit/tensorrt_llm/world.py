@@ -201,6 +201,14 @@ def wait_for_the_disk(world: World) -> None:
         time.sleep(0.005)
 
 
+def rest_over(world: World) -> None:
+    """As if the time had passed for which nothing is promised after a load that was not brought."""
+    assert world.scheduler is not None
+    failed = world.scheduler.side.unit.manager.failed_loads
+    assert failed.rests
+    failed._rests_until_s = 0.0
+
+
 def write_model(folder: Path, head_dim: int, layers: int) -> str:
     """The model's own file, which the pool is checked against."""
     shape = {
