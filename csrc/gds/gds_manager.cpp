@@ -12,6 +12,8 @@ namespace {
 
 // Unit: pages a thread. Keeps a thread's next page queued while it does one.
 constexpr int32_t kDirectPagesPerThread = 2;
+// Unit: bytes. Larger is a wrong number; rounding it up stays far from overflow.
+constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
 void refuse(const char* name, const std::string& value, const char* allowed) {
   throw ConfigError(std::string(name) + " is " + value + ": allowed is " + allowed);
@@ -22,8 +24,9 @@ const GdsOptions& checked(const GdsOptions& options) {
   if (options.max_staging_blocks < 1) {
     refuse("max_staging_blocks", std::to_string(options.max_staging_blocks), "1 and more");
   }
-  if (options.max_staging_bytes < 1) {
-    refuse("max_staging_bytes", std::to_string(options.max_staging_bytes), "1 and more");
+  if (options.max_staging_bytes < 1 || options.max_staging_bytes > kMostStagingBytes) {
+    const std::string allowed = "from 1 to " + std::to_string(kMostStagingBytes);
+    refuse("max_staging_bytes", std::to_string(options.max_staging_bytes), allowed.c_str());
   }
   if (options.most_transfer_bytes < 1) {
     refuse("most_transfer_bytes", std::to_string(options.most_transfer_bytes), "1 and more");

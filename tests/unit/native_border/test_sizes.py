@@ -116,6 +116,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[FlexKVError], str]] = {
         ContractError,
         "allowed are 1073741824 tokens in all",
     ),
+    "staging": (
+        lambda: c_ext.GDSManager({0: ["none"]}, 1, max_staging_bytes=2**63 - 1, gpu_device_id=-1),
+        ConfigError,
+        f"max_staging_bytes is {2**63 - 1}",
+    ),
     "head stride": (lambda: rotate(4, 2**62), GeometryError, "4 heads with a stride"),
     "block of the other memory": (
         lambda: copy_layers(0, 1, blocks=2**62),
