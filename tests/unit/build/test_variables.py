@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from flexkv.adapters.common.prometheus_files import FOLDER_VARIABLE
 from flexkv.config.model import setting_fields
 from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
@@ -24,8 +25,13 @@ PATTERNS = (
 
 
 ANY_READ = re.compile(r"\b(?:os\.environ|os\.getenv|(?:secure_)?getenv)\b(?!`)")
-READERS = {"flexkv/config/load.py": "the settings", "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`"}
-"""Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md."""
+READERS = {
+    "flexkv/config/load.py": "the settings",
+    "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
+    "flexkv/adapters/common/prometheus_files.py": "`FOLDER_VARIABLE`",
+}
+"""Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md; the
+third one that prometheus_client reads as well, docs/metrics.md."""
 
 
 def reads() -> Iterator[tuple[str, str]]:
@@ -52,6 +58,7 @@ def test_settings_are_read_in_one_place() -> None:
     assert ANY_READ.search("std::getenv(name)")
     api = (ROOT / "flexkv/adapters/tensorrt_llm/api.py").read_text()
     names = re.findall(r'"(\w+)"', re.findall(r"RANK_VARIABLES = \((.*?)\)", api)[0])
+    assert f"`{FOLDER_VARIABLE}`" in (ROOT / "docs/metrics.md").read_text()
     page = (ROOT / "docs/tensorrt-llm.md").read_text()
     assert len(names) > 3
     assert [name for name in names if f"`{name}`" not in page] == []
