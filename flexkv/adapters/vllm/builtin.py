@@ -23,7 +23,7 @@ from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, r
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.one_engine import OwnPools, check_agent, is_child
+from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
@@ -53,8 +53,8 @@ class FlexKVConnectorV1Impl:
     """What vLLM's built-in class delegates to.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, the engine has more than one rank, a MultiConnector or another
-            connector of flexkv, or it or its model is refused by `check_engine`.
+        ConfigError: a setting is unknown or not allowed, the engine has more than one rank or another connector of
+            flexkv, or it or its model is refused by `check_engine`.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -81,11 +81,6 @@ class FlexKVConnectorV1Impl:
         self._settings = _reduced(asked)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.WORKER and is_child(vllm_config):
-            raise ConfigError(
-                "vLLM's built-in FlexKVConnectorV1 finds its orders at the process's connector, which here is a "
-                f'MultiConnector: nothing would be stored or loaded; set {FULL_CONNECTOR} in its "connectors"'
-            )
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(self._settings, 0, 1)
             self._own_pools = OwnPools()

@@ -59,13 +59,6 @@ class OwnPools:
         self._registered = True
 
 
-def is_child(vllm_config: VllmConfig) -> bool:
-    """Whether a worker's connector that is made from this is a part of another one: a MultiConnector gives each of its
-    connectors a transfer configuration of its own."""
-    engine = get_current_vllm_config_or_none()
-    return engine is not None and engine.kv_transfer_config is not vllm_config.kv_transfer_config
-
-
 def check_agent(vllm_config: VllmConfig) -> None:
     """A scheduler's connector is made: the process's worker must be of the same engine where it is in this process.
 

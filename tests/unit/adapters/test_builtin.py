@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from flexkv.adapters.vllm import one_engine
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
 from flexkv.adapters.vllm.connector import FlexKVConnector, warn_of_sudden_end
 from flexkv.adapters.vllm.possible_modes import possible_load_mode
@@ -67,19 +66,6 @@ def test_what_it_cannot_do_safely_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         FlexKVConnectorV1Impl(engine(**changes), KVConnectorRole.SCHEDULER)
-
-
-@pytest.mark.parametrize("child", [True, False])
-def test_a_part_of_a_multi_connector_is_refused(child: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its orders come with the process's connector; with another one there, no store would ever be carried out."""
-    config = engine()
-    whole = engine() if child else config
-    monkeypatch.setattr(one_engine, "get_current_vllm_config_or_none", lambda: whole)
-    if child:
-        with pytest.raises(ConfigError, match='"kv_connector":"FlexKVConnector"'):
-            FlexKVConnectorV1Impl(config, KVConnectorRole.WORKER)
-    else:
-        FlexKVConnectorV1Impl(config, KVConnectorRole.WORKER).shutdown()
 
 
 def test_async_scheduling_is_safe_where_failed_requests_end() -> None:
