@@ -190,14 +190,9 @@ class LocalCacheManager(CacheManager):
                     found, lease = self._lookup.extend_on_disk(found, lease, looked.on_disk)
         if lease.pages:
             self._leases.add(request_id, lease)
-        trails = self._trails.of(request_id)
-        for group, trail in enumerate(trails):
-            if start_block:
-                trail.put(0, self.host.index.find(group, keys[group][:start_block]))
-            if found.blocks:
-                trail.put(
-                    lease.groups[group].first_block, lease.groups[group].entries[: lease.groups[group].blocks]
-                )
+        find = self.host.index.find
+        before = [find(g, k[:start_block]) for g, k in enumerate(keys)] if start_block else ()
+        self._trails.put_lookup(request_id, before, lease.groups if found.blocks else ())
         self._counts.add_lookup(asked, found.blocks, found.tail_tokens > 0, found.cut)
         result = self._lookup.result(request_id, found, lease, reads)
         self._log.looked_up(result, asked)

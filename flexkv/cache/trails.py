@@ -7,10 +7,12 @@ block. Entry numbers here are hints without a lease: one that was reused meanwhi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.leases import EntryIds
+from flexkv.cache.leases import EntryIds, GroupLease
 
 MAX_TRAILS = 16_384
 """Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""
@@ -75,6 +77,14 @@ class TrailTable:
                 del self._trails[next(iter(self._trails))]
             trails = self._trails[request_id] = tuple(Trail() for _ in range(self._groups))
         return trails
+
+    def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
+        """A lookup used, per group, blocks that the engine has itself and those that it was promised."""
+        trails = self.of(request_id)
+        for trail, entries in zip(trails, before, strict=False):
+            trail.put(0, entries)
+        for trail, group in zip(trails, promised, strict=False):
+            trail.put(group.first_block, group.entries[: group.blocks])
 
     def peek(self, request_id: str, group: int) -> Trail | None:
         trails = self._trails.get(request_id)
