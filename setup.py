@@ -24,8 +24,14 @@ class NinjaBuild(build_ext):
     """Builds `flexkv.c_ext` under build/ and copies it to where setuptools wants it; what is to be installed elsewhere
     without symbols for debuggers, which are four fifths of its bytes."""
 
+    in_place = False
+
+    def run(self) -> None:
+        self.in_place = bool(self.inplace)  # setuptools builds elsewhere first, and forgets it meanwhile
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
-        variant = Variant.from_environment(in_place=bool(self.inplace))
+        variant = Variant.from_environment(in_place=self.in_place)
         toolkit = variant.toolkit
         cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} at {toolkit.home}" if toolkit else "no CUDA"
         print(f"flexkv: building variant {variant.name} ({cuda})", file=sys.stderr)
@@ -36,7 +42,7 @@ class NinjaBuild(build_ext):
         ninja.run()
         # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
         shutil.copy(library, target)
-        if not self.inplace and shutil.which("strip"):
+        if not self.in_place and shutil.which("strip"):
             subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 
 

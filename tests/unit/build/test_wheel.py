@@ -95,6 +95,9 @@ def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
     here = [path for path in sys.path if path.endswith("site-packages")]
     (site / "outer.pth").write_text("\n".join(here) + "\n")
     run(str(python), "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q", "-e", ".")
-    program = "import flexkv.c_ext as c, flexkv.config; print(c.__file__)"
-    assert Path(run(str(python), "-c", program, cwd=tmp_path).strip()).parent == ROOT / "flexkv"
+    program = "import flexkv.c_ext as c, flexkv.config; print(c.__file__, c.build_info()['cuda'])"
+    path, cuda = run(str(python), "-c", program, cwd=tmp_path).split()
+    assert Path(path).parent == ROOT / "flexkv"
+    # For this machine alone: without a GPU the CUDA kernels are left out.
+    assert cuda == str(Variant.from_environment(in_place=True).toolkit is not None)
     assert "Commands" in run(str(environment / "bin" / "flexkv"), "--help", cwd=tmp_path)
