@@ -55,8 +55,12 @@ format: env-test  ## formats Python and C++
 test-unit: build-test  ## Python unit tests
 	@$(PYTEST) tests/unit
 
-test-native: build-test  ## C++ tests
+test-native: build-test  ## C++ tests; some of them: make test-native CASE='*staging*'
+ifdef CASE
+	@$(PY) -m tests.native.run --case '$(CASE)'
+else
 	@$(PYTEST) tests/native
+endif
 
 test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
 	@$(PYTEST) tests/sanitizers

@@ -1,14 +1,20 @@
-"""Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER]`; without one, of the usual variant."""
+"""Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER] [--case PATTERN]`.
+
+Without a sanitizer, of the usual variant. PATTERN is doctest's: `*` stands for anything, and commas part several.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-import sys
 import tempfile
+from argparse import ArgumentParser
+from pathlib import Path
 
+from build_support.console import fail
 from build_support.native_tests import build
-from build_support.ninja_file import Variant
+from build_support.ninja_file import SANITIZERS, Variant
 
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1",
@@ -17,11 +23,31 @@ OPTIONS = {
 }
 
 
+def count_cases(program: Path, pattern: str) -> int:
+    """How many test cases have a name that `pattern` fits."""
+    command = [str(program), "--count", f"--test-case={pattern}"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"passing the current filters: (\d+)", said)
+    assert found is not None, said
+    return int(found[1])
+
+
 def main() -> None:
-    variant = Variant(None, sys.argv[1]) if sys.argv[1:] else Variant.from_environment()
-    program = build(variant)
+    parser = ArgumentParser(description="Builds the C++ tests and runs them.")
+    parser.add_argument("sanitizer", nargs="?", choices=[name for name in SANITIZERS if name])
+    parser.add_argument("--case", metavar="PATTERN", help="only test cases with such a name, as '*staging*'")
+    asked = parser.parse_args()
+    program = build(Variant(None, asked.sanitizer) if asked.sanitizer else Variant.from_environment())
+    command = [str(program)]
+    if asked.case is not None:
+        # doctest runs nothing then, and calls it a success.
+        if count_cases(program, asked.case) == 0:
+            fail(
+                f"--case {asked.case}: no test case has such a name ({program} --list-test-cases lists them)"
+            )
+        command.append(f"--test-case={asked.case}")
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([program], cwd=folder, env={**os.environ, **OPTIONS})
+        done = subprocess.run(command, cwd=folder, env={**os.environ, **OPTIONS})
     raise SystemExit(done.returncode)
 
 
