@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
+from flexkv import c_ext
 from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import linker as linker_module
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.linker import FlexKVLinker
+from flexkv.errors import ClosedError
 from flexkv.transfer.base import Ticket
+from flexkv.transfer.graph import OpKind
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
 
 DONE_S = 60.0
@@ -27,6 +32,7 @@ def make_linker(kind: type[FlexKVLinker], pool: Any, stream: Any = None, **setti
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(linker_module).update(
         owner_of=lambda *_: UnitOwner("pool", b"l" * 32, "tp0"),
+        prompt_limit=lambda _: None,
         Place=SimpleNamespace(of_this_process=lambda: place),
     )
     params = SimpleNamespace(
@@ -163,6 +169,50 @@ def reset() -> dict[str, Any]:
     return found
 
 
+class Stalling(FlexKVLinker):
+    """Its copies from the pool wait until `mover.release()`."""
+
+    def make_mover(self) -> Any:
+        stall = c_ext.FaultRule(2, kind=int(OpKind.D2H))
+        self.mover = c_ext.FaultyMover(c_ext.HostMover(), [stall])
+        return self.mover
+
+
+def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
+    """SGLang's own code releases the pool's memory while an offload is under way."""
+    pool = make_pool("mha fp16")
+    settings = {} if ends else {"transfer.stuck_s": 0.2}
+    linker = make_linker(Stalling, pool, **settings)
+    fill(pool)
+    linker.offload(transfers("a", 2))
+    assert linker.mover.wait_stalled(1, DONE_S)
+    moving: list[int] = []
+
+    def pause(tag: str) -> None:
+        linker._cache.poll()
+        moving.append(len(linker._cache._watchers))
+
+    manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    manager.scheduler, manager.offload_tags = None, set()
+    manager.memory_saver_adapter = SimpleNamespace(pause=pause)
+    manager.is_fully_idle = lambda ignore_waiting: True
+    manager.flush_cache = lambda: True
+    release = SchedulerWeightUpdaterManager.release_memory_occupation
+    if ends and hooked:
+        threading.Timer(0.3, linker.mover.release).start()
+    found: dict[str, Any] = {}
+    try:
+        (release if hooked else release.__wrapped__)(manager, SimpleNamespace(tags=["kv_cache"]))
+    except ClosedError as error:
+        found["refused"] = str(error)
+    found["moving"] = moving
+    linker.mover.release()
+    linker.reset()
+    found["stored"] = linker.lookup("later", transfers("a"))
+    linker.close()
+    return found
+
+
 class Stream:
     """A stream of a device: its work is done when something waits for it."""
 
@@ -256,6 +306,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "cancelled", cancelled()
     yield "never refused", never_refused()
     yield "reset", reset()
+    yield "released", released(hooked=True)
+    yield "released without the hook", released(hooked=False)
+    yield "released under a copy that hangs", released(hooked=True, ends=False)
     yield "fenced", fenced(FlexKVLinker)
     yield "fenced with one stream", fenced(FlexKVLinker, with_forward_stream=False)
     yield "control without the fence", fenced(Forgetful)

@@ -37,6 +37,15 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
     }
 
 
+def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
+    """SGLang's own code releases it, and does not ask its caches whether they still copy."""
+    assert parts["linker_child"]["released"] == {"moving": [0], "stored": [1]}
+    assert parts["linker_child"]["released without the hook"]["moving"] == [1]
+    hangs = parts["linker_child"]["released under a copy that hangs"]
+    assert hangs["moving"] == []
+    assert "must not be released" in hangs["refused"]
+
+
 def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
     """Streams are stand-ins: their work waits until something asks for it, and copies run as early as they may."""
     for case in ("fenced", "fenced with one stream"):

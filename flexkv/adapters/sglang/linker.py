@@ -12,13 +12,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.sglang.engine_watch import watch_memory, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.page_numbers import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.adapters.sglang.weight_watch import watch_weights
 from flexkv.config import load_config
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
@@ -87,6 +87,11 @@ class FlexKVLinker(UnifiedCacheLinker):
             logger.warning(
                 "this SGLang does not say when weights change: every flush of its cache empties flexkv's too"
             )
+        if not watch_memory(self):
+            logger.warning(
+                "this SGLang does not say when it releases the memory of its pool: flush its cache before "
+                "release_memory_occupation, or a store that is under way reads memory that is gone"
+            )
 
     def make_mover(self) -> Any:
         """The mover of host lanes; None takes the transfer engine's own. For subclasses that decorate it."""
@@ -154,6 +159,15 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._settle()
         if not self._hears_of_weights:
             self._cache.new_weights()
+
+    def end_copies(self) -> None:
+        """The pool's memory is about to be released.
+
+        Raises:
+            ClosedError: a copy did not end.
+        """
+        if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
+            raise ClosedError("a copy has not ended: the memory that it reads or writes must not be released")
 
     def close(self) -> None:
         self._settle()

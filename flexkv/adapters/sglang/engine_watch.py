@@ -1,0 +1,85 @@
+"""Hears of what SGLang's scheduler does without a word to its caches: new weights, and KV memory that goes away.
+
+SGLang tells its caches of a flush, which alone says nothing about the weights, and which comes after the memory of the
+pool was released. Its own registry of hooks reaches both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
+
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+WEIGHTS_METHOD = "_observe_weight_load"
+"""What every update of weights in place goes through before the first byte changes: disk, tensors, IPC, distributed."""
+
+MEMORY_METHOD = "release_memory_occupation"
+"""Unmaps the pool of an engine without requests, whose last stores may still be under way."""
+
+
+class Watching(Protocol):
+    """What wants to know of new weights."""
+
+    def new_weights(self) -> None:
+        """The weights are about to change; called by the engine's scheduler thread."""
+
+
+class HoldsPool(Protocol):
+    """What copies from and to the engine's pool."""
+
+    def end_copies(self) -> None:
+        """The pool's memory is about to be released; called by the engine's scheduler thread.
+
+        Raises:
+            ClosedError: a copy did not end.
+        """
+
+
+_watching: WeakSet[Watching] = WeakSet()
+_holding: WeakSet[HoldsPool] = WeakSet()
+_hooked: set[str] = set()
+
+
+def watch_weights(watching: Watching) -> bool:
+    """Tells `watching` of every update of weights in this process.
+
+    False where this SGLang has no such place: then every flush has to count as new weights.
+    """
+    _watching.add(watching)
+    return _hook(WEIGHTS_METHOD, _tell_of_weights)
+
+
+def watch_memory(holding: HoldsPool) -> bool:
+    """Tells `holding` before the memory of this process's pool is released.
+
+    False where this SGLang has no such place.
+    """
+    _holding.add(holding)
+    return _hook(MEMORY_METHOD, _tell_of_release)
+
+
+def _hook(method: str, hook: Callable[..., None]) -> bool:
+    if method not in _hooked:
+        before = getattr(SchedulerWeightUpdaterManager, method, None)
+        if before is None:
+            return False
+        owner = f"{SchedulerWeightUpdaterManager.__module__}.{SchedulerWeightUpdaterManager.__qualname__}"
+        HookRegistry.register(f"{owner}.{method}", hook, HookType.BEFORE)
+        HookRegistry.apply_hooks()
+        if getattr(SchedulerWeightUpdaterManager, method) is before:
+            return False
+        _hooked.add(method)
+    return True
+
+
+def _tell_of_weights(*_arguments: object, **_named: object) -> None:
+    for watching in list(_watching):
+        watching.new_weights()
+
+
+def _tell_of_release(*_arguments: object, **_named: object) -> None:
+    for holding in list(_holding):
+        holding.end_copies()
