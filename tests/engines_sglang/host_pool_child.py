@@ -45,6 +45,7 @@ def make_storage(pool: Any) -> hicache.FlexKVHiCache:
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
         owner_of=lambda *_: UnitOwner("pool", bytes([number]) * 32, "tp0"),
+        prompt_limit=lambda _: None,
         Place=SimpleNamespace(of_this_process=lambda: place),
     )
     config = HiCacheStorageConfig(
