@@ -13,7 +13,7 @@ from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
 from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
-from flexkv.storage.generations import opens_of
+from flexkv.storage.generations import MOST_OPENS, opens_of
 from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
@@ -22,6 +22,10 @@ from flexkv.storage.slabs import open_slab
 from flexkv.storage.slot_rows import ROW
 
 logger = logging.getLogger(__name__)
+
+OPENS_WITHOUT_A_TRACE = 1024
+"""The count of opens goes on so much above the highest that a trailer names when the index is made anew: the latest
+opens may have given out generations of which a power cut left nothing on the disk. Leaves room for 16,000 times."""
 
 COPIES_OF_ROWS = 2
 """Of each slot's index row in memory when a disk is opened: the journal's, and those that the tier is told."""
@@ -163,6 +167,7 @@ class DiskMember:
             good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
             self.index.restore(group_number, good, rows[good])
             logger.warning("%s: %d pages of group %d found again", self.folder, len(good), group_number)
+        self.index.opens = min(self.index.opens + OPENS_WITHOUT_A_TRACE, MOST_OPENS - 1)
 
     def release(self) -> None:
         """Lets the slabs and the lock go; a lane that still has the slabs keeps the lock. Idempotent."""

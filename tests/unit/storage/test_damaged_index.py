@@ -30,6 +30,15 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
     assert (slab.parent / "index.damaged").exists()
 
 
+def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    world = make_disks()
+    given = world.unit.next_generations(3)  # a power cut may leave nothing of what was written under them
+    assert world.close()
+    (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
+    assert make_disks().unit.next_generations(1)[0] > given.max()
+
+
 def test_a_locked_index_is_not_a_damaged_one(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexkv.storage.index.BUSY_S", 0.1)
     slab, _ = filled(make_disks)
