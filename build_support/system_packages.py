@@ -65,13 +65,11 @@ def manager() -> PackageManager | None:
 
 
 def install_command(needs: list[str]) -> str | None:
-    """The command that installs `needs`, or None where we do not know it."""
+    """The command for a person that installs `needs`, or None where we do not know it."""
     found = manager()
     if found is None:
         return None
-    packages = [package for need in needs for package in found.names.get(need, found.names["c++"])]
-    prefix = "" if os.geteuid() == 0 else "sudo "
-    return prefix + " ".join([*found.install, *dict.fromkeys(packages)])
+    return " ".join([*(() if os.geteuid() == 0 else ("sudo",)), *_install_arguments(found, needs)])
 
 
 def may_install() -> bool:
@@ -80,30 +78,36 @@ def may_install() -> bool:
     asked = os.environ.get("FLEXKV_INSTALL_SYSTEM", "1")
     if asked not in ("0", "1"):
         fail(f"FLEXKV_INSTALL_SYSTEM={asked!r}: allowed are '1' and '0'")
-    return asked == "1" and manager() is not None and _as_root() is not None
-
-
-def _as_root() -> tuple[str, ...] | None:
-    """What to put before a command so that it runs as root; None where that takes a password or is not possible."""
+    if asked == "0" or manager() is None:
+        return False
     if os.geteuid() == 0:
-        return ()
+        return True
     if shutil.which("sudo") is None:
-        return None
-    done = subprocess.run(["sudo", "-n", "true"], stdin=subprocess.DEVNULL, capture_output=True)
-    return ("sudo", "-n") if done.returncode == 0 else None
+        return False
+    done = subprocess.run([*_without_password(), "true"], stdin=subprocess.DEVNULL, capture_output=True)
+    return done.returncode == 0
 
 
 def install(needs: list[str]) -> bool:
     """Installs `needs`; False if that failed (its output says why). Only where `may_install`."""
-    found, before, command = manager(), _as_root(), install_command(needs)
+    found = manager()
     assert found is not None
-    assert before is not None
-    assert command is not None
-    say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {command}")
+    say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {install_command(needs)}")
     # sudo passes no variables on.
-    quietly = (*before, "env", "DEBIAN_FRONTEND=noninteractive")
+    as_root = [*_without_password(), "env", "DEBIAN_FRONTEND=noninteractive"]
     if found.program == "apt-get":
         # A fresh container image has no package lists.
-        subprocess.run([*quietly, "apt-get", "update"], stdout=subprocess.DEVNULL)
-    wanted = command.removeprefix("sudo ").split()
-    return subprocess.run([*quietly, *wanted], stdout=subprocess.DEVNULL).returncode == 0
+        subprocess.run([*as_root, "apt-get", "update"], stdout=subprocess.DEVNULL)
+    wanted = _install_arguments(found, needs)
+    return subprocess.run([*as_root, *wanted], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def _without_password() -> tuple[str, ...]:
+    """What to put before a command so that it runs as root, or fails where that takes a password."""
+    return () if os.geteuid() == 0 else ("sudo", "-n")
+
+
+def _install_arguments(found: PackageManager, needs: list[str]) -> list[str]:
+    """The package manager's command line, each package once."""
+    packages = [package for need in needs for package in found.names.get(need, found.names["c++"])]
+    return [*found.install, *dict.fromkeys(packages)]

@@ -115,6 +115,27 @@ def test_packages_are_installed_as_root_or_where_sudo_does_not_ask(
     assert "FLEXKV_INSTALL_SYSTEM=0 declines" in capsys.readouterr().out
 
 
+def test_sudo_is_probed_once(fake_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    (fake_machine / "sudo").write_text(f'#!/bin/sh\necho "$*" >> {fake_machine}/sudone\nshift\nexec "$@"\n')
+    (fake_machine / "sudo").chmod(0o755)
+    assert system_packages.may_install()
+    assert system_packages.install(["sanitizers", "c++"])
+    as_root = "-n env DEBIAN_FRONTEND=noninteractive apt-get"
+    assert (fake_machine / "sudone").read_text().splitlines() == [
+        "-n true",
+        f"{as_root} update",
+        f"{as_root} install -y --no-install-recommends g++",
+    ]
+
+
+def test_a_person_is_shown_sudo_unless_root(fake_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "apt-get install -y --no-install-recommends doctest-dev"
+    for uid, before in ((0, ""), (1000, "sudo ")):
+        monkeypatch.setattr("os.geteuid", lambda uid=uid: uid)
+        assert system_packages.install_command(["doctest"]) == before + shown
+
+
 def test_a_third_word_for_installing_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
