@@ -16,6 +16,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from build_support.compiler_warnings import flags_for_warnings, noting_warnings
 from build_support.console import say
 from build_support.cuda_toolkit import CudaToolkit, find_nvcc, select_toolkit
 from build_support.ninja_progress import run_ninja
@@ -66,18 +67,6 @@ class Variant:
             say("this machine has no NVIDIA GPU: the CUDA kernels are left out (FLEXKV_CUDA=1 compiles them)")
             mode = "0"
         return cls(select_toolkit("auto" if mode is None else mode), sanitizer)
-
-
-def warnings_are_errors() -> bool:
-    """What FLEXKV_WERROR asks for; not, by default.
-
-    Raises:
-        ValueError: it is neither `1` nor `0`.
-    """
-    value = os.environ.get("FLEXKV_WERROR", "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"FLEXKV_WERROR={value!r}: allowed are '1' and '0'")
-    return value == "1"
 
 
 def interface_id() -> str:
@@ -150,10 +139,6 @@ class NinjaFile:
         optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 -O1" if sanitize else "-O3 -g1"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        # Errors only where someone asks (continuous integration does): a newer compiler with new warnings must not
-        # break anybody's install.
-        fatal = warnings_are_errors()
-        warnings = "-Wall -Wextra" + (" -Werror" if fatal else "")
         # pip's isolated builds have their pybind11 in another folder each time. Through a link of the same name they
         # find what was compiled before.
         self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
@@ -172,17 +157,18 @@ class NinjaFile:
         self.compiler = compiler() or "g++"
         self.link_flags = f"-fsanitize={sanitize}" if sanitize else ""
         self.libs = f"{cuda_libs}-ldl -lrt -lpthread"
+        compile_cxx = f"{self.compiler} -MMD -MF $out.d $cxxflags $more"
         self.lines = [
             "ninja_required_version = 1.8",
             f"python = {python}",
-            f"cxxflags = -std=c++20 {optimise} -fPIC -fvisibility=hidden {warnings} -I{ROOT}/csrc",
+            f"cxxflags = -std=c++20 {optimise} -fPIC -fvisibility=hidden -Wall -Wextra -I{ROOT}/csrc",
             "rule cxx",
-            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags $more -c $in -o $out",
+            "  command = " + noting_warnings(f"{compile_cxx} -c $in -o $out"),
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = CXX $out",
             "rule header",
-            f"  command = {self.compiler} -MMD -MF $out.d $cxxflags $more -x c++-header $in -o $out",
+            "  command = " + noting_warnings(f"{compile_cxx} -x c++-header $in -o $out"),
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = HEADER $out",
@@ -197,9 +183,12 @@ class NinjaFile:
             archs = os.environ.get("FLEXKV_CUDA_ARCHS", DEFAULT_CUDA_ARCHS)
             self.lines += [
                 f"nvccflags = -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -lineinfo "
-                f"{'-Werror all-warnings ' if fatal else ''}{_gencode(archs)} {self._cuda_define} -I{ROOT}/csrc",
+                f"{_gencode(archs)} {self._cuda_define} -I{ROOT}/csrc",
                 "rule nvcc",
-                f"  command = {variant.toolkit.nvcc} -MD -MF $out.d $nvccflags -c $in -o $out",
+                "  command = "
+                + noting_warnings(
+                    f"{variant.toolkit.nvcc} -MD -MF $out.d $nvccflags -c $in -o $out", "FATAL_NVCC"
+                ),
                 "  depfile = $out.d",
                 "  deps = gcc",
                 "  description = NVCC $out",
@@ -269,7 +258,8 @@ class NinjaFile:
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(include)
             (folder / "build.ninja").write_text("\n".join([*self.lines, ""]))
-            run_ninja([*command, "-C", str(folder), *jobs], f"compiling {self.variant.name}")
+            flags = flags_for_warnings(folder)
+            run_ninja([*command, "-C", str(folder), *jobs], f"compiling {self.variant.name}", flags)
 
 
 def _write_if_changed(path: Path, text: str) -> None:

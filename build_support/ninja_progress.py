@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from build_support.console import say
@@ -23,16 +23,17 @@ STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
 NOISE = ("ninja: Entering directory", "ninja: no work to do")
 
 
-def run_ninja(command: Sequence[str], name: str) -> None:
+def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | None = None) -> None:
     """Runs `command`; what it says about failures is passed on.
 
     Args:
         name: of what is built, for the lines.
+        variables: added to the environment of what it runs.
 
     Raises:
         subprocess.CalledProcessError: a compile or link step failed.
     """
-    environ = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
+    environ = {**os.environ, **(variables or {}), "NINJA_STATUS": "[%f/%t] "}
     if sys.stdout.isatty():
         subprocess.check_call(command, env=environ)
         return

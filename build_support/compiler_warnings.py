@@ -1,0 +1,53 @@
+"""Makes compiler warnings errors where FLEXKV_WERROR asks for it, without compiling again what compiled cleanly.
+
+ninja compiles again what another command compiled. An object that was made without a warning is the same with the flag
+and without, so the flag comes to the compiler by the environment. What was made with a warning has a note beside it,
+and is compiled again where warnings are errors.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FATAL = {"FATAL_CXX": "-Werror", "FATAL_NVCC": "-Werror all-warnings"}
+"""The flag, by the environment variable that takes it to the compiler."""
+
+NOTE = ".warned"
+"""Ends the name of a note, which has what the compiler said."""
+
+
+def warnings_are_errors() -> bool:
+    """What FLEXKV_WERROR asks for; not, by default: a newer compiler with new warnings must not break an install.
+
+    Raises:
+        ValueError: it is neither `1` nor `0`.
+    """
+    value = os.environ.get("FLEXKV_WERROR", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"FLEXKV_WERROR={value!r}: allowed are '1' and '0'")
+    return value == "1"
+
+
+def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
+    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes the note or removes it."""
+    note = f"$out{NOTE}"
+    return (
+        f"{command} $${variable} 2>{note}; code=$$?; cat {note} >&2; "
+        f'[ -z "$${variable}" ] && [ -s {note} ] || rm -f {note}; exit $$code'
+    )
+
+
+def flags_for_warnings(folder: Path) -> dict[str, str]:
+    """Variables for ninja's environment, before it works in `folder`. Removes the objects that are to be made again.
+
+    Raises:
+        ValueError: FLEXKV_WERROR is neither `1` nor `0`.
+    """
+    if not warnings_are_errors():
+        return dict.fromkeys(FATAL, "")
+    for pattern in (f"*{NOTE}", f"*/*{NOTE}"):
+        for note in folder.glob(pattern):
+            note.with_suffix("").unlink(missing_ok=True)
+            note.unlink()
+    return FATAL
