@@ -58,6 +58,7 @@ def sanitizer_environment(sanitizer: str) -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         # Some tests end with a thread inside a stuck copy: the engine leaves it alone on purpose.
-        "TSAN_OPTIONS": "exitcode=66 halt_on_error=1 report_thread_leaks=0",
+        "TSAN_OPTIONS": "exitcode=66 halt_on_error=1 report_thread_leaks=0"
+        f" suppressions={ROOT / 'tests' / 'sanitizers' / 'thread.supp'}",
         "PYTHONMALLOC": "malloc",
     }

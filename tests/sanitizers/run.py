@@ -32,6 +32,7 @@ FOLDERS = {
         "tests/unit/transfer",
         "tests/unit/storage",
         "tests/unit/gds/test_gds_matrix.py",
+        "tests/unit/native_border/test_fuzz_threads.py",
     ),
 }
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests.unit.native_border.cases import MOST_CALLS
+from tests.unit.native_border.cases import AT_ONCE, MOST_CALLS
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD_S = 600.0
@@ -58,13 +58,23 @@ class CrashError(AssertionError):
     """A call ended the process, or ended as none may; names seed, case and call."""
 
 
-def fuzz(seed: int, first: int, end: int, module: str = "flexkv.c_ext", case_s: float = CASE_S) -> Counts:
+def fuzz(
+    seed: int,
+    first: int,
+    end: int,
+    module: str = "flexkv.c_ext",
+    case_s: float = CASE_S,
+    at_once: float = AT_ONCE,
+) -> Counts:
     """
+    Args:
+        at_once: share of the calls that are made beside another in a second thread.
+
     Raises:
         CrashError: a case went wrong.
     """
     counts = Counts()
-    run = partial(run_child, module, str(seed), case_s=case_s)
+    run = partial(run_child, module, str(seed), case_s=case_s, at_once=at_once)
     ended = run(first, end)
     if ended.why:
         raise CrashError(f"{module}, seed {seed}: {_report(run, first, ended)}")
@@ -79,20 +89,29 @@ class Run(Protocol):
 
 
 def run_child(
-    module: str, seed: str, first: int, end: int, calls: tuple[int, ...] = (), case_s: float = CASE_S
+    module: str,
+    seed: str,
+    first: int,
+    end: int,
+    calls: tuple[int, ...] = (),
+    case_s: float = CASE_S,
+    at_once: float = AT_ONCE,
 ) -> Ended:
     with tempfile.TemporaryDirectory(prefix="native-border-") as folder:
         work = Path(folder, "work")
         work.mkdir()
         log = Path(folder, "log")
-        asan = f"{os.environ.get('ASAN_OPTIONS', '')}:allocator_may_return_null=1:max_allocation_size_mb=1024"
+        bounded = {
+            name: f"{os.environ.get(name, '')}:allocator_may_return_null=1:max_allocation_size_mb=1024"
+            for name in ("ASAN_OPTIONS", "TSAN_OPTIONS")
+        }
         command = [sys.executable, "-m", "tests.unit.native_border.fuzz_child", module, seed]
-        command += [str(first), str(end), str(work), str(log), str(case_s), *map(str, calls)]
+        command += [str(first), str(end), str(work), str(log), str(case_s), str(at_once), *map(str, calls)]
         try:
             done = subprocess.run(
                 command,
                 cwd=Path.cwd() if Path("tests/unit/native_border").exists() else ROOT,
-                env={**os.environ, "ASAN_OPTIONS": asan},
+                env={**os.environ, **bounded},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """Runs cases of the fuzzer, in a process of their own.
 
-`python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S [CALLS]`
+`python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
 What it is about to call stands in LOG, so that the parent knows it when this process dies. Exit code 0: all ended as
 they may; 3: one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for SEED
@@ -25,6 +25,9 @@ WRONG = 3
 MEMORY_BYTES = 1 << 30
 """What the process may take more than it has at the start. Not under AddressSanitizer, whose shadow is terabytes."""
 
+SWITCH_S = 1e-5
+"""Threads take turns often, so that calls at once meet in the core."""
+
 FILE_BYTES = 64 << 20
 GC_CASES = 50
 
@@ -38,7 +41,7 @@ def limit(sanitizer: str) -> None:
 
 
 def main() -> None:
-    name, seed, first, end, folder, log, case_s, *calls = sys.argv[1:]
+    name, seed, first, end, folder, log, case_s, at_once, *calls = sys.argv[1:]
     faulthandler.enable()
     module = importlib.import_module(name)
     told = open(log, "w", buffering=1, encoding="ascii", errors="backslashreplace")  # noqa: SIM115
@@ -49,7 +52,8 @@ def main() -> None:
 
     info: dict[str, object] = getattr(module, "build_info", dict)()
     limit(str(info.get("sanitizer", "")))
-    fuzzer = Fuzzer(module, 0 if seed == "valid" else int(seed), Path(folder), say)
+    sys.setswitchinterval(SWITCH_S)
+    fuzzer = Fuzzer(module, 0 if seed == "valid" else int(seed), Path(folder), say, float(at_once))
     try:
         if seed == "valid":
             run_valid(fuzzer)

@@ -7,6 +7,7 @@ import os
 import time
 
 FAULT = os.environ.get("FAULT", "")
+RACING = ctypes.CDLL(os.environ["RACING_LIBRARY"]) if FAULT == "race" else None
 MOST_CALLS = 20
 
 
@@ -27,6 +28,8 @@ def reads_an_address(where: int, times: int) -> int:
         raise MemoryError
     if where is None and FAULT == "hang":
         time.sleep(3600)
+    if RACING is not None:
+        RACING.race()
     if Counter.calls == MOST_CALLS and FAULT == "late":
         os.abort()
     return 0
