@@ -220,7 +220,8 @@ class DiskConfig(Section):
     space_share: Share = Field(
         0.5,
         description="Share of each folder's file system that all units of the node take together when no size is "
-        "given, of what is free or in the folder already; half leaves room for others.",
+        "given, of what is free or in the folder already; half leaves room for others. With 1 headers and index still "
+        "have theirs.",
     )
     mode: Literal["through", "back", "evict"] = Field(
         "through",

@@ -17,6 +17,7 @@ from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.header import format_digest
 from flexkv.storage.index_trouble import FULL, INDEX_NAME
+from flexkv.storage.private_files import make_folders, open_private
 
 LOCK_NAME = "lock"
 
@@ -64,10 +65,10 @@ def unit_folders(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def held_bytes(folder: Path) -> int:
-    """Bytes that the files under `folder` take on the disk."""
+def held_bytes(folder: Path, names: str = "*") -> int:
+    """Bytes that the files of these names under `folder` take on the disk."""
     held = 0
-    for file in folder.rglob("*"):
+    for file in folder.rglob(names):
         with suppress(FileNotFoundError):  # an index's side files come and go
             said = file.lstat()
             held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
@@ -93,8 +94,8 @@ class FolderLock:
         self.folder = folder
         path = folder / LOCK_NAME
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folders(folder)
+            self.fd = open_private(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise DiskError(f"{path}: {error.strerror}") from error
         try:

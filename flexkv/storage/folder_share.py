@@ -13,19 +13,29 @@ from flexkv.errors import DiskError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.folder import held_bytes, unit_folder
+from flexkv.storage.private_files import make_folders
 
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
 """Folders whose rooms differ by less are of one kind of disk: what the least of them costs the others is small."""
 
+BESIDE_PART = 64
+"""An index takes at most one byte in so many of its slabs: in database and log 51 bytes each for a slot of 8 KiB."""
+
+BESIDE_BYTES = 16 << 20
+"""Headers and their copies, the log of an index while it is small, and the spare room beside it."""
+
+SMALL_PART = 2
+"""Of a small file system (a test's) no more than one byte in so many is kept for those."""
+
 OwnBytes = Callable[[Path], int]
 """What of the bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
 
 
 def own_bytes(identity: DiskIdentity, group: DiskGroup) -> OwnBytes:
-    """Of this unit."""
-    return lambda root: held_bytes(unit_folder(root, identity, [group]))
+    """Of this unit: its slabs. What lies beside them stays there."""
+    return lambda root: held_bytes(unit_folder(root, identity, [group]), "*.slab")
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
@@ -47,7 +57,7 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     reasons = []
     for root in map(Path, disk.folders):
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folders(root)
             ours[root], held[root] = own(root), held_bytes(root)
         except OSError as error:
             reasons.append(f"{root}: {error.strerror}")
@@ -76,10 +86,22 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """Of a file system with `free` bytes left, in which a unit holds `own` and other units hold `others`: what the unit
-    may fill, never more than it can have."""
-    fair = share * (free + own + others) / units
-    return int(min(fair, max(own, share * (free + own))))
+    """Of a file system with `free` bytes left, in which a unit's slabs hold `own` and other units hold `others`: what
+    the unit may fill, never more than it can have."""
+    total = free + own + others
+    fair = min(share * total, total - room_beside(total)) / units
+    return int(min(fair, max(own, share * (free + own)), room_for_slabs(free, own)))
+
+
+def room_for_slabs(free: int, own: int) -> int:
+    """What slabs that hold `own` bytes can have of a file system with `free` bytes left: what they have already, and
+    of all only so much that headers and index have their room too."""
+    return max(own, free + own - room_beside(free + own))
+
+
+def room_beside(total: int) -> int:
+    """What headers and index want of so many bytes whose rest is slabs, at most."""
+    return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
 def by_file_system(roots: list[Path]) -> list[list[Path]]:
@@ -109,12 +131,13 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
     if asked is None:
         return faults
     for roots in by_file_system(usable):
-        room = shutil.disk_usage(nearest_there(roots[0])).free + sum(map(own, roots))
+        room = room_for_slabs(shutil.disk_usage(nearest_there(roots[0])).free, sum(map(own, roots)))
         for root in roots[room // asked :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (
                 f"disk.bytes_per_folder ({config.origin('disk.bytes_per_folder')}) asks for {format_size(asked)} in "
-                f"each folder{together}, and {format_size(room)} can be had: set it to {room // len(roots)} or less"
+                f"each folder{together}, and {format_size(room)} can be had beside headers and index: set it to "
+                f"{room // len(roots)} or less"
             )
     return faults
 

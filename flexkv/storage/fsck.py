@@ -10,13 +10,14 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
+from flexkv.storage.epoch import after_all, read_epoch, write_epoch
 from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, slab_name
-from flexkv.storage.generations import opens_of
+from flexkv.storage.generations import opens_without_index, read_opens, write_opens
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
+from flexkv.storage.number_file import DamagedNumberError
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import Rows
 
@@ -127,19 +128,22 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         if index is not None:
             index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
         epoch = _epoch(folder, index, found, report)
+        opens = _opens(folder, report)
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None
             _compare(slab_report, reports, rows, epoch)
         if repair and index is not None and not index.is_new:
+            index.opens = max(index.opens, opens or 0)
             _forget_missing(index, report, list(found), epoch)
         elif repair:
             if index is None:
                 set_aside_index(folder / INDEX_NAME)
                 index = SlotIndex(folder / INDEX_NAME, slots_of)
                 index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
-            _rewrite(index, found, epoch)
-        if repair:
+            _rewrite(index, found, epoch, opens)
+        if repair and index is not None:
             write_epoch(folder, epoch)
+            write_opens(folder, index.opens)
             report.repaired = True
     finally:
         if index is not None:
@@ -172,7 +176,7 @@ def _epoch(
     gone, one after that."""
     try:
         written: int | None = read_epoch(folder)
-    except DamagedEpochError as error:
+    except DamagedNumberError as error:
         report.problems.append(str(error))
         written = None
     epoch = max(written or 0, index.epoch if index is not None else 0)
@@ -181,6 +185,15 @@ def _epoch(
         epoch = max([epoch, *(int(tag["epoch"]) for tag in tags)])
         return after_all(epoch) if written is None else epoch
     return epoch
+
+
+def _opens(folder: Path, report: FsckReport) -> int | None:
+    """The count of opens that was written down; None where there is none, or it is damaged."""
+    try:
+        return read_opens(folder)
+    except DamagedNumberError as error:
+        report.problems.append(str(error))
+        return None
 
 
 def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, epoch: int) -> None:
@@ -223,15 +236,20 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
     index.commit()
 
 
-def _rewrite(index: SlotIndex, found: dict[int, tuple[SlabHeader, list[SlotReport]]], epoch: int) -> None:
+def _rewrite(
+    index: SlotIndex,
+    found: dict[int, tuple[SlabHeader, list[SlotReport]]],
+    epoch: int,
+    written_opens: int | None,
+) -> None:
     used = [rows["used"].copy() for rows in index.rows]
     index.clear()
-    opens = index.opens
+    generations = []
     for group, (_, reports) in found.items():
         rows, epochs = rows_of(iter(reports), len(reports))
-        opens = max(opens, opens_of(rows["generation"]))
+        generations.append(rows["generation"])
         good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
         rows["used"] = np.where(used[group][: len(rows)] != 0, used[group][: len(rows)], rows["used"])
         index.restore(group, good, rows[good])
-    index.opens, index.epoch = opens, epoch
+    index.opens, index.epoch = opens_without_index(written_opens, generations), epoch
     index.commit()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import numpy as np
 
 from flexkv.errors import CapacityError
 from flexkv.storage.base import Generations
+from flexkv.storage.number_file import read_number, write_number
 
 COUNTER_BITS = 40
 """A trillion writes an open."""
 
 MOST_OPENS = (1 << 24) - 1
+
+OPENS_NAME = "opens"
+"""The file with the count of opens, beside the index, which has it too."""
+
+OPENS_WITHOUT_A_TRACE = 1024
+"""Where neither index nor file has the count, it goes on so much above the highest that a trailer names: of the latest
+opens' generations a power cut may have left nothing on the disk. Leaves room for 16,000 times."""
 
 
 def opens_of(generations: Generations) -> int:
@@ -18,12 +29,40 @@ def opens_of(generations: Generations) -> int:
     return int(generations.max(initial=0)) >> COUNTER_BITS
 
 
+def write_opens(folder: Path, opens: int) -> None:
+    """Makes the count durable, which comes before any generation of it is given.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    write_number(folder / OPENS_NAME, opens)
+
+
+def read_opens(folder: Path) -> int | None:
+    """The count written last, None if there is none; raises as `read_number`."""
+    return read_number(folder / OPENS_NAME, MOST_OPENS)
+
+
+def opens_without_index(written: int | None, pages: Iterable[Generations]) -> int:
+    """How often the tier was opened at most, where no index has the count.
+
+    Args:
+        written: what `read_opens` found; None where there is nothing, or it is damaged.
+        pages: generations in the trailers, group by group.
+    """
+    highest = max(map(opens_of, pages), default=0)
+    return highest + OPENS_WITHOUT_A_TRACE if written is None else max(written, highest)
+
+
 class GenerationCounter:
     """Raises: CapacityError: `opens` or the counter has no number left."""
 
     def __init__(self, opens: int) -> None:
         if not 0 < opens <= MOST_OPENS:
-            raise CapacityError(f"a disk tier can be opened {MOST_OPENS} times; this would be number {opens}")
+            raise CapacityError(
+                f"a disk tier can be opened {MOST_OPENS} times; this would be number {opens}: begin with an empty one "
+                "(flexkv disk drop)"
+            )
         self._next = (opens << COUNTER_BITS) + 1
         self._end = (opens + 1) << COUNTER_BITS
 

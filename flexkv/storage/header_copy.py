@@ -12,6 +12,7 @@ from flexkv.errors import DiskError
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.folder import sync_folder
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, parse_header, raw_header
+from flexkv.storage.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def _holds_slots(slab: Path, header_bytes: int) -> bool:
 
 
 def _write(path: Path, flags: int, raw: bytes) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    fd = open_private(path, flags)
     try:
         if os.pwrite(fd, raw, 0) != len(raw):
             raise DiskError(f"{path}: the header was not written whole")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import MOST_EPOCH, write_epoch
-from flexkv.storage.generations import MOST_OPENS
+from flexkv.storage.generations import MOST_OPENS, write_opens
 from flexkv.storage.index_log import log_damage
 from flexkv.storage.index_trouble import (
     LEAST_ROOM_BYTES,
@@ -29,6 +30,7 @@ from flexkv.storage.index_trouble import (
     remove_index,
     set_aside_index,
 )
+from flexkv.storage.private_files import open_private
 from flexkv.storage.slot_rows import (
     CHUNK_SLOTS,
     ROW,
@@ -109,6 +111,11 @@ class SlotIndex:
             DamagedIndexError, DiskError: as of `SlotIndex`.
         """
         try:
+            if not self.path.exists():  # SQLite would make it by the umask; its log has what the database has
+                os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+        try:
             self._db = sqlite3.connect(
                 self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -158,7 +165,7 @@ class SlotIndex:
             raise DamagedIndexError(f"{self.path}: what lies beside its rows is damaged")
         self._meta = meta
         self.epoch = self._number("epoch", MOST_EPOCH)
-        self.opens = self._number("opens", MOST_OPENS - 1)
+        self.opens = self._number("opens", MOST_OPENS)
         self._slab_ids = [meta.get(f"slab{group}") for group in range(len(self.slots))]
 
     def _number(self, name: str, most: int) -> int:
@@ -214,14 +221,16 @@ class SlotIndex:
         Raises:
             DiskError: it cannot be written.
         """
-        if epoch != self.epoch:
-            self.clear()
-            try:
-                write_epoch(self.path.parent, epoch)
-            except OSError as error:
-                raise DiskError(
-                    f"{self.path.parent}: the epoch could not be written: {error.strerror}"
-                ) from error
+        folder = self.path.parent
+        what = "the epoch"
+        try:
+            if epoch != self.epoch:
+                self.clear()
+                write_epoch(folder, epoch)
+            what = "the count of opens"
+            write_opens(folder, opens)
+        except OSError as error:
+            raise DiskError(f"{folder}: {what} could not be written: {error.strerror}") from error
         self.opens, self.epoch = opens, epoch
         self.commit()
 

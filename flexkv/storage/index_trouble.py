@@ -9,6 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from flexkv.errors import DiskError
+from flexkv.storage.private_files import open_private
 
 INDEX_NAME = "index.sqlite"
 LOG_SUFFIX = "-wal"
@@ -88,7 +89,7 @@ def _read_and_write(path: Path, room_bytes: int) -> None:
             while file.read(READ_BYTES):
                 pass
     probe = path.with_name("index.probe.new")  # the next start removes files of this ending
-    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = open_private(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.posix_fallocate(fd, 0, max(LEAST_ROOM_BYTES, room_bytes))
         os.fsync(fd)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.epoch import DamagedEpochError, after_all, read_epoch, write_epoch
+from flexkv.storage.epoch import after_all, read_epoch, write_epoch
 from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
-from flexkv.storage.generations import MOST_OPENS, opens_of
+from flexkv.storage.generations import opens_without_index, read_opens
 from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
+from flexkv.storage.number_file import DamagedNumberError
+from flexkv.storage.private_files import keep_private
 from flexkv.storage.scan import read_slots, rows_of
 from flexkv.storage.slabs import open_slab
-from flexkv.storage.slot_rows import ROW
+from flexkv.storage.slot_rows import ROW, Rows
+from flexkv.storage.spare import free_spare, take_spare
 
 logger = logging.getLogger(__name__)
-
-OPENS_WITHOUT_A_TRACE = 1024
-"""The count of opens goes on so much above the highest that a trailer names when the index is made anew: the latest
-opens may have given out generations of which a power cut left nothing on the disk. Leaves room for 16,000 times."""
 
 COPIES_OF_ROWS = 2
 """Of each slot's index row in memory when a disk is opened: the journal's, and those that the tier is told."""
@@ -79,7 +79,7 @@ class DiskMember:
         self.slots = slots_of(groups, options.bytes_per_disk)
         self._lock = FolderLock(self.folder)
         try:
-            self._remove_unfinished()
+            self._prepare_folder()
             self.index = self._open_index([self.slots] * len(groups))
             try:
                 self._open_slabs(identity, groups, options)
@@ -90,11 +90,14 @@ class DiskMember:
             self._lock.release()
             raise
 
-    def _remove_unfinished(self) -> None:
-        """Files that an earlier process was still making under another name."""
+    def _prepare_folder(self) -> None:
+        """Removes files that an earlier process was still making under another name, and frees room for the index."""
         try:
             for path in self.folder.glob("*.new"):
                 path.unlink()
+            free_spare(self.folder)
+            for folder in (self.folder.parent, self.folder):
+                keep_private(folder)
         except OSError as error:
             raise DiskError(f"{error.filename}: {error.strerror}") from error
 
@@ -107,17 +110,18 @@ class DiskMember:
         set_aside_index(path)
         return SlotIndex(path, slots)
 
-    def _read_epoch(self) -> int | None:
+    def _written(self, read: Callable[[Path], int | None]) -> int | None:
         """What was written down; None where that is damaged."""
         try:
-            return read_epoch(self.folder)
-        except DamagedEpochError as error:
+            return read(self.folder)
+        except DamagedNumberError as error:
             logger.error("%s: the index decides", error)
             return None
 
     def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:
         self.slabs: list[c_ext.SlabFile] = []
-        written_epoch = self._read_epoch()
+        written_epoch, written_opens = self._written(read_epoch), self._written(read_opens)
+        self.index.opens = max(self.index.opens, written_opens or 0)
         epoch = max(self.index.epoch, written_epoch or 0)
         headers, kept = [], []
         for number, group in enumerate(groups):
@@ -138,7 +142,9 @@ class DiskMember:
             self.index.clear()
             self.index.epoch = epoch
         if self.index.is_new and any(kept):
-            self._rebuild(groups, [header.slab_id for header in headers], epoch, written_epoch is not None)
+            found = self._scan(groups, [header.slab_id for header in headers])
+            self.index.opens = opens_without_index(written_opens, (rows["generation"] for rows, _ in found))
+            self._rebuild(found, epoch, written_epoch is not None)
         self.index.adopt([header.slab_id for header in headers])
         try:
             if written_epoch is None:
@@ -148,9 +154,10 @@ class DiskMember:
         except OSError as error:
             raise DiskError(f"{self.folder}: {error.strerror}") from error
 
-    def _rebuild(
-        self, groups: Sequence[DiskGroup], slab_ids: Sequence[int], epoch: int, epoch_is_known: bool
-    ) -> None:
+    def _scan(
+        self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]
+    ) -> list[tuple[Rows, NDArray[np.uint32]]]:
+        """Of each group the rows that its slots make, and the epoch of each."""
         found = []
         try:
             for slab, slab_id, group in zip(self.slabs, slab_ids, groups, strict=True):
@@ -158,18 +165,28 @@ class DiskMember:
                 found.append(rows_of(reports, self.slots))
         except OSError as error:
             raise DiskError(f"{self.folder}: reading the slabs: {error}") from error
+        return found
+
+    def _rebuild(
+        self, found: Sequence[tuple[Rows, NDArray[np.uint32]]], epoch: int, epoch_is_known: bool
+    ) -> None:
         epoch = max([epoch, *(int(epochs.max(initial=0)) for _, epochs in found)])
         if not epoch_is_known:
             epoch = after_all(epoch)  # nothing says any more whether the pages are of the weights of today
         self.index.epoch = epoch
         for group_number, (rows, epochs) in enumerate(found):
-            self.index.opens = max(self.index.opens, opens_of(rows["generation"]))
             good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
             self.index.restore(group_number, good, rows[good])
             logger.warning("%s: %d pages of group %d found again", self.folder, len(good), group_number)
-        self.index.opens = min(self.index.opens + OPENS_WITHOUT_A_TRACE, MOST_OPENS - 1)
+
+    def begin_use(self, opens: int, epoch: int) -> None:
+        """As of the index; takes the room for its next opening."""
+        self.index.begin_use(opens, epoch)
+        take_spare(self.folder)
 
     def release(self) -> None:
         """Lets the slabs and the lock go; a lane that still has the slabs keeps the lock. Idempotent."""
+        if self._lock.fd >= 0:
+            take_spare(self.folder)
         self.slabs = []
         self._lock.release()

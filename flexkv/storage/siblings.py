@@ -18,7 +18,7 @@ from flexkv.errors import DiskError, GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
 from flexkv.layout.format_id import FormatId
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.epoch import DamagedEpochError, read_epoch
+from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder import (
     DIGEST_DIGITS,
     folder_at_rest,
@@ -29,6 +29,7 @@ from flexkv.storage.header import SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError
+from flexkv.storage.number_file import DamagedNumberError
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import ROW, Rows
 
@@ -177,7 +178,7 @@ def _written_epoch(folder: Path) -> int | None:
     """None where it is damaged."""
     try:
         return read_epoch(folder)
-    except DamagedEpochError as error:
+    except DamagedNumberError as error:
         logger.warning("%s: the index decides", error)
         return None
 

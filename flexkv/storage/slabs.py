@@ -21,6 +21,7 @@ from flexkv.storage.header import (
     parse_header,
 )
 from flexkv.storage.header_copy import FoundHeader, find_header, mend_header, write_copy
+from flexkv.storage.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epo
     )
     # Under another name until it is whole, so that what has the name has a header.
     new = path.with_suffix(".new")
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = open_private(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         if os.pwrite(fd, raw, 0) != len(raw):
             raise DiskError(f"{new}: the header was not written whole")

@@ -137,7 +137,7 @@ class DiskUnit(DiskTier):
                 self._rows.append([None] * len(self._codecs))
                 continue
             try:
-                member.index.begin_use(opens, self._epoch)
+                member.begin_use(opens, self._epoch)
                 rows = [rows[: self._slots].copy() for rows in member.index.rows]
                 journal = Journal(
                     member.index, member.slabs, self._on_durable(disk), self._options.journal_rows

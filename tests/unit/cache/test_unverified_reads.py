@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from flexkv.cache.base import Keys, StorePlan
 from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.run import Simulation
-from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus
+from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, written
 from tests.unit.cache.test_disk_simulation import narrow_configs
+
+Coming = tuple[DiskWorld, Keys, TransferOp]
+"""A world, blocks that are on its disk, and their read under way."""
 
 
 def offer(world: DiskWorld, keys: Keys, first_engine_block: int = 20, name: str = "computed") -> StorePlan:
@@ -31,15 +35,22 @@ def end_store(world: DiskWorld, plan: StorePlan, keys: Keys, status: OpStatus = 
     world.manager.check_integrity()
 
 
-def all_fail(page: int) -> bool:
-    return True
-
-
-def test_blocks_whose_read_fails_are_stored() -> None:
+@pytest.fixture
+def coming() -> Coming:
+    """Four blocks on disk whose read a lookup has begun."""
     keys = chain(4)
     world = written(keys)
     world.look(keys)
     (read,) = world.take()
+    return world, keys, read
+
+
+def all_fail(page: int) -> bool:
+    return True
+
+
+def test_blocks_whose_read_fails_are_stored(coming: Coming) -> None:
+    world, keys, read = coming
     plan = offer(world, keys)
     assert (plan.stored.tolist(), plan.known, plan.dropped) == ([0, 1, 2, 3], 0, 0)
     world.end(read, all_fail)
@@ -49,11 +60,8 @@ def test_blocks_whose_read_fails_are_stored() -> None:
     assert world.manager.disk.index.present(0, keys).all()
 
 
-def test_blocks_stored_before_their_read_fails_are_written_to_disk_again() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    (read,) = world.take()
+def test_blocks_stored_before_their_read_fails_are_written_to_disk_again(coming: Coming) -> None:
+    world, keys, read = coming
     end_store(world, offer(world, keys), keys)
     assert world.take() == [], "they are on disk, as far as is known"
     world.end(read, lambda page: page == 2)
@@ -63,11 +71,8 @@ def test_blocks_stored_before_their_read_fails_are_written_to_disk_again() -> No
     assert world.manager.disk.index.present(0, keys).all()
 
 
-def test_a_read_that_ends_well_leaves_the_store_as_it_is() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    (read,) = world.take()
+def test_a_read_that_ends_well_leaves_the_store_as_it_is(coming: Coming) -> None:
+    world, keys, read = coming
     plan = offer(world, keys)
     world.end(read)
     assert world.match(keys).blocks == 0, "the store's slots are the keys' own, and are being written"
@@ -77,11 +82,8 @@ def test_a_read_that_ends_well_leaves_the_store_as_it_is() -> None:
     assert world.manager.free_slots(0) == 4
 
 
-def test_a_store_that_fails_leaves_what_is_on_disk() -> None:
-    keys = chain(4)
-    world = written(keys)
-    world.look(keys)
-    (read,) = world.take()
+def test_a_store_that_fails_leaves_what_is_on_disk(coming: Coming) -> None:
+    world, keys, read = coming
     plan = offer(world, keys)
     world.end(read)
     end_store(world, plan, keys, OpStatus.LANE_DOWN)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from flexkv.storage.base import DiskOptions
 from flexkv.storage.folder import unit_folder
+from flexkv.storage.generations import opens_of, read_opens
 from flexkv.storage.header import codec_of
+from flexkv.storage.spare import SPARE_NAME
 from flexkv.storage.tags import make_tags
 from flexkv.storage.unit import DiskUnit
 from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, IDENTITY, DiskWorld, make_group
 
-GROUP = make_group(layers=1, run_bytes=4096, kv=1)
+RUN_BYTES = 4096
+GROUP = make_group(layers=1, run_bytes=RUN_BYTES, kv=1)
 IMAGE_BYTES = codec_of(GROUP).image_bytes
 SLOTS = 200
 PAGES = 90
@@ -43,25 +46,108 @@ def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
     return world
 
 
-@dataclass
 class Copies:
-    """Copies of a folder, each damaged in its own way, one at a time."""
+    """Copies of a folder, each damaged in its own way, one at a time.
 
-    original: Path
-    work: Path
+    Args:
+        original: a root that `make_folder` filled.
+        work: where the copies go.
+        world: what filled it.
+
+    """
+
+    def __init__(self, original: Path, work: Path, world: DiskWorld) -> None:
+        self._original = unit_folder(original, IDENTITY, [GROUP])
+        self._work = work
+        self._opens = read_opens(self._original) or 0
+        self._bytes = functools.cache(lambda number, epoch: world.payload(number, epoch)[:RUN_BYTES])
+
+    @property
+    def folder(self) -> Path:
+        """The unit's, of the present copy."""
+        return unit_folder(self._work, IDENTITY, [GROUP])
 
     def fresh(self, slab: bool = False) -> Path:
         """The unit's folder of a copy as good as the original. `slab`: also its slab, which is large."""
-        original, folder = (unit_folder(root, IDENTITY, [GROUP]) for root in (self.original, self.work))
+        folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in folder.iterdir()}
-        wanted = {path.name for path in original.iterdir()}
+        wanted = {path.name for path in self._original.iterdir()} - {SPARE_NAME}
         for name in there - wanted:
             (folder / name).unlink()
         for name in wanted:
             if slab or not (name.endswith(".slab") and name in there):
-                shutil.copyfile(original / name, folder / name)
+                shutil.copyfile(self._original / name, folder / name)
         return folder
+
+    def served(self) -> set[int]:
+        """The blocks that an engine is served that opens the copy; it then makes a page durable, and closes.
+
+        Raises:
+            AssertionError: a page has other bytes than its block, a generation was given before, or the disk is of no
+                use.
+        """
+        unit = DiskUnit.open(
+            [self._work], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False)
+        )
+        try:
+            assert opens_of(unit.next_generations(1)) > self._opens, "a generation is given twice"
+            rows = unit.rows(0)
+            tags = make_tags(rows.keys, unit.epoch, rows.generations, rows.tokens)
+            slab = unit.slab_map().disks[0][0]
+            content = np.asarray(np.memmap(slab.path, np.uint8, "r"))
+            codec, found = codec_of(GROUP), set()
+            for key, place, tag in zip(rows.keys, rows.places.tolist(), tags, strict=True):
+                number = int.from_bytes(key.tobytes(), "big")
+                image = content[slab.header_bytes + place * slab.slot_bytes :][: slab.slot_bytes]
+                miss, reason = codec.check(image.data, slab.slab_id, place, tag.tobytes(), 0)
+                if miss == "none":
+                    right = (image[:RUN_BYTES] == self._bytes(number, unit.epoch)).all()
+                    assert right, f"wrong bytes: {number}"
+                    found.add(number)
+                else:
+                    assert reason, f"block {number} is a miss without a reason"
+            again = rows.places == 0
+            count = int(np.count_nonzero(again))
+            tokens = np.full(count, BLOCK_TOKENS, np.int32)
+            unit.record_publish(0, rows.keys[again], rows.places[again], rows.generations[again], tokens)
+            assert unit.alive == (True,)
+        finally:
+            closed = unit.close(GENEROUS_S)
+        assert closed, "what was recorded is not durable"
+        return found
+
+    def check_twice(self, what: str) -> None:
+        """An engine, and then the next one, is served every page that was kept."""
+        for opened in ("first", "second"):
+            try:
+                found = self.served()
+            except Exception as error:
+                raise AssertionError(
+                    f"{what}, opened the {opened} time: {type(error).__name__}: {error}"
+                ) from error
+            assert found >= KEPT, f"{what}, opened the {opened} time: {sorted(KEPT - found)} are not served"
+
+    def flips(
+        self, name: str, offsets: Callable[[int], Iterable[int]], seed: int, bits: int = 1
+    ) -> Iterator[str]:
+        """Flips bits of the file `name`, one at a time, each in a fresh copy; what was flipped.
+
+        Args:
+            offsets: of a file of so many bytes, which of them.
+            bits: see `drawn_bits`.
+        """
+        for offset, bit in drawn_bits(offsets((self._original / name).stat().st_size), seed, bits):
+            flip_bit(self.fresh() / name, offset, bit)
+            yield f"bit {bit} of byte {offset} of {name}"
+
+
+def drawn_bits(offsets: Iterable[int], seed: int, bits: int = 1) -> Iterator[tuple[int, int]]:
+    """Each offset with so many bits of its byte, always the same of one seed."""
+    drawn = random.Random(seed)
+    for offset in offsets:
+        for bit in drawn.sample(range(8), bits):
+            yield offset, bit
 
 
 def flip_bit(path: Path, offset: int, bit: int) -> None:
@@ -70,42 +156,3 @@ def flip_bit(path: Path, offset: int, bit: int) -> None:
         (byte,) = file.read(1)
         file.seek(offset)
         file.write(bytes([byte ^ (1 << bit)]))
-
-
-def one_bit_each(offsets: Iterator[int], seed: int) -> Iterator[tuple[int, int]]:
-    """Each offset with one bit of its byte, always the same of one seed."""
-    drawn = random.Random(seed)
-    return ((offset, drawn.randrange(8)) for offset in offsets)
-
-
-def served(root: Path, payload: Callable[[int, int], np.ndarray]) -> set[int]:
-    """The blocks that an engine is served that opens `root`; it then makes a page durable, and closes.
-
-    Raises:
-        AssertionError: a page has other bytes than its block, or the disk is of no use.
-    """
-    unit = DiskUnit.open([root], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False))
-    try:
-        rows = unit.rows(0)
-        tags = make_tags(rows.keys, unit.epoch, rows.generations, rows.tokens)
-        slab = unit.slab_map().disks[0][0]
-        content = np.asarray(np.memmap(slab.path, np.uint8, "r"))
-        codec, found = codec_of(GROUP), set()
-        for key, place, tag in zip(rows.keys, rows.places.tolist(), tags, strict=True):
-            number = int.from_bytes(key.tobytes(), "big")
-            image = content[slab.header_bytes + place * slab.slot_bytes :][: slab.slot_bytes]
-            miss, reason = codec.check(image.data, slab.slab_id, place, tag.tobytes(), 0)
-            if miss == "none":
-                assert (image[:4096] == payload(number, unit.epoch)[:4096]).all(), f"wrong bytes: {number}"
-                found.add(number)
-            else:
-                assert reason, f"block {number} is a miss without a reason"
-        again = rows.places == 0
-        count = int(np.count_nonzero(again))
-        tokens = np.full(count, BLOCK_TOKENS, np.int32)
-        unit.record_publish(0, rows.keys[again], rows.places[again], rows.generations[again], tokens)
-        assert unit.alive == (True,)
-    finally:
-        closed = unit.close(GENEROUS_S)
-    assert closed, "what was recorded is not durable"
-    return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+from pathlib import Path
 
 import pytest
 
-from flexkv.errors import DiskError
+from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.fsck import check_folder
+from flexkv.storage.generations import MOST_OPENS, opens_of, read_opens, write_opens
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import DamagedIndexError
 from tests.unit.storage.damage import filled, flip
@@ -37,6 +39,73 @@ def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks
     assert world.close()
     (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
     assert make_disks().unit.next_generations(1)[0] > given.max()
+
+
+@pytest.mark.parametrize("lost", ["index", "opens", "both", "opens damaged", "opens damaged and index"])
+@pytest.mark.parametrize("repair", [False, True])
+def test_no_generation_is_given_twice_whatever_trace_is_lost(
+    make_disks: MakeDisks, lost: str, repair: bool
+) -> None:
+    slab, _ = filled(make_disks)
+    for _ in range(3):  # opens that leave no page
+        world = make_disks()
+        given = world.unit.next_generations(3)
+        assert world.close()
+    if lost in ("index", "both", "opens damaged and index"):
+        (slab.parent / "index.sqlite").unlink()
+    if lost in ("opens", "both"):
+        (slab.parent / "opens").unlink()
+    if "damaged" in lost:
+        flip(slab.parent / "opens", 0)
+    if repair:
+        report = check_folder(slab.parent, repair=True)
+        assert any("opens" in problem for problem in report.problems) == ("damaged" in lost)
+        assert check_folder(slab.parent).clean
+    world = make_disks()
+    next_given = world.unit.next_generations(1)
+    assert next_given[0] > given.max()
+    assert len(world.unit.rows(0)) == 6
+    # The count jumps only where neither index nor `opens` has it.
+    jumped = opens_of(next_given) > opens_of(given) + 1
+    assert jumped == (lost in ("both", "opens damaged and index"))
+
+
+def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) -> None:
+    """So that a folder can lose its index as often as it likes."""
+    slab, _ = filled(make_disks)
+    for _ in range(3):
+        (slab.parent / "index.sqlite").unlink()
+        world = make_disks()
+        assert world.close()
+    assert opens_of(make_disks().unit.next_generations(1)) == 5
+
+
+def test_a_count_of_opens_that_is_used_up_is_refused(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    write_opens(slab.parent, MOST_OPENS - 1)
+    world = make_disks()
+    assert opens_of(world.unit.next_generations(1)) == MOST_OPENS
+    assert world.close()
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=rf"can be opened {MOST_OPENS} times.*flexkv disk drop"):
+            make_disks()
+    (slab.parent / "index.sqlite").unlink()
+    with pytest.raises(CapacityError, match=rf"can be opened {MOST_OPENS} times"):
+        make_disks()
+
+
+def test_the_count_of_opens_is_durable_before_a_number_is_given(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab, _ = filled(make_disks)
+
+    def refuse(folder: Path, opens: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("flexkv.storage.index.write_opens", refuse)
+    with pytest.raises(DiskError, match="the count of opens could not be written: Input/output error"):
+        make_disks()
+    assert read_opens(slab.parent) == 1
 
 
 def test_a_locked_index_is_not_a_damaged_one(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +137,7 @@ def test_writes_recorded_at_the_last_moment_are_durable(make_disks: MakeDisks) -
         "UPDATE meta SET value = 'x' WHERE name = 'epoch'",
         "UPDATE meta SET value = NULL WHERE name = 'opens'",
         "UPDATE meta SET value = -1 WHERE name = 'opens'",
-        "UPDATE meta SET value = 16777215 WHERE name = 'opens'",  # there is no next one
+        "UPDATE meta SET value = 16777215 WHERE name = 'opens'",
         "UPDATE meta SET value = 4294967296 WHERE name = 'epoch'",
         "UPDATE rows0 SET content = 5",
         "UPDATE rows0 SET content = 'text'",

@@ -12,8 +12,9 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.disk.index import DiskIndex
-from flexkv.storage.epoch import DamagedEpochError, read_epoch, write_epoch
+from flexkv.storage.epoch import read_epoch, write_epoch
 from flexkv.storage.fsck import check_folder
+from flexkv.storage.number_file import DamagedNumberError
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
 
@@ -165,9 +166,9 @@ def test_an_epoch_is_durable_before_it_takes_its_name_and_its_name_before_anybod
 def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDisks, text: bytes) -> None:
     slab, _ = filled(make_disks)
     (slab.parent / "epoch").write_bytes(text)
-    with pytest.raises(DamagedEpochError, match="is no epoch"):
+    with pytest.raises(DamagedNumberError, match="is no number"):
         read_epoch(slab.parent)
-    assert any("is no epoch" in problem for problem in check_folder(slab.parent).problems)
+    assert any("is no number" in problem for problem in check_folder(slab.parent).problems)
     world = make_disks()
     assert len(world.unit.rows(0)) == 6
     assert read_epoch(slab.parent) == 0

@@ -15,13 +15,15 @@ from flexkv.storage.fsck import check_folder
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_log import FRAME, HEADER
 from tests.soak import soak_factor
-from tests.unit.storage.disk_world import DiskWorld, key_of
-from tests.unit.storage.flips import KEPT, Copies, flip_bit, make_folder, one_bit_each, served
+from tests.unit.storage.disk_world import key_of
+from tests.unit.storage.flips import KEPT, Copies, flip_bit, make_folder
 
 PAGE_BYTES = 4096
 SQLITE_HEADER_BYTES = 100
 PAGE_HEADER_BYTES = 12
-STRIDE = 1 if soak_factor() > 1 else 16
+SOAK = soak_factor() > 1
+STRIDE = 1 if SOAK else 16
+LOG_STRIDE = 1 if SOAK else 1024
 
 
 @pytest.fixture(autouse=True)
@@ -43,31 +45,20 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def at_rest(memory: Path) -> tuple[Copies, DiskWorld]:
+def at_rest(memory: Path) -> Copies:
     """A folder that was closed: its index is one file."""
     world = make_folder(memory / "original")
     assert world.close()
-    return Copies(memory / "original", memory / "work"), world
+    return Copies(memory / "original", memory / "work", world)
 
 
 @pytest.fixture
-def crashed(memory: Path) -> tuple[Copies, DiskWorld]:
+def crashed(memory: Path) -> Copies:
     """A folder as a crash leaves it: what was committed lies in the index's log."""
     world = make_folder(memory / "open")
     shutil.copytree(memory / "open", memory / "original")
     assert world.close()
-    return Copies(memory / "original", memory / "work"), world
-
-
-def check_twice(copies: Copies, world: DiskWorld, what: str) -> None:
-    for opened in ("first", "second"):
-        try:
-            found = served(copies.work, world.payload)
-        except Exception as error:
-            raise AssertionError(
-                f"{what}, opened the {opened} time: {type(error).__name__}: {error}"
-            ) from error
-        assert found >= KEPT, f"{what}, opened the {opened} time: {sorted(KEPT - found)} are not served"
+    return Copies(memory / "original", memory / "work", world)
 
 
 def index_offsets(size: int) -> Iterator[int]:
@@ -82,97 +73,78 @@ def log_offsets(size: int) -> Iterator[int]:
     """The log's header, the frames' headers, and some of the rest, which digests of whole frames cover."""
     for offset in range(size):
         in_frame = (offset - HEADER.size) % (FRAME.size + PAGE_BYTES)
-        if offset < HEADER.size or in_frame < FRAME.size or offset % (STRIDE * STRIDE) == 0:
+        if offset < HEADER.size or in_frame < FRAME.size or offset % LOG_STRIDE == 0:
             yield offset
 
 
 @pytest.mark.soak
-def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: tuple[Copies, DiskWorld]) -> None:
-    copies, world = at_rest
-    size = (copies.fresh() / "index.sqlite").stat().st_size
-    for offset, bit in one_bit_each(index_offsets(size), seed=1):
-        flip_bit(copies.fresh() / "index.sqlite", offset, bit)
-        check_twice(copies, world, f"bit {bit} of byte {offset}")
+@pytest.mark.timeout(14400)
+def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
+    for what in at_rest.flips("index.sqlite", index_offsets, seed=1):
+        at_rest.check_twice(what)
 
 
 @pytest.mark.soak
-def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: tuple[Copies, DiskWorld]) -> None:
-    copies, world = crashed
-    size = (copies.fresh() / "index.sqlite-wal").stat().st_size
-    for offset, bit in one_bit_each(log_offsets(size), seed=2):
-        flip_bit(copies.fresh() / "index.sqlite-wal", offset, bit)
-        check_twice(copies, world, f"bit {bit} of byte {offset} of the log")
+@pytest.mark.timeout(14400)
+def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
+    for what in crashed.flips("index.sqlite-wal", log_offsets, seed=2):
+        crashed.check_twice(what)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
+def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
+    """And gives no generation a second time, nor pages of other weights."""
+    world = make_folder(memory / "original", epoch=2)
+    assert world.close()
+    copies = Copies(memory / "original", memory / "work", world)
+    for what in copies.flips(name, range, seed=3, bits=8 if SOAK else 1):
+        copies.check_twice(what)
 
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
-def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(
-    crashed: tuple[Copies, DiskWorld], name: str
-) -> None:
+def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(crashed: Copies, name: str) -> None:
     """A log that ends early is one that a crash left: what it lacks is not served. Nothing else is lost or wrong."""
-    copies, world = crashed
-    size = (copies.fresh() / name).stat().st_size
+    size = (crashed.fresh() / name).stat().st_size
     for length in range(0, size, 1000):
-        os.truncate(copies.fresh() / name, length)
-        served(copies.work, world.payload)
-        served(copies.work, world.payload)
+        os.truncate(crashed.fresh() / name, length)
+        crashed.served()
+        crashed.served()
 
 
 def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
-    crashed: tuple[Copies, DiskWorld],
+    crashed: Copies,
 ) -> None:
-    copies, world = crashed
-    log = copies.fresh() / "index.sqlite-wal"
+    log = crashed.fresh() / "index.sqlite-wal"
     with open(log, "ab") as file:
         file.write(bytes(range(256)) * 10)  # of an earlier log, or of none
-    served(copies.work, world.payload)
+    crashed.served()
     assert not (log.parent / "index.damaged").exists()
 
 
-def test_a_stray_shared_memory_file_is_of_no_account(crashed: tuple[Copies, DiskWorld]) -> None:
-    copies, world = crashed
-    (copies.fresh() / "index.sqlite-shm").write_bytes(bytes(range(256)) * 128)
-    check_twice(copies, world, "a stray index.sqlite-shm")
-
-
-def test_a_flipped_bit_in_the_epoch_costs_no_page(memory: Path) -> None:
-    world = make_folder(memory / "original", epoch=2)
-    assert world.close()
-    copies = Copies(memory / "original", memory / "work")
-    size = (copies.fresh() / "epoch").stat().st_size
-    for offset in range(size):
-        for bit in range(8):
-            flip_bit(copies.fresh() / "epoch", offset, bit)
-            check_twice(copies, world, f"bit {bit} of byte {offset} of the epoch")
+def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
+    (crashed.fresh() / "index.sqlite-shm").write_bytes(bytes(range(256)) * 128)
+    crashed.check_twice("a stray index.sqlite-shm")
 
 
 def test_without_epoch_and_index_no_page_is_served(memory: Path) -> None:
     """Nothing says any more whether the pages are of the weights of today."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
-    copies = Copies(memory / "original", memory / "work")
+    copies = Copies(memory / "original", memory / "work", world)
     folder = copies.fresh()
     (folder / "index.sqlite").unlink()
-    assert served(copies.work, world.payload) >= KEPT, "the epoch alone is enough"
+    assert copies.served() >= KEPT, "the epoch alone is enough"
     folder = copies.fresh()
     (folder / "index.sqlite").unlink()
     flip_bit(folder / "epoch", 0, 1)
-    assert served(copies.work, world.payload) == set()
-    assert served(copies.work, world.payload) == set()
-
-
-def test_a_flipped_bit_in_the_lock_file_is_of_no_account(at_rest: tuple[Copies, DiskWorld]) -> None:
-    copies, world = at_rest
-    for bit in range(8):
-        flip_bit(copies.fresh() / "lock", 0, bit)
-        check_twice(copies, world, f"bit {bit} of the lock file")
+    assert copies.served() == set()
+    assert copies.served() == set()
 
 
 @pytest.mark.parametrize("where", [18, 20, 47, 105, "a row"])
-def test_fsck_names_a_damaged_index_and_repairs_it(
-    at_rest: tuple[Copies, DiskWorld], where: int | str
-) -> None:
-    copies, world = at_rest
-    folder = copies.fresh(slab=True)
+def test_fsck_names_a_damaged_index_and_repairs_it(at_rest: Copies, where: int | str) -> None:
+    folder = at_rest.fresh(slab=True)
     index = folder / "index.sqlite"
     offset = where if isinstance(where, int) else index.read_bytes().index(key_of(40).tobytes())
     flip_bit(index, offset, 0)
@@ -182,7 +154,7 @@ def test_fsck_names_a_damaged_index_and_repairs_it(
     assert check_folder(folder, repair=True).repaired
     assert (folder / "index.damaged").exists()
     assert check_folder(folder).clean
-    assert served(copies.work, world.payload) >= KEPT
+    assert at_rest.served() >= KEPT
 
 
 def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) -> None:

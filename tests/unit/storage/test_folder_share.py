@@ -15,6 +15,7 @@ from flexkv.storage.folder_share import (
     bytes_per_folder,
     folder_faults,
     own_bytes,
+    room_beside,
     share_bytes,
     shared_file_systems,
 )
@@ -40,7 +41,7 @@ def test_the_size_of_a_folder(tmp_path: Path) -> None:
     # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
     folder = unit_folder(tmp_path, IDENTITY, [group])
     folder.mkdir(parents=True)
-    (folder / "slab").write_bytes(b"x" * (1 << 20))
+    (folder / "group0.slab").write_bytes(b"x" * (1 << 20))
     assert bytes_per_folder(half.disk, half.host.units_per_node, own) == before
 
 
@@ -88,20 +89,27 @@ def test_the_folder_that_cuts_the_others_is_logged(
 @pytest.mark.parametrize(
     ("folders", "asked", "reasons"),
     [
-        (["a"], "1GiB", {}),
+        (["a"], "990MiB", {}),
         (
             ["a"],
             "900TiB",
-            {"a": "asks for 900.0 TiB in each folder, and 1.0 GiB can be had: set it to 1073741824 or"},
+            {
+                "a": "asks for 900.0 TiB in each folder, and 992.0 MiB can be had beside headers and index: "
+                "set it to 1040187392 or"
+            },
         ),
         (["a", "b"], "400MiB", {}),
         (
             ["a", "b"],
             "600MiB",
-            {"b": "of 2 on one file system, and 1.0 GiB can be had: set it to 536870912 or less"},
+            {
+                "b": "of 2 on one file system, and 992.0 MiB can be had beside headers and index: "
+                "set it to 520093696 or less"
+            },
         ),
-        (["a", "b"], "2GiB", {"a": "set it to 536870912 or", "b": "set it to 536870912 or"}),
-        (["file/x", "a"], "1GiB", {"file/x": "file is no folder"}),
+        (["a", "b"], "2GiB", {"a": "set it to 520093696 or", "b": "set it to 520093696 or"}),
+        (["a"], "1GiB", {"a": "beside headers and index"}),
+        (["file/x", "a"], "990MiB", {"file/x": "file is no folder"}),
         (["file/x", "a"], "none", {"file/x": "file is no folder"}),
     ],
 )
@@ -123,13 +131,13 @@ def test_what_a_unit_holds_already_it_can_have_again(tmp_path: Path) -> None:
     group = make_group()
     folder = unit_folder(tmp_path, IDENTITY, [group])
     folder.mkdir(parents=True)
-    (folder / "slab").write_bytes(b"x" * (100 << 20))
-    config = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "1GiB"}, {})
+    (folder / "group0.slab").write_bytes(b"x" * (100 << 20))
+    config = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "990MiB"}, {})
     assert folder_faults(config, own_bytes(IDENTITY, group)) == {}
     assert "can be had" in folder_faults(config, lambda root: 0)[str(tmp_path)]
 
 
-@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
 def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
     disk, held = 1000, {"first": 0, "second": 0, "third": 0}
 
@@ -142,7 +150,7 @@ def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
         return size
 
     sizes = [start(name) for name in held]
-    assert sizes[0] == share * disk
+    assert sizes[0] == min(share * disk, disk - room_beside(disk))
     assert all(sizes)
     assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
     # Units that were told of each other have equal shares, whichever starts first.

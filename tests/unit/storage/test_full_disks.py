@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexkv import c_ext
+from flexkv.config import load_config
+from flexkv.errors import DiskError
+from flexkv.storage.folder_share import bytes_per_folder, own_bytes
+from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import FullDiskError
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import FAIL, NO_HOLES, DiskWorld, MakeDisks, holes
+from tests.unit.storage.disk_world import FAIL, IDENTITY, NO_HOLES, DiskWorld, MakeDisks, holes, make_group
 
-MIB = 1 << 20
+IMAGE_BYTES = codec_of(make_group()).image_bytes
 
 
 def fill_up(disk: Path) -> Path:
@@ -127,6 +133,39 @@ def test_an_index_on_a_full_disk_is_written_when_there_is_space_again(
     assert world.close()
 
 
+@pytest.mark.parametrize("former", ["closed", "crashed"])
+def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, former: str) -> None:
+    world = DiskWorld([small_disk], slots=8)
+    _, generations = world.write(range(8), range(8))
+    world.wait_durable(range(8), generations)
+    if former == "crashed":
+        left = small_disk.parent / "left"
+        shutil.copytree(small_disk, left)
+    assert world.close()
+    if former == "crashed":
+        for path in world.folder.iterdir():
+            path.unlink()
+        shutil.copytree(left, small_disk, dirs_exist_ok=True)
+    fill_up(small_disk)
+    for _ in range(2):  # what the first start needed is there for the second
+        world = DiskWorld([small_disk], slots=8)
+        assert world.unit.alive == (True,)
+        rows = world.unit.rows(0)
+        assert len(rows) == 8
+        assert world.read_rows(rows) == {}
+        assert world.close()
+
+
+def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
+    """What the room that a folder keeps for its index is for."""
+    world = DiskWorld([small_disk], slots=8)
+    assert world.close()
+    (world.folder / "spare").unlink()
+    fill_up(small_disk)
+    with pytest.raises(DiskError, match="No space left"):
+        DiskWorld([small_disk], slots=8)
+
+
 def test_a_close_on_a_full_disk_does_not_wait_for_space(small_disk: Path) -> None:
     world = DiskWorld([small_disk], slots=8, preallocate=True)
     fill_up(small_disk)
@@ -168,3 +207,27 @@ def test_a_folder_on_a_full_disk_can_be_locked(small_disk: Path) -> None:
     (small_disk / "unit" / "lock").write_bytes(b"")
     fill_up(small_disk)
     FolderLock(small_disk / "unit").release()
+
+
+@pytest.mark.parametrize("units", [1, 2])
+def test_a_share_of_the_whole_disk_leaves_room_for_headers_and_index(small_disk: Path, units: int) -> None:
+    config = load_config({"disk.folders": str(small_disk), "disk.space_share": 1.0}, {})
+    worlds = []
+    for unit in range(units):
+        identity = replace(IDENTITY, unit=f"unit{unit}")
+        size = bytes_per_folder(config.disk, units, own_bytes(identity, make_group()))
+        world = DiskWorld([small_disk], identity=identity, slots=size // IMAGE_BYTES)
+        worlds.append(world)
+        slots = world.unit.slots(0)
+        assert slots >= 1
+        _, generations = world.write(range(slots), range(slots))
+        world.wait_durable(range(slots), generations)
+    for world in worlds:
+        assert world.unit.alive == (True,)
+        assert world.close()
+
+
+def test_slabs_of_all_that_is_free_leave_no_room_for_headers_and_index(small_disk: Path) -> None:
+    free = os.statvfs(small_disk)
+    with pytest.raises(DiskError, match="No space left"):
+        DiskWorld([small_disk], slots=free.f_bavail * free.f_frsize // IMAGE_BYTES)

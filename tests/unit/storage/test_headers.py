@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from flexkv.transfer.graph import OpStatus
 from tests.soak import soak_factor
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import IDENTITY, MakeDisks, make_group
-from tests.unit.storage.flips import KEPT, flip_bit, make_folder, one_bit_each, served
+from tests.unit.storage.flips import Copies, drawn_bits, make_folder
 
 
 def test_a_flipped_bit_in_any_field_of_the_header(make_disks: MakeDisks) -> None:
@@ -40,7 +41,7 @@ def test_a_flipped_bit_in_any_field_of_the_header(make_disks: MakeDisks) -> None
 def test_a_flipped_bit_in_any_byte_of_a_header_is_found(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     raw = bytearray(slab.read_bytes()[: read_header(str(slab)).header_bytes])
-    for at, bit in one_bit_each(iter(range(len(raw))), seed=3):
+    for at, bit in drawn_bits(range(len(raw)), seed=3):
         raw[at] ^= 1 << bit
         with pytest.raises(DamagedHeaderError):
             parse_header(bytes(raw), "it")
@@ -53,20 +54,20 @@ def test_a_flipped_bit_in_either_copy_of_the_header_costs_no_page(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    world = make_folder(tmp_path)
-    folder = world.folder
+    world = make_folder(tmp_path / "original")
+    slab = world.folder / "group0.slab"
     assert world.close()
-    header_bytes = read_header(str(folder / "group0.slab")).header_bytes
-    whole = (folder / name).read_bytes()[:header_bytes]
+    copies = Copies(tmp_path / "original", tmp_path / "work", world)
+    header_bytes = read_header(str(slab)).header_bytes
+    whole = slab.read_bytes()[:header_bytes]
     stride = 1 if soak_factor() > 1 else 64
-    offsets = (at for at in range(header_bytes) if at < FIXED.size or at % stride == 0)
-    for at, bit in one_bit_each(offsets, seed=4):
-        flip_bit(folder / name, at, bit)
-        for opened in ("first", "second"):
-            assert served(tmp_path, world.payload) >= KEPT, (
-                f"bit {bit} of byte {at}, opened the {opened} time"
-            )
-        assert (folder / name).read_bytes()[:header_bytes] == whole, "it was not written back"
+
+    def offsets(size: int) -> Iterator[int]:
+        return (at for at in range(header_bytes) if at < FIXED.size or at % stride == 0)
+
+    for what in copies.flips(name, offsets, seed=4):
+        copies.check_twice(what)
+        assert (copies.folder / name).read_bytes()[:header_bytes] == whole, f"{what} was not written back"
 
 
 @pytest.mark.parametrize("name", ["group0.slab", "group0.header"])

@@ -1,0 +1,60 @@
+"""One number in a file of its own, with its digest: durable before anything goes by it, and apart from the index."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flexkv import c_ext
+from flexkv.errors import DiskError
+from flexkv.storage.folder import sync_folder
+from flexkv.storage.private_files import open_private
+
+MOST_BYTES = 64
+
+
+class DamagedNumberError(DiskError):
+    """The file holds something else than was written."""
+
+
+def write_number(path: Path, number: int) -> None:
+    """Writes the number durably. A power cut leaves it or the one before.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, f"{number} {_digest(str(number))}\n".encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(new, path)
+    sync_folder(path.parent)
+
+
+def read_number(path: Path, most: int) -> int | None:
+    """The number written last, None if there is no such file. One without a digest, on a line of its own, counts too.
+
+    Raises:
+        DamagedNumberError: what is there is no number up to `most`, or does not match its digest.
+        DiskError: it cannot be read.
+    """
+    try:
+        text = path.read_bytes()[:MOST_BYTES].decode("ascii", "replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DiskError(f"{path}: {error.strerror}") from error
+    line, newline, rest = text.partition("\n")
+    number, space, digest = line.partition(" ")
+    is_number = number.isascii() and number.isdecimal() and len(number) <= len(str(most))
+    whole = newline and not rest and is_number and int(number) <= most
+    if not whole or (space and digest != _digest(number)):
+        raise DamagedNumberError(f"{path}: {text[:40]!r} is no number with its digest")
+    return int(number)
+
+
+def _digest(text: str) -> str:
+    return f"{c_ext.run_digest(text.encode()):016x}"

@@ -1,0 +1,71 @@
+"""Files and folders that nobody but their owner reads or enters: KV gives away the text that it was computed from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+OTHERS = 0o077
+"""What a file's group and everybody else may do."""
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Opens a file, and makes it for this user alone where `flags` say that it may be made. The umask takes nothing
+    from that and adds nothing.
+
+    Raises:
+        OSError: as `os.open`.
+    """
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def make_folders(folder: Path) -> None:
+    """Makes a folder and those above it that are missing, for this user alone. What is there stays as it is.
+
+    Raises:
+        OSError: as `os.mkdir`.
+    """
+    missing = []
+    at = folder
+    while not os.path.lexists(at) and at != at.parent:
+        missing.append(at)
+        at = at.parent
+    for path in reversed(missing):
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+    if not folder.is_dir():
+        folder.mkdir(
+            FOLDER_MODE
+        )  # a file has its name, or that of a folder above: for the system's own error
+
+
+def keep_private(folder: Path) -> None:
+    """Takes from others what a folder and its files let them do, which an earlier version made by the umask. Those of
+    another user, who shares the folder on purpose, stay as they are and are logged.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    foreign = []
+    for path in (folder, *folder.iterdir()):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:  # an index's side files come and go
+            continue
+        if stat.S_ISLNK(found.st_mode) or not found.st_mode & OTHERS:
+            continue
+        if found.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
+        else:
+            foreign.append(path.name)
+    if foreign:
+        logger.warning(
+            "%s: %s can be read by other users and belong to another one, who can change that",
+            folder,
+            ", ".join(foreign),
+        )
