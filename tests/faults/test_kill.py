@@ -130,6 +130,6 @@ def test_what_was_durable_is_served_after_every_kill(folders: list[Lives], soak_
         # No space leaks: one slab of the size it was given, and no file that nobody counts.
         for disk in disks_of(lives.disk):
             (unit,) = unit_folders(disk)
-            files = {"lock", "group0.slab", "group0.header", "index.sqlite", "epoch"}
+            files = {"lock", "group0.slab", "group0.header", "index.sqlite", "epoch", "opens", "spare"}
             assert {path.name for path in unit.iterdir()} <= files
             assert check_folder(unit).slabs[0].slots == SLOTS
