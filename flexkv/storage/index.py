@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import MOST_EPOCH, write_epoch
 from flexkv.storage.generations import MOST_OPENS, write_opens
+from flexkv.storage.index_database import database_faults, open_database
 from flexkv.storage.index_log import log_damage
 from flexkv.storage.index_trouble import (
     LEAST_ROOM_BYTES,
@@ -30,7 +30,6 @@ from flexkv.storage.index_trouble import (
     remove_index,
     set_aside_index,
 )
-from flexkv.storage.private_files import open_private
 from flexkv.storage.slot_rows import (
     CHUNK_SLOTS,
     ROW,
@@ -46,9 +45,6 @@ from flexkv.storage.slot_rows import (
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-
-BUSY_S = 5.0
-"""How long SQLite waits for a lock before it says so."""
 
 CHUNK_ROOM_BYTES = 2 * 4096
 """What a chunk may take of the disk: a page in the log and one in the database."""
@@ -95,7 +91,7 @@ class SlotIndex:
             raise disk_error(path, error) from error
         if damage:
             raise DamagedIndexError(f"{path}: {damage}")
-        self._connect()
+        self._db = open_database(path, len(slots))
         try:
             self._load()
         except sqlite3.Error as error:
@@ -104,41 +100,6 @@ class SlotIndex:
         except BaseException:
             self._db.close()
             raise
-
-    def _connect(self) -> None:
-        """
-        Raises:
-            DamagedIndexError, DiskError: as of `SlotIndex`.
-        """
-        try:
-            if not self.path.exists():  # SQLite would make it by the umask; its log has what the database has
-                os.close(open_private(self.path, os.O_RDWR | os.O_CREAT))
-        except OSError as error:
-            raise disk_error(self.path, error) from error
-        try:
-            self._db = sqlite3.connect(
-                self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
-        except sqlite3.Error as error:
-            raise index_trouble(self.path, error) from error
-        try:
-            # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            # A database that cannot be written is found now, and not at the first commit.
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
-            )
-            for group in range(len(self.slots)):
-                self._db.execute(
-                    f"CREATE TABLE IF NOT EXISTS rows{group} (chunk INTEGER PRIMARY KEY, content BLOB NOT NULL)"
-                )
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._db.close()
-            raise index_trouble(self.path, error) from error
 
     def _load(self) -> None:
         meta: dict[str, MetaValue] = {}
@@ -324,7 +285,7 @@ class SlotIndex:
             held = np.flatnonzero(rows["generation"]) // CHUNK_SLOTS
             self._dirty[group].update(np.unique(held).tolist())
         self._written = []
-        self._connect()
+        self._db = open_database(self.path, len(self.slots))
         self._commit()
         self._remaking = False
         self._written = self._named()
@@ -378,17 +339,7 @@ class SlotIndex:
 
     def faults(self) -> list[str]:
         """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
-        try:
-            found = [
-                line for (text,) in self._db.execute("PRAGMA quick_check(5)") for line in text.splitlines()
-            ]
-            # One that takes no write is whole all the same.
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("UPDATE meta SET value = value")
-            self._db.execute("ROLLBACK")
-        except sqlite3.Error as error:
-            found = [str(error)]
-        return [] if found == ["ok"] else found
+        return database_faults(self._db)
 
     @property
     def in_place(self) -> bool:

@@ -109,7 +109,7 @@ def test_the_count_of_opens_is_durable_before_a_number_is_given(
 
 
 def test_a_locked_index_is_not_a_damaged_one(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexkv.storage.index.BUSY_S", 0.1)
+    monkeypatch.setattr("flexkv.storage.index_database.BUSY_S", 0.1)
     slab, _ = filled(make_disks)
     path = slab.parent / "index.sqlite"
     other = sqlite3.connect(path, isolation_level=None)

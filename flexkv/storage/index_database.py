@@ -1,0 +1,63 @@
+"""The SQLite database that an index is kept in: how it is opened, and what SQLite finds wrong with it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from flexkv.storage.index_trouble import disk_error, index_trouble
+from flexkv.storage.private_files import open_private
+
+BUSY_S = 5.0
+"""How long SQLite waits for a lock before it refuses."""
+
+
+def open_database(path: Path, groups: int) -> sqlite3.Connection:
+    """Opens, or makes, the database with a table of rows for each group. Only who has the folder's lock may.
+
+    Raises:
+        DamagedIndexError: it is no database, or not as it was written.
+        DiskError: the file system refuses, or another has a lock; nothing was changed.
+    """
+    try:
+        if not path.exists():  # SQLite would make it by the umask; its log has what the database has
+            os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    except OSError as error:
+        raise disk_error(path, error) from error
+    try:
+        database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise index_trouble(path, error) from error
+    try:
+        # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
+        database.execute("PRAGMA locking_mode=EXCLUSIVE")
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=FULL")
+        # A database that cannot be written is found now, and not at the first commit.
+        database.execute("BEGIN IMMEDIATE")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
+        )
+        for group in range(groups):
+            database.execute(
+                f"CREATE TABLE IF NOT EXISTS rows{group} (chunk INTEGER PRIMARY KEY, content BLOB NOT NULL)"
+            )
+        database.execute("COMMIT")
+    except sqlite3.Error as error:
+        database.close()
+        raise index_trouble(path, error) from error
+    return database
+
+
+def database_faults(database: sqlite3.Connection) -> list[str]:
+    """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
+    try:
+        found = [line for (text,) in database.execute("PRAGMA quick_check(5)") for line in text.splitlines()]
+        # One that takes no write is whole all the same.
+        database.execute("BEGIN IMMEDIATE")
+        database.execute("UPDATE meta SET value = value")
+        database.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        found = [str(error)]
+    return [] if found == ["ok"] else found
