@@ -71,7 +71,7 @@ test-engines: build-test  ## tests with the real vLLM engine
 test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 	@$(PYTEST) tests/engines_sglang
 
-steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage/test_journal.py"
+steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage"
 	@$(PY) -m tests.steady $(FILES)
 
 soak: build-test  ## simulation, transfer stress, engine pressure, flipped bits, kills, power cuts, 20 times as long (or FLEXKV_SOAK)

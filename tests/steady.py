@@ -1,10 +1,10 @@
 """Repeats test files beside busy loops, and stops at the first that wavers.
 
-`python -m tests.steady [--budget-s S] [--load N] [FILE ...]` (all test files where none is named; `make steady` calls
-it). A file with threads, clocks or processes runs 20 times, and 5 times under ThreadSanitizer where it is among the
-tests that run there; any other file 3 times. What has run is kept in build/steady.json until a file of the tree
-changes, so that the next call goes on where this one stopped. Exits with 0 once every round has passed, 1 at the first
-failure, 3 when the time is over.
+`python -m tests.steady [--budget-s S] [--load N] [--rounds N] [FILE or FOLDER ...]` (all test files where none is
+named; `make steady` calls it). A file with threads, clocks or processes runs 20 times, and 5 times under
+ThreadSanitizer where it is among the tests that run there; any other file 3 times. What has run is kept in
+build/steady.json until a file of the tree changes, so that the next call goes on where this one stopped. Exits with 0
+once every round has passed, 1 at the first failure, 3 when the time is over.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class Plan:
     usual: int
     under_thread_sanitizer: int
 
-    def rounds(self) -> Iterator[tuple[str, bool]]:
-        """(name of the round, whether it is under ThreadSanitizer)."""
-        yield from ((f"{self.path} {number + 1}/{self.usual}", False) for number in range(self.usual))
-        for number in range(self.under_thread_sanitizer):
+    def rounds(self, most: int) -> Iterator[tuple[str, bool]]:
+        """(name of the round, whether it is under ThreadSanitizer), of either kind the first `most`."""
+        for number in range(min(self.usual, most)):
+            yield f"{self.path} {number + 1}/{self.usual}", False
+        for number in range(min(self.under_thread_sanitizer, most)):
             yield f"{self.path} {number + 1}/{self.under_thread_sanitizer} under ThreadSanitizer", True
 
 
@@ -178,11 +179,14 @@ def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
     return None if done.returncode == 0 else done.stdout[-SHOWN_BYTES:].decode(errors="replace")
 
 
-def run(plans: Sequence[Plan], progress: Progress, budget_s: float) -> int:
+def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds: int = TIMED_ROUNDS) -> int:
     """Runs what has not passed yet, one file after the other; the exit code of the program."""
     ends_s = time.monotonic() + budget_s
     waiting = [
-        (each, name, sanitized) for each in plans for name, sanitized in each.rounds() if name not in progress
+        (each, name, sanitized)
+        for each in plans
+        for name, sanitized in each.rounds(most_rounds)
+        if name not in progress
     ]
     sanitized_tree: Path | None = None
     for number, (each, name, sanitized) in enumerate(waiting):
@@ -208,31 +212,34 @@ def run(plans: Sequence[Plan], progress: Progress, budget_s: float) -> int:
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """The test files named, or all; ends the program where one is none."""
-    if not named:
-        return sorted((ROOT / "tests").rglob("test_*.py"))
-    files = [Path(name).resolve() for name in named]
-    for path in files:
-        if not (path.is_file() and path.is_relative_to(ROOT / "tests") and path.name.startswith("test_")):
-            fail(f"{path}: expected a file tests/**/test_*.py")
-    return files
+    """The test files named, and those of the folders named, or all; ends the program where there is none."""
+    files: list[Path] = []
+    for path in [Path(name).resolve() for name in named] or [ROOT / "tests"]:
+        found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path] if path.is_file() else []
+        if not (found and path.is_relative_to(ROOT / "tests") and found[0].name.startswith("test_")):
+            fail(f"{path}: expected a file tests/**/test_*.py, or a folder of such")
+        files += found
+    return list(dict.fromkeys(files))
 
 
 def main() -> None:
     parser = ArgumentParser(
         description="Repeats test files beside busy loops; stops at the first that wavers."
     )
-    parser.add_argument("files", nargs="*", metavar="FILE")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="or folder")
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, help="begin no round after so many seconds"
     )
     parser.add_argument(
         "--load", type=int, default=2 * len(os.sched_getaffinity(0)), help="number of busy loops"
     )
+    parser.add_argument(
+        "--rounds", type=int, default=TIMED_ROUNDS, help="run a file no more often, for a first look"
+    )
     asked = parser.parse_args()
     plans = [plan(path) for path in find_files(asked.files)]
     with busy_loops(asked.load):
-        code = run(plans, Progress(STATE, tree_digest()), asked.budget_s)
+        code = run(plans, Progress(STATE, tree_digest()), asked.budget_s, asked.rounds)
     raise SystemExit(code)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import steady
-from tests.steady import Plan, Progress, busy_loops, is_timed, plan, run, run_round
+from tests.steady import Plan, Progress, busy_loops, find_files, is_timed, plan, run, run_round
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -72,6 +72,28 @@ def test_the_next_call_goes_on_where_the_last_one_stopped(
     # Another tree begins anew.
     assert run(plans, Progress(state, "another"), 60.0) == 0
     assert "passed: test_firm.py 1/4" in capsys.readouterr().out
+
+
+def test_a_first_look_takes_fewer_rounds(rounds_of: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rounds_of / "test_firm.py").write_text("def test_firm(): pass\n")
+    state = rounds_of / "state.json"
+    assert run([Plan("test_firm.py", 4, 0)], Progress(state, "tree"), 60.0, most_rounds=3) == 0
+    assert capsys.readouterr().out.count("passed") == 3
+    assert run([Plan("test_firm.py", 4, 0)], Progress(state, "tree"), 60.0) == 0
+    said = capsys.readouterr().out
+    assert said.count("passed") == 1
+    assert "passed: test_firm.py 4/4" in said
+
+
+def test_a_folder_stands_for_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    here = Path(__file__)
+    files = find_files([str(here), str(here.parent)])
+    assert files[0] == here
+    assert sorted(files) == sorted(here.parent.rglob("test_*.py"))
+    for name in (here.parent / "no_test.py", ROOT / "flexkv", ROOT / "Makefile", ROOT / "tests/gone"):
+        with pytest.raises(SystemExit):
+            find_files([str(name)])
+        assert f"{name}: expected a file" in capsys.readouterr().err
 
 
 def test_a_round_is_a_run_of_pytest(tmp_path: Path) -> None:
