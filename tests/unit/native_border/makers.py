@@ -22,6 +22,10 @@ STRIPE = RUN * RUNS
 BLOCKS = 4
 SLOTS = 4
 WAIT_S = 20.0
+TICKET_S = 0.2
+"""For a graph to end; behind one whose layers nobody opens it does not."""
+NO_TICKET = 2**40
+"""Of no graph: an engine whose queue is full gives none."""
 TAG_BYTES = 40
 
 NOT_MADE = {
@@ -65,10 +69,11 @@ class World:
         return np.array([self.memory.ctypes.data, self.memory.ctypes.data + pair], np.int64)
 
     def ticket(self) -> int:
+        """A ticket of a graph that has ended, unless graphs before it wait to be opened."""
         engine = self.get("TransferEngine")
         if "ticket" not in self.kept:
-            self.kept["ticket"] = engine.submit([self.op()], [])
-            engine.wait(self.kept["ticket"], WAIT_S)
+            self.kept["ticket"] = engine.submit([self.op()], []) or NO_TICKET
+            engine.wait(self.kept["ticket"], TICKET_S)
         return int(self.kept["ticket"])
 
     def op(self, layerwise: bool = False) -> tuple[object, ...]:
@@ -78,8 +83,10 @@ class World:
         return next(self.numbers), 1, 0, 0, ids, ids, layerwise, none, tags, digests, np.empty(0, np.int64)
 
     def gated(self) -> int:
-        """A ticket of a graph whose layers are to be opened."""
-        return int(self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True))
+        """A ticket of a graph whose layers are to be opened: where the queue is full, of the last one made."""
+        made = self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True)
+        self.kept["gated"] = made or self.kept.get("gated", NO_TICKET)
+        return int(self.kept["gated"])
 
     def close(self) -> None:
         """What has threads ends; what was closed by a call already does not mind."""
