@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from flexkv.storage.index_log import log_damage
 from flexkv.storage.index_trouble import (
     LEAST_ROOM_BYTES,
     LOG_SUFFIX,
+    SQLITE_ERRORS,
     DamagedIndexError,
     disk_error,
     index_trouble,
@@ -94,7 +94,7 @@ class SlotIndex:
         self._db = open_database(path, len(slots))
         try:
             self._load()
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             self._db.close()
             raise index_trouble(path, error) from error
         except BaseException:
@@ -273,7 +273,7 @@ class SlotIndex:
             FullDiskError, DiskError: as of `commit`.
         """
         # That may fail as the commit did: what it would still write is written anew.
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(*SQLITE_ERRORS):
             self._db.close()
         if not self._remaking:
             set_aside_index(self.path)
@@ -322,9 +322,9 @@ class SlotIndex:
                     [(chunk, pack_chunk(rows, group, chunk)) for chunk in sorted(dirty)],
                 )
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             # The rollback may fail as the commit did; without it there is nothing to commit either.
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(*SQLITE_ERRORS):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
             room = LEAST_ROOM_BYTES + CHUNK_ROOM_BYTES * sum(len(dirty) for dirty in self._dirty)
@@ -365,5 +365,5 @@ class SlotIndex:
         """
         try:
             self._db.close()
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise index_trouble(self.path, error) from error

@@ -6,7 +6,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from flexkv.storage.index_trouble import disk_error, index_trouble
+from flexkv.storage.index_trouble import SQLITE_ERRORS, disk_error, index_trouble
 from flexkv.storage.private_files import open_private
 
 BUSY_S = 5.0
@@ -27,7 +27,7 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
         raise disk_error(path, error) from error
     try:
         database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise index_trouble(path, error) from error
     try:
         # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
@@ -44,7 +44,7 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
                 f"CREATE TABLE IF NOT EXISTS rows{group} (chunk INTEGER PRIMARY KEY, content BLOB NOT NULL)"
             )
         database.execute("COMMIT")
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         database.close()
         raise index_trouble(path, error) from error
     return database
@@ -58,6 +58,6 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
         database.execute("BEGIN IMMEDIATE")
         database.execute("UPDATE meta SET value = value")
         database.execute("ROLLBACK")
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         found = [str(error)]
     return [] if found == ["ok"] else found

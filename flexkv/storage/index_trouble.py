@@ -16,6 +16,9 @@ LOG_SUFFIX = "-wal"
 DAMAGED_INDEX_NAME = "index.damaged"
 """The damaged index that was set aside last; the one before it is given up."""
 
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What a database raises. Its message may quote a damaged schema, whose bytes Python then fails to decode."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20
 LEAST_ROOM_BYTES = 64 << 10
@@ -36,7 +39,9 @@ def disk_error(path: Path, error: OSError) -> DiskError:
     return kind(f"{path}: {error.strerror}")
 
 
-def index_trouble(path: Path, error: sqlite3.Error, room_bytes: int = LEAST_ROOM_BYTES) -> DiskError:
+def index_trouble(
+    path: Path, error: sqlite3.Error | UnicodeDecodeError, room_bytes: int = LEAST_ROOM_BYTES
+) -> DiskError:
     """What SQLite's error of the database at `path` is.
 
     SQLite has the same words for both: "attempt to write a readonly database" of a read-only file system and of a

@@ -41,13 +41,15 @@ def pack_chunk(rows: Rows, group: int, chunk: int) -> bytes:
     return content + DIGEST.pack(_chunk_digest(content, group, chunk))
 
 
-def unpack_chunk(content: object, group: int, chunk: int) -> Rows:
+def unpack_chunk(content: object, group: int, chunk: object) -> Rows:
     """The rows of a chunk as the database kept it.
 
     Raises:
         ValueError: it is not what was written there.
     """
-    # SQLite keeps any type in any column.
+    # SQLite keeps any type in any column, and by a damaged schema in that of the key too.
+    if not isinstance(chunk, int):
+        raise ValueError(f"a chunk of group {group} has the number {chunk!r:.40}")
     if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
         size = len(content) if isinstance(content, bytes) else f"{content!r:.40}"
         raise ValueError(f"chunk {chunk} of group {group} has {size} instead of {CHUNK_BYTES} bytes")

@@ -84,6 +84,14 @@ def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
         at_rest.check_twice(what)
 
 
+def test_a_schema_that_is_no_text_any_more_costs_no_page(at_rest: Copies) -> None:
+    """SQLite quotes it in its message, which is then no text either."""
+    schema = (at_rest.fresh() / "index.sqlite").read_bytes().index(b"CREATE TABLE")
+    for offset in range(schema, schema + 60):
+        flip_bit(at_rest.fresh() / "index.sqlite", offset, 7)
+        at_rest.check_twice(f"bit 7 of byte {offset}")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
 def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
