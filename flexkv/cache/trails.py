@@ -12,47 +12,76 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.leases import EntryIds, GroupLease
+from flexkv.cache.leases import NO_ENTRIES, EntryIds, GroupLease
 
 MAX_TRAILS = 16_384
 """Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""
 
 
-class Trail:
-    """Entries of one request in one group, by block number. Parts are kept as they come and joined when read."""
+MOST_STORED = 4
+"""Entries that a trail keeps of its stores for each of its blocks: stores that fail are offered again and again."""
 
-    __slots__ = ("_marked_blocks", "_parts", "blocks")
+Part = tuple[int, NDArray[np.integer] | None, EntryIds]
+"""First block, positions after it (None: one after the other), and the entry of each."""
+
+
+class Trail:
+    """Entries of one request in one group, by block number. Parts are kept as they come and joined when read.
+
+    What a lookup found is kept apart from the stores: an engine without free blocks looks a request up at every step,
+    and each lookup replaces what the former one found. Where both have a block, the store's entry counts.
+    """
+
+    __slots__ = ("_looked_up", "_marked_blocks", "_parts", "_stored", "blocks")
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, NDArray[np.integer] | None, EntryIds]] = []
+        self._looked_up: tuple[Part, ...] = ()
+        self._parts: list[Part] = []
+        self._stored = 0
+        """Entries in the stores' parts."""
         self.blocks = 0
         self._marked_blocks = 0
 
-    def put(self, first_block: int, entries: EntryIds) -> None:
-        """`entries` are those of the blocks from `first_block` on; the array must not be changed later."""
-        if len(entries):
-            self._parts.append((first_block, None, entries))
-            self.blocks = max(self.blocks, first_block + len(entries))
+    def put_lookup(self, before: EntryIds, first_block: int, promised: EntryIds) -> None:
+        """A lookup found `before` for the blocks from 0 on and `promised` for those from `first_block` on. Neither
+        array may be changed later."""
+        parts: tuple[Part, ...] = ()
+        if len(before):
+            parts = ((0, None, before),)
+            self.blocks = max(self.blocks, len(before))
+        if len(promised):
+            parts += ((first_block, None, promised),)
+            self.blocks = max(self.blocks, first_block + len(promised))
+        self._looked_up = parts
+
+    @property
+    def parts(self) -> int:
+        """Arrays that are kept."""
+        return len(self._looked_up) + len(self._parts)
 
     def put_at(self, first_block: int, positions: NDArray[np.integer], entries: EntryIds) -> None:
         """Entry i is that of block `first_block + positions[i]`; ascending, at least one."""
         last = int(positions[-1])
         self._parts.append((first_block, None if last < len(positions) else positions, entries))
         self.blocks = max(self.blocks, first_block + last + 1)
+        self._stored += len(entries)
+        if self._stored > MOST_STORED * self.blocks:
+            self.entries()
 
     def entries(self) -> EntryIds:
         """Entry of each block, uint32 [blocks]; no entry at all where none was put."""
-        if len(self._parts) == 1:
-            first_block, positions, entries = self._parts[0]
+        parts = [*self._looked_up, *self._parts]
+        if len(parts) == 1:
+            first_block, positions, entries = parts[0]
             if first_block == 0 and positions is None:
                 return entries
         joined = np.full(self.blocks, np.iinfo(np.uint32).max, np.uint32)
-        for first_block, positions, entries in self._parts:
+        for first_block, positions, entries in parts:
             if positions is None:
                 joined[first_block : first_block + len(entries)] = entries
             else:
                 joined[first_block:][positions] = entries
-        self._parts = [(0, None, joined)]
+        self._looked_up, self._parts, self._stored = (), [(0, None, joined)], len(joined)
         return joined
 
     def due(self) -> bool:
@@ -79,12 +108,15 @@ class TrailTable:
         return trails
 
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
-        """A lookup used, per group, blocks that the engine has itself and those that it was promised."""
-        trails = self.of(request_id)
-        for trail, entries in zip(trails, before, strict=False):
-            trail.put(0, entries)
-        for trail, group in zip(trails, promised, strict=False):
-            trail.put(group.first_block, group.entries[: group.blocks])
+        """A lookup used, per group, blocks that the engine has itself and those that it was promised; what an earlier
+        lookup of the request found is forgotten."""
+        for group, trail in enumerate(self.of(request_id)):
+            found = promised[group] if promised else None
+            trail.put_lookup(
+                before[group] if before else NO_ENTRIES,
+                found.first_block if found is not None else 0,
+                found.entries[: found.blocks] if found is not None else NO_ENTRIES,
+            )
 
     def peek(self, request_id: str, group: int) -> Trail | None:
         trails = self._trails.get(request_id)
