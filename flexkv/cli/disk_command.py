@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,10 +14,19 @@ from flexkv.cli.tables import print_table
 from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError, DiskError
 from flexkv.observe import unix_now_s
-from flexkv.storage.folder import held_bytes, is_in_use, remove_folder, unit_folders
+from flexkv.storage.folder import (
+    LOCK_NAME,
+    closed_folders,
+    held_bytes,
+    is_in_use,
+    remove_folder,
+    unit_folders,
+)
 from flexkv.storage.header_copy import find_header
 
 DAY_S = 86_400
+
+UNLISTED_EXIT_CODE = 1
 
 
 @click.group()
@@ -27,17 +37,24 @@ def command() -> None:
 @command.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def ls(folder: Path, as_json: bool) -> None:
-    """List models, sizes and ages under FOLDER."""
-    entries = [_entry(unit, folder) for unit in unit_folders(folder)]
+def ls(folder: Path, as_json: bool) -> int:
+    """List models, sizes and ages under FOLDER. Exit code 1: a folder under it cannot be looked into."""
+    closed = closed_folders(folder)
+    entries = [_entry(unit, folder) for unit in unit_folders(folder) if unit not in closed]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
-        return
-    if not entries:
+    elif entries:
+        _print(entries)
+    elif not closed:
         click.echo(
             f"{folder}: nothing of the disk tier lies under it; a disk's folder is one of disk.folders"
         )
-        return
+    for words in closed.values():
+        click.echo(f"{words}: what lies in it is not listed", err=True)
+    return UNLISTED_EXIT_CODE if closed else 0
+
+
+def _print(entries: Sequence[dict[str, object]]) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("folder", "model", "format", "size", "created", "last used", "state"):
         table.add_column(heading)
@@ -78,9 +95,13 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
         "bytes": held_bytes(unit),
         "created": 0,
         "last_used": _last_used(unit),
-        "in_use": is_in_use(unit),
+        "in_use": False,
         "damage": "",
     }
+    try:
+        entry["in_use"] = is_in_use(unit)
+    except OSError as error:
+        entry["damage"] = f"{LOCK_NAME}: {error.strerror}: whether it is in use is not known"
     for slab in sorted(unit.glob("group*.slab")):
         try:
             found = find_header(slab)
@@ -95,11 +116,12 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
 
 
 def _last_used(unit: Path) -> int:
-    """Unix seconds. What a running unit takes away while it is looked at (its log, a new epoch) says nothing."""
+    """Unix seconds. Files that a running unit takes away meanwhile (its log, a new epoch), and those that this user may
+    not look at, are left out."""
     last = 0.0
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         for path in unit.iterdir():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
                 last = max(last, path.lstat().st_mtime)
     return int(last)
 

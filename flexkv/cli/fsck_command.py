@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flexkv.errors import ConfigError
-from flexkv.storage.folder import unit_folders
+from flexkv.errors import ConfigError, DiskError
+from flexkv.storage.folder import closed_folders, unit_folders
 from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder
 
 NOT_CLEAN_EXIT_CODE = 1
@@ -29,8 +29,12 @@ MISSING = "missing: the index names a page that is not whole: a miss. --repair t
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(folder: Path, repair: bool, as_json: bool) -> int:
-    """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean."""
-    reports = [check_folder(unit, repair) for unit in unit_folders(folder)]
+    """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean, or
+    a folder cannot be looked into."""
+    closed = closed_folders(folder)
+    reports = [check_folder(unit, repair) for unit in unit_folders(folder) if unit not in closed]
+    if not reports and closed:
+        raise DiskError(f"no slabs can be found: {'; '.join(closed.values())}")
     if not reports:
         raise ConfigError(f"{folder}: no slabs lie under it; a disk's folder is one of disk.folders")
     if as_json:
@@ -44,7 +48,9 @@ def command(folder: Path, repair: bool, as_json: bool) -> int:
             console.print(DAMAGED)
         if any(slab.missing for slab in slabs) and not repair:
             console.print(MISSING)
-    return 0 if all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE
+    for words in closed.values():
+        click.echo(f"{words}: what lies in it was not verified", err=True)
+    return 0 if not closed and all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE
 
 
 def _show(console: Console, report: FsckReport) -> None:

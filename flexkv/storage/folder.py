@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -65,6 +66,27 @@ def unit_folders(root: Path) -> list[Path]:
     return sorted(found)
 
 
+def closed_folders(root: Path) -> dict[Path, str]:
+    """Of `root`, the folders in it, and those in these, the ones that cannot be looked into, and why: units may lie
+    there that `unit_folders` does not find."""
+    closed: dict[Path, str] = {}
+    level = [root]
+    for _ in range(3):
+        below: list[Path] = []
+        for folder in level:
+            try:
+                # Their kind needs no right to enter the folder; their size does.
+                with os.scandir(folder) as there:
+                    below += [Path(one.path) for one in there if one.is_dir(follow_symlinks=False)]
+                os.stat(folder / LOCK_NAME)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                closed[folder] = f"{folder}: {error.strerror}"
+        level = sorted(below)
+    return closed
+
+
 def held_bytes(folder: Path, names: str = "*") -> int:
     """Bytes that the files of these names under `folder` take on the disk."""
     held = 0
@@ -92,31 +114,52 @@ class FolderLock:
 
     def __init__(self, folder: Path, advice: str = SHARED_BY_MISTAKE) -> None:
         self.folder = folder
+        self._releasing = threading.Lock()
         path = folder / LOCK_NAME
-        try:
-            make_folders(folder)
-            self.fd = open_private(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise DiskError(f"{path}: {error.strerror}") from error
-        try:
-            _lock_within(self.fd, LOCK_WAIT_S)
-            _write_holder(self.fd)
-        except OSError as error:
-            holder = _holder(self.fd)
+        ends_s = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                self.fd = self._open(path)
+            except OSError as error:
+                # `drop` took the folder away after it was made.
+                if error.errno != errno.ENOENT or time.monotonic() >= ends_s:
+                    raise DiskError(f"{path}: {error.strerror}") from error
+                time.sleep(LOCK_RETRY_S)
+                continue
+            try:
+                _lock_until(self.fd, ends_s)
+                if _has_name(self.fd, path):
+                    return _write_holder(self.fd)
+            except OSError as error:
+                holder = _holder(self.fd)
+                os.close(self.fd)
+                if error.errno in IN_USE:
+                    raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
+                raise DiskError(f"{path}: {error.strerror}") from error
+            # Deleted while this waited: a lock on it keeps nobody from the folder that has the name now.
             os.close(self.fd)
-            if error.errno in IN_USE:
-                raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
-            raise DiskError(f"{path}: {error.strerror}") from error
+            if time.monotonic() >= ends_s:
+                raise FolderLockedError(f"{folder} is deleted again and again by another process: {advice}")
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        make_folders(path.parent)
+        return open_private(path, os.O_RDWR | os.O_CREAT)
 
     def release(self) -> None:
-        """The lock ends when the slabs' copies are closed too. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """The lock ends when the slabs' copies are closed too. Idempotent, also from several threads at once."""
+        with self._releasing:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process has the unit's lock now."""
+    """Whether a process has the unit's lock now.
+
+    Raises:
+        OSError: the lock cannot be read.
+    """
     try:
         fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -135,24 +178,40 @@ def remove_folder(folder: Path) -> int:
 
     Raises:
         FolderLockedError: it is in use; nothing was deleted.
-        DiskError: something could not be deleted.
+        DiskError: it has a folder in it, and nothing was deleted; or something could not be deleted.
     """
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
-        # The lock file goes last: until then nobody else can start to use the folder.
-        files = sorted(folder.iterdir(), key=lambda path: path.name == LOCK_NAME)
+        # The slabs come last: what cannot be deleted leaves a unit that `ls` shows. After them only the lock file:
+        # until it is gone nobody else can start to use the folder.
+        files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
-            freed += path.stat().st_blocks * 512
+            if path.is_dir() and not path.is_symlink():
+                raise DiskError(
+                    f"{path} is a folder, which flexkv did not make: move it away; nothing was deleted"
+                )
+        for path in files:
+            freed += path.lstat().st_blocks * 512
             path.unlink()
         folder.rmdir()
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
     except OSError as error:
+        if isinstance(error, DiskError):
+            raise
         raise DiskError(f"{folder}: {error}") from error
     finally:
         lock.release()
     return freed
+
+
+def _has_name(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that lies at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _write_holder(fd: int) -> None:
@@ -175,12 +234,11 @@ def _holder(fd: int) -> str:
     return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
-def _lock_within(fd: int, wait_s: float) -> None:
+def _lock_until(fd: int, ends_s: float) -> None:
     """
     Raises:
-        OSError: it is another's, also after `wait_s` seconds.
+        OSError: it is another's still at `ends_s`.
     """
-    ends_s = time.monotonic() + wait_s
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,8 +263,12 @@ def folder_at_rest(folder: Path) -> Iterator[None]:
         raise DiskError(f"{path}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not _has_name(fd, path):
+            raise DiskError(f"{folder} is being deleted")
         yield
     except OSError as error:
+        if isinstance(error, DiskError):
+            raise
         if error.errno in IN_USE:
             raise FolderLockedError(f"{folder} is in use by process {_holder(fd)}") from error
         raise DiskError(f"{folder}: {error.strerror}") from error

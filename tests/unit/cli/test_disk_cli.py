@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,3 +226,72 @@ def test_ls_goes_on_where_a_unit_is_gone_before_it_is_looked_at(
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["last_used"] == 0
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that a user without rights can come to, which pytest's own are not."""
+    made = Path(tempfile.mkdtemp(prefix="flexkv-ls-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root could read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def readable_units(root: Path) -> list[Path]:
+    folders = []
+    for unit in ("unit0", "unit1"):
+        world = DiskWorld([root], identity=replace(IDENTITY, unit=unit))
+        assert world.close()
+        folders.append(world.folder)
+    for path in (*folders, folders[0].parent):
+        path.chmod(0o755)
+    for folder in folders:
+        for file in folder.iterdir():
+            file.chmod(0o644)
+    return folders
+
+
+def test_ls_lists_the_others_where_one_lock_cannot_be_read(
+    open_to_all: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = readable_units(open_to_all)
+    (first / "lock").chmod(0)
+    with without_rights():
+        assert main(["disk", "ls", str(open_to_all), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [Path(entry["folder"]).name for entry in entries] == ["unit0", "unit1"]
+    assert [entry["damage"] for entry in entries] == [
+        "lock: Permission denied: whether it is in use is not known",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_ls_and_fsck_name_folders_that_cannot_be_looked_into(
+    open_to_all: Path, capsys: pytest.CaptureFixture[str], mode: int
+) -> None:
+    first, second = readable_units(open_to_all)
+    for folder in (first, second):
+        folder.chmod(mode)
+    with without_rights():
+        assert main(["disk", "ls", str(open_to_all)]) == 1
+        said = capsys.readouterr().err
+        assert f"{first}: Permission denied" in said
+        assert f"{second}: Permission denied" in said
+        assert main(["fsck", str(open_to_all)]) != 0
+    assert "Permission denied" in capsys.readouterr().err
+    for folder in (first, second):
+        folder.chmod(0o755)
+    assert main(["disk", "ls", str(open_to_all)]) == 0

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from flexkv.errors import CapacityError
-from flexkv.storage.folder import FolderLockedError, folder_at_rest
+import flexkv.storage.folder as folder_module
+from flexkv.errors import CapacityError, DiskError
+from flexkv.storage.folder import (
+    LOCK_NAME,
+    FolderLock,
+    FolderLockedError,
+    folder_at_rest,
+    remove_folder,
+    unit_folders,
+)
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.member import slots_of
 from tests.unit.storage.damage import filled
@@ -74,3 +85,113 @@ def test_a_budget_whose_index_no_memory_holds_is_refused() -> None:
 def test_a_budget_without_a_slot_is_refused(make_disks: MakeDisks) -> None:
     with pytest.raises(CapacityError, match="hold no slot of 36864 bytes"):
         make_disks(slots=0)
+
+
+def deleted(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_path: Path) -> None:
+    """`flexkv disk drop` deletes the folder while another waits for its lock, and a third makes it anew."""
+    folder = tmp_path / "model" / "unit0"
+    first = FolderLock(folder)
+    won: list[FolderLock | DiskError] = []
+
+    def wait() -> None:
+        try:
+            won.append(FolderLock(folder))
+        except DiskError as error:
+            won.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    file = os.stat(folder / LOCK_NAME)
+    ends_s = time.monotonic() + GENEROUS_S
+    while open_copies(file) < 2:
+        assert time.monotonic() < ends_s
+        time.sleep(0.002)
+    deleted(folder)
+    third = FolderLock(folder)
+    first.release()
+    waiter.join(GENEROUS_S)
+    assert isinstance(won[0], FolderLockedError), "two have one folder"
+    third.release()
+
+
+def open_copies(file: os.stat_result) -> int:
+    """Descriptors of this process that the file is open by."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            count += os.path.samestat(os.stat(f"/proc/self/fd/{name}"), file)
+    return count
+
+
+def test_lock_of_a_deleted_folder_is_taken_on_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model" / "unit0"
+    real = folder_module._lock_until
+    deletions: list[Path] = []
+
+    def lock_and_delete(fd: int, ends_s: float) -> None:
+        if not deletions:
+            deletions.append(folder)
+            deleted(folder)
+        real(fd, ends_s)
+
+    monkeypatch.setattr(folder_module, "_lock_until", lock_and_delete)
+    lock = FolderLock(folder)
+    assert os.path.samestat(os.fstat(lock.fd), os.stat(folder / LOCK_NAME))
+    lock.release()
+
+
+def test_lock_is_closed_once_by_threads_that_release_it_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(tmp_path / "unit0")
+    fd, closed, real = lock.fd, [], os.close
+
+    def close_and_come_again(closing: int) -> None:
+        closed.append(closing)
+        if len(closed) == 1:
+            lock.release()  # as another thread, before this one goes on
+        real(closing)
+
+    monkeypatch.setattr(os, "close", close_and_come_again)
+    lock.release()
+    assert closed == [fd]
+
+
+def test_drop_of_a_unit_with_a_folder_in_it_deletes_nothing(make_disks: MakeDisks) -> None:
+    folder = filled(make_disks)[0].parent
+    (folder / "mine").mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(DiskError, match="mine is a folder"):
+        remove_folder(folder)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    (folder / "mine").rmdir()
+    (folder / "dangling").symlink_to(folder / "nothing")
+    assert remove_folder(folder) > 0
+    assert not folder.exists()
+
+
+def test_drop_that_fails_leaves_a_unit_that_is_found(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = filled(make_disks)[0].parent
+    real = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "index.sqlite":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(DiskError, match="Operation not permitted"):
+        remove_folder(folder)
+    assert unit_folders(folder.parent.parent) == [folder]
+    monkeypatch.undo()
+    assert remove_folder(folder) > 0
