@@ -106,5 +106,8 @@ def unknown_variable(variable: str, value: str, allowed: Iterable[str]) -> str:
 
 def shown(value: object) -> str:
     """`value` for an error message, cut to a line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number out that has so many digits
+        return "a number of thousands of digits"
     return text if len(text) <= 120 else text[:117] + "..."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,9 @@ logger = get_logger(__name__)
 
 CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
 EXTRA_ORIGIN = "engine extra config"
+
+MOST_FILE_BYTES = 1 << 20
+"""All settings with their documentation take a hundredth of it."""
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings",
@@ -99,7 +104,7 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         ConfigError: the file cannot be read, is no YAML, is no mapping, or names a key twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_file(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {error}") from error
     try:
@@ -113,15 +118,39 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         yield from _walk(loader, root, path, "")
     except yaml.YAMLError as error:
         raise ConfigError(f"file {path}{_problem(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"file {path}: lists or mappings in each other, too many to read") from error
     finally:
         loader.dispose()
 
 
+def _read_file(path: Path) -> bytes:
+    """
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: it is no regular file, which may never end, or larger than MOST_FILE_BYTES.
+    """
+    where = f"{CONFIG_FILE_VARIABLE}={str(path)!r}"
+    # A pipe that nobody writes to would block an open that waits.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
+        content = file.read(MOST_FILE_BYTES + 1)
+    if len(content) > MOST_FILE_BYTES:
+        raise ConfigError(f"{where}: more than {MOST_FILE_BYTES} bytes, which no file with settings has")
+    return content
+
+
 def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode, path: Path) -> Any:
+    where = f"{_at(path, node)}: {node.value!r:.80}"
     try:
         return loader.construct_object(node)
     except ValueError as error:  # a date that there is not, for one
-        raise ConfigError(f"{_at(path, node)}: {node.value!r}: {error} (put a string in quotes)") from error
+        raise ConfigError(f"{where}: {error} (put a string in quotes)") from error
+    except (AttributeError, LookupError, TypeError) as error:  # of a value that its tag does not fit
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        raise ConfigError(f"{where} is no {kind} (leave out the tag !!{kind})") from error
 
 
 def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> Iterable[RawSetting]:

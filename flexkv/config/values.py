@@ -61,6 +61,13 @@ def folders_of(value: object) -> object:
     if relative := [folder for folder in folders if not os.path.isabs(folder)]:
         hint = "; a folder with ':' or ',' in its name is given in a list" if isinstance(value, str) else ""
         raise ValueError(f"expected absolute paths, got {relative[0]!r}{hint}")
+    for folder in folders:
+        try:
+            folder.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"expected paths in UTF-8, got {folder!r}") from error
+        if "\0" in folder:
+            raise ValueError(f"expected paths of folders, got {folder!r}")
     if len(set(folders)) != len(folders):
         raise ValueError("a folder is named twice")
     return folders

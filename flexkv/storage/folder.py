@@ -42,6 +42,20 @@ def slab_name(group: int) -> str:
     return f"group{group}.slab"
 
 
+def native_path(path: Path) -> str:
+    """The path for the native core, which takes UTF-8 alone.
+
+    Raises:
+        DiskError: it is not UTF-8.
+    """
+    text = str(path)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DiskError(f"{text!r}: a path of the disk tier is UTF-8: rename the folder") from error
+    return text
+
+
 def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup]) -> Path:
     """Where a unit's slabs lie under `root`: a folder for the model in this encoding, in it one for the unit.
 

@@ -11,7 +11,7 @@ import numpy as np
 from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import after_all, read_epoch, write_epoch
-from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, slab_name
+from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, native_path, slab_name
 from flexkv.storage.generations import opens_without_index, read_opens, write_opens
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header, mend_header
@@ -116,7 +116,9 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         if repair:
             mend_header(path, whole)
         slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
-        slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+        slab = c_ext.SlabFile(
+            native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id
+        )
         reports = list(read_slots(slab, header.slab_id, codec_of(group), slots, data=True))
         found[header.group] = (header, reports)
         report.slabs.append(SlabReport(path, header.model, slots))

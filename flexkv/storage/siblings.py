@@ -22,6 +22,7 @@ from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder import (
     DIGEST_DIGITS,
     folder_at_rest,
+    native_path,
     slab_name,
     unit_folder,
 )
@@ -130,7 +131,7 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Si
     if codec.image_bytes != header.slot_bytes:
         raise DiskError(f"its slots have {header.slot_bytes} bytes, its pages {codec.image_bytes}")
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
-    slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+    slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
     return Sibling(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)

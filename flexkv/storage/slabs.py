@@ -11,7 +11,7 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.folder import slab_name
+from flexkv.storage.folder import native_path, slab_name
 from flexkv.storage.header import (
     DamagedHeaderError,
     SlabHeader,
@@ -59,7 +59,9 @@ def open_slab(
         if isinstance(error, DiskError):
             raise
         raise DiskError(f"{path}: {error.strerror}") from error
-    slab = c_ext.SlabFile(str(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, lock_fd)
+    slab = c_ext.SlabFile(
+        native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, lock_fd
+    )
     if not slab.direct:
         logger.warning("%s: this file system has no direct I/O: pages go through its cache", path)
     return slab, header, made

@@ -18,6 +18,8 @@ from flexkv.errors import ConfigError
         ("/a,/a", "twice"),
         (7, "paths of folders"),
         ("/a,b", "absolute paths, got 'b'; a folder with ':' or ',' in its name is given in a list"),
+        ("/a\udcff", "paths in UTF-8, got "),
+        (["/a\0b"], "paths of folders, got "),
         (["/a", "b,c"], "absolute paths, got 'b,c'$"),
     ],
 )

@@ -23,7 +23,7 @@ from flexkv.storage.folder import (
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.member import slots_of
 from tests.unit.storage.damage import filled
-from tests.unit.storage.disk_world import GENEROUS_S, MakeDisks, make_group
+from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld, MakeDisks, make_group
 
 
 def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
@@ -195,3 +195,13 @@ def test_drop_that_fails_leaves_a_unit_that_is_found(
     assert unit_folders(folder.parent.parent) == [folder]
     monkeypatch.undo()
     assert remove_folder(folder) > 0
+
+
+def test_folder_whose_path_is_not_utf8_is_a_disk_error(make_disks: MakeDisks, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    with pytest.raises(DiskError, match="UTF-8"):
+        DiskWorld([folder])
+    unit = filled(make_disks)[0].parent
+    with pytest.raises(DiskError, match="UTF-8"):
+        check_folder(unit.rename(folder / "unit0"))
