@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flexkv.storage.generations import MOST_OPENS, opens_of, read_opens, write_o
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import DamagedIndexError
 from tests.unit.storage.damage import filled, flip
-from tests.unit.storage.disk_world import MakeDisks
+from tests.unit.storage.disk_world import DiskWorld, MakeDisks
 
 
 def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> None:
@@ -78,6 +79,26 @@ def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) ->
         world = make_disks()
         assert world.close()
     assert opens_of(make_disks().unit.next_generations(1)) == 5
+
+
+def test_no_generation_is_given_twice_where_a_crash_has_lost_the_log(
+    make_disks: MakeDisks, tmp_path: Path
+) -> None:
+    """What a crash leaves, less the database's log: the count of opens that the index still has is an older one."""
+    filled(make_disks)
+    world = make_disks()
+    _, written = world.write(range(6, 12), range(6, 12))
+    world.wait_durable(range(6, 12), written)
+    given = world.unit.next_generations(3)
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "disk0", left, ignore=shutil.ignore_patterns("*-wal"))
+    assert world.close()
+    crashed = DiskWorld([left])
+    try:
+        assert crashed.unit.next_generations(1)[0] > given.max()
+        assert crashed.read_rows(crashed.unit.rows(0)) == {}
+    finally:
+        crashed.close()
 
 
 def test_a_count_of_opens_that_is_used_up_is_refused(make_disks: MakeDisks) -> None:
