@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
+from flexkv.config.names import shown
+from flexkv.config.values import MAX_COUNT
 from flexkv.errors import ConfigError
 
 BLOCK_TOKENS = 16
@@ -37,7 +39,7 @@ class ModelSize:
         try:
             config = json.loads(file.read_text())
             return cls._of(config.get("text_config", config))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--model: {file} cannot be read: {error}") from error
         except (KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"--model: {file} does not say what a token takes: {error}") from error
@@ -48,13 +50,24 @@ class ModelSize:
         if dtype not in ELEMENT_BYTES:
             raise KeyError(f"type {dtype!r}")
         if "kv_lora_rank" in config:
-            elements = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+            elements = _count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim")
         else:
-            queries = int(config["num_attention_heads"])
-            heads = int(config.get("num_key_value_heads") or queries)
-            elements = 2 * heads * int(config.get("head_dim") or int(config["hidden_size"]) // queries)
-        token_bytes = int(config["num_hidden_layers"]) * elements * ELEMENT_BYTES[dtype]
-        return cls(token_bytes, int(config["max_position_embeddings"]))
+            queries = _count(config, "num_attention_heads")
+            heads = (
+                queries
+                if config.get("num_key_value_heads") is None
+                else _count(config, "num_key_value_heads")
+            )
+            if config.get("head_dim") is None:
+                hidden = _count(config, "hidden_size")
+                if hidden < queries:
+                    raise TypeError(f"hidden_size {hidden} is less than num_attention_heads {queries}")
+                size = hidden // queries
+            else:
+                size = _count(config, "head_dim")
+            elements = 2 * heads * size
+        token_bytes = _count(config, "num_hidden_layers") * elements * ELEMENT_BYTES[dtype]
+        return cls(token_bytes, _count(config, "max_position_embeddings"))
 
     @property
     def limit(self) -> PromptLimit:
@@ -64,3 +77,15 @@ class ModelSize:
         """What so much host memory holds."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
         return TierCapacity("host tier", host_bytes // block_bytes, BLOCK_TOKENS, block_bytes, "host.bytes")
+
+
+def _count(config: dict[str, Any], name: str) -> int:
+    """
+    Raises:
+        KeyError: it is missing.
+        TypeError: it is no whole number from 1 to MAX_COUNT.
+    """
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+        raise TypeError(f"{name} is {shown(value)}; expected a whole number from 1 to {MAX_COUNT}")
+    return value

@@ -286,6 +286,7 @@ def test_info_tells_what_the_host_tier_holds_of_a_model(
     [
         (None, "cannot be read"),
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[]", "does not say"),
         ('{"torch_dtype": "int3"}', "int3"),
     ],
@@ -297,6 +298,34 @@ def test_a_model_without_sizes_is_one_line(
         (tmp_path / "config.json").write_text(content)
     assert main(["info", "--model", str(tmp_path)]) == 2
     assert words in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_attention_heads": float("inf")},
+        {"num_attention_heads": True},
+        {"num_key_value_heads": 0},
+        {"head_dim": -64},
+        {"head_dim": None, "hidden_size": 1},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": -2},
+        {"max_position_embeddings": 0},
+        {"max_position_embeddings": -5},
+        {"max_position_embeddings": 1 << 40},
+        {"kv_lora_rank": "512", "qk_rope_head_dim": 64},
+    ],
+)
+def test_model_with_a_size_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object]
+) -> None:
+    config = model_config("LlamaForCausalLM", "llama", PRESETS["tiny"], head_dim=64)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert main(["info", "--model", str(tmp_path)]) == 2
+    said = one_line(capsys.readouterr())
+    assert "does not say what a token takes" in said
+    assert any(name in said for name in changes)
 
 
 def test_info_shows_the_same_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
