@@ -74,7 +74,7 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
 
 def unit_folders(root: Path) -> list[Path]:
     """Folders of ownership units under `root`, or `root` itself if it is one, by name."""
-    if any(root.glob("group*.slab")) or (root / INDEX_NAME).exists():
+    if any(root.glob("group*.slab")) or os.path.exists(root / INDEX_NAME):
         return [root]
     found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
     return sorted(found)

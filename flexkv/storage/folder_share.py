@@ -121,10 +121,14 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
     usable = []
     for folder in config.disk.folders:
         there = nearest_there(Path(folder))
-        if not there.is_dir():
+        if fault := name_fault(Path(folder), there):
+            faults[folder] = fault
+        elif not there.is_dir():
             faults[folder] = f"{there} is no folder"
         elif not os.access(there, os.W_OK | os.X_OK):
             faults[folder] = f"no permission to write in {there}"
+        elif not shutil.disk_usage(there).free and not own(Path(folder)):
+            faults[folder] = f"no byte is free on the file system of {there}"
         else:
             usable.append(Path(folder))
     asked = config.disk.bytes_per_folder
@@ -150,3 +154,14 @@ def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
 def nearest_there(path: Path) -> Path:
     """The path itself, or the nearest folder above it that is there."""
     return next(at for at in (path, *path.parents) if os.path.exists(at))
+
+
+def name_fault(path: Path, there: Path) -> str:
+    """Why no folder of this name can be made below `there`, the nearest that is there; empty where one can."""
+    missing = path.relative_to(there).parts
+    if missing and os.path.lexists(there / missing[0]):
+        return f"{there / missing[0]} is a symbolic link that leads nowhere"
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    if too_long := [name for name in missing if len(os.fsencode(name)) > longest]:
+        return f"{too_long[0]!r:.40} has {len(os.fsencode(too_long[0]))} bytes; a name here has {longest} at most"
+    return ""

@@ -127,6 +127,39 @@ def test_folders_that_cannot_be_used_are_named_with_what_to_set(
     assert [len(roots) for roots in shared_file_systems(config.disk)] == ([2] if len(folders) == 2 else [])
 
 
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("dangling", "dangling is a symbolic link that leads nowhere"),
+        ("dangling/in", "dangling is a symbolic link that leads nowhere"),
+        ("loop", "loop is a symbolic link that leads nowhere"),
+        ("loop/in", "loop is a symbolic link that leads nowhere"),
+        ("a" * 300, "has 300 bytes; a name here has 255 at most"),
+        ("in/" + "a" * 300, "has 300 bytes; a name here has 255 at most"),
+    ],
+)
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path, folder: str, reason: str) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    there = str(tmp_path / folder)
+    for settings in ({}, {"disk.bytes_per_folder": "1MiB"}):
+        config = load_config({"disk.folders": [there, str(tmp_path / "link" / "new")], **settings}, {})
+        found = folder_faults(config, lambda root: 0)
+        assert list(found) == [there]
+        assert reason in found[there]
+    with pytest.raises(DiskError):
+        bytes_per_folder(load_config({"disk.folders": [there]}, {}).disk, 1, lambda root: 0)
+
+
+def test_folder_without_a_free_byte_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda root: SimpleNamespace(free=0))
+    config = load_config({"disk.folders": str(tmp_path)}, {})
+    assert "no byte is free" in folder_faults(config, lambda root: 0)[str(tmp_path)]
+    assert folder_faults(config, lambda root: 1 << 20) == {}, "it is full of the unit's own pages"
+
+
 def test_what_a_unit_holds_already_it_can_have_again(tmp_path: Path) -> None:
     group = make_group()
     folder = unit_folder(tmp_path, IDENTITY, [group])
