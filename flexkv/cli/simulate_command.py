@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ RULE_BROKEN_EXIT_CODE = 1
     default=0.03,
     show_default=True,
     type=click.FloatRange(0, 1),
+    callback=lambda ctx, option, value: number(value),
     help="Share of moved pages that fail.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -58,6 +60,16 @@ def command(
         click.echo(f"rule broken ({place}): {type(error).__name__}: {error}", err=True)
         ctx.exit(RULE_BROKEN_EXIT_CODE)
     _print(report, seed, time.perf_counter() - started, as_json)
+
+
+def number(value: float) -> float:
+    """
+    Raises:
+        BadParameter: it is NaN, which lies in any range.
+    """
+    if math.isnan(value):
+        raise click.BadParameter("nan is not in the range 0<=x<=1.")
+    return value
 
 
 @contextmanager

@@ -135,6 +135,7 @@ def test_a_folder_instead_of_a_file_is_an_error(
         (["info", "--nonsense"], "--nonsense"),
         (["simulate", "--steps", "0"], "0 is not in the range"),
         (["simulate", "--failure-rate", "2"], "2.0 is not in the range"),
+        (["simulate", "--failure-rate", "nan"], "nan is not in the range"),
         (["simulate", "--seed", "x"], "'x' is not a valid integer"),
     ],
 )
