@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -104,6 +105,8 @@ class TransferEngine(DataPlane):
             logger.info("cuda:%d: %s", device, self.cuda_lane.notes)
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
+        self._views = threading.Lock()
+        """Of the native core's views and the two tables of their owners, which change together."""
         self._detached: dict[int, Sequence[object]] = {}
         self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}
@@ -132,14 +135,15 @@ class TransferEngine(DataPlane):
             ContractError: the group has a view already.
             ClosedError: the transfer engine or the pool was closed.
         """
-        self._native.attach_view(
-            group,
-            view,
-            pool.native,
-            stripe_offset,
-            NO_DIGEST_AREA if digest_offset is None else digest_offset,
-        )
-        self._owners[group] = tuple(owners)
+        with self._views:
+            self._native.attach_view(
+                group,
+                view,
+                pool.native,
+                stripe_offset,
+                NO_DIGEST_AREA if digest_offset is None else digest_offset,
+            )
+            self._owners[group] = tuple(owners)
 
     def detach_view(self, group: int) -> None:
         """Ops in flight keep the view and its owners; these go when the last such op's result was polled.
@@ -147,13 +151,17 @@ class TransferEngine(DataPlane):
         Raises:
             ContractError: the group has no view.
         """
-        number = self._native.detach_view(group)
-        self._detached[number] = self._owners.pop(group)
+        with self._views:
+            number = self._native.detach_view(group)
+            # Not there after a close beside this, which has let them go.
+            self._detached[number] = self._owners.pop(group, ())
         self._drop_released()
 
     def _drop_released(self) -> None:
-        for number in self._native.released_views():
-            self._detached.pop(number, None)
+        with self._views:
+            released = [self._detached.pop(number, ()) for number in self._native.released_views()]
+        # What the owners do when they are freed is done without the lock.
+        released.clear()
 
     def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
         ops = [
@@ -234,12 +242,17 @@ class TransferEngine(DataPlane):
             self._keep_for_good()
             return False
         _still_moving.pop(id(self._native), None)
-        self._owners.clear()
-        self._detached.clear()
+        with self._views:
+            owners = [*self._owners.values(), *self._detached.values()]
+            self._owners.clear()
+            self._detached.clear()
+        owners.clear()
         return True
 
     def _keep_for_good(self) -> None:
-        _still_moving[id(self._native)] = (self._native, [*self._owners.values(), *self._detached.values()])
+        with self._views:
+            owners = [*self._owners.values(), *self._detached.values()]
+        _still_moving[id(self._native)] = (self._native, owners)
 
     def __del__(self) -> None:
         # Without a close, memory that a lane may still write is kept rather than freed under it.

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -86,6 +87,70 @@ def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: 
     world.mover.release()
     world.results(2)
     assert seen_used() is None, "held longer than any op needs it"
+
+
+class SlowAnswers:
+    """The native core, whose answer to one call comes late: the call has been done, and another thread goes on."""
+
+    def __init__(self, native: object, late: str) -> None:
+        self._native = native
+        self._late = late
+        self.done, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._native, name)
+        if name != self._late:
+            return found
+
+        def call(*arguments: object) -> object:
+            answer = found(*arguments)
+            self.done.set()
+            assert self.go_on.wait(GENEROUS_S)
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("late", ["attach_view", "detach_view"])
+def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., World], late: str) -> None:
+    class Memory:
+        """Stands for the engine's pool; can be watched."""
+
+    world = make_world()
+    native = world.engine._native
+    slow = SlowAnswers(native, late)
+    memory = [Memory()]
+    seen = weakref.ref(memory[0])
+    faults: list[Exception] = []
+
+    def attach() -> None:
+        world.engine.attach_view(1, world.view, world.pool, owners=[memory.pop()])
+
+    def detach() -> None:
+        try:
+            world.engine.detach_view(1)
+        except Exception as fault:
+            faults.append(fault)
+
+    def look() -> None:
+        world.engine._drop_released()
+
+    if late == "detach_view":
+        attach()
+    world.engine._native = slow  # type: ignore[assignment]
+    first = threading.Thread(target=attach if late == "attach_view" else detach)
+    second = threading.Thread(target=detach if late == "attach_view" else look)
+    first.start()
+    assert slow.done.wait(GENEROUS_S)
+    second.start()
+    second.join(0.2)  # it waits for the first, or it is done already
+    slow.go_on.set()
+    first.join(GENEROUS_S)
+    second.join(GENEROUS_S)
+    world.engine._native = native
+    gc.collect()
+    assert not faults
+    assert seen() is None, "held by a table of owners that nothing names any more"
 
 
 def test_the_exit_of_the_interpreter_frees_nothing_under_a_moving_copy() -> None:
