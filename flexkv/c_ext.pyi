@@ -6,6 +6,8 @@ from typing import Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.transfer.graph import Edge, TransferOp
+
 class Buffer(Protocol):
     """Any object with the C-contiguous buffer protocol (numpy arrays, bytearray, memoryview, mmap)."""
 
@@ -255,6 +257,24 @@ class DeviceMemory:
 CUDA_THRESHOLDS: dict[str, int]
 """What decides how a GPU's bytes are copied; csrc/cuda/copy_plan.h says where the numbers come from."""
 
+class OpResult:
+    """How an op ended; `flexkv.transfer.graph.OpResult` says what the fields mean."""
+
+    @property
+    def op_id(self) -> int: ...
+    @property
+    def ticket(self) -> int: ...
+    @property
+    def status(self) -> int: ...
+    @property
+    def failed(self) -> NDArray[np.int32]: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def digests(self) -> NDArray[np.uint64]: ...
+    @property
+    def blames(self) -> NDArray[np.uint8]: ...
+
 class TransferEngine:
     """Native engine; use `flexkv.transfer.engine.TransferEngine`."""
 
@@ -272,33 +292,15 @@ class TransferEngine:
     def detach_view(self, group: int) -> int: ...
     def released_views(self) -> list[int]: ...
     def submit(
-        self,
-        ops: Sequence[
-            tuple[
-                int,
-                int,
-                int,
-                int,
-                NDArray[np.int32],
-                NDArray[np.int32],
-                bool,
-                NDArray[np.int32],
-                NDArray[np.uint8],
-                NDArray[np.uint64],
-                NDArray[np.int64],
-            ]
-        ],
-        edges: Sequence[tuple[int, int, int]],
-        stream: int | None = None,
-        gated: bool = False,
+        self, ops: Sequence[TransferOp], edges: Sequence[Edge], stream: int | None = None, gated: bool = False
     ) -> int | None:
-        """ops: op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads.
-        edges: before, after, kind."""
+        """Reads each op and edge by the names of its fields.
+
+        Raises:
+            ContractError: a field is missing, not of its type, or its value is refused.
+        """
     def open_layers(self, tickets: Sequence[int], layers: int, stream: int | None = None) -> None: ...
-    def poll(
-        self, max_results: int
-    ) -> list[tuple[int, int, int, NDArray[np.int32], str, NDArray[np.uint64], NDArray[np.uint8]]]:
-        """op_id, ticket, status, failed positions, reason, digests [pages, runs], blames [failed] of each."""
+    def poll(self, max_results: int) -> list[OpResult]: ...
     @property
     def event_fd(self) -> int: ...
     def wait(self, ticket: int, deadline_s: float) -> bool: ...

@@ -1,5 +1,4 @@
-// The transfer engine and its movers, for Python. Numbers and int32 arrays in, tuples out;
-// flexkv/transfer/engine.py gives them their names.
+// The transfer engine and its movers, for Python.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,6 +13,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/graph_reader.h"
 #include "bindings/interruptible.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
@@ -30,60 +30,8 @@ namespace {
 
 using IdArray = py::array_t<int32_t, py::array::c_style>;
 
-template <typename T>
-std::vector<T> copy_of(const py::array_t<T, py::array::c_style>& array) {
-  std::vector<T> copy(static_cast<size_t>(array.size()));
-  if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));  // may be unaligned
-  return copy;
-}
-
-std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t op_id) {
-  if (!py::isinstance<IdArray>(object) || py::reinterpret_borrow<py::array>(object).ndim() != 1) {
-    const std::string given = py::isinstance<py::array>(object)
-                                  ? "an array of " + py::str(object.attr("dtype")).cast<std::string>() +
-                                        ", shape " + py::str(object.attr("shape")).cast<std::string>()
-                                  : "a " + py::str(py::type::of(object).attr("__name__")).cast<std::string>();
-    throw ContractError(std::string(what) + " of op " + std::to_string(op_id) +
-                        " must be an int32 C-contiguous array of shape [pages]; given " + given);
-  }
-  return copy_of(py::reinterpret_borrow<IdArray>(object));
-}
-
 IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
-}
-
-// op_id, kind, group, priority, blocks, slots, layerwise, places, tags, digests, reads
-constexpr size_t kOpFields = 11;
-
-// What an array of a graph's op must be. Its own check: pybind11's casters would convert or copy it first.
-template <typename T>
-py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
-                                            int dimensions, const std::string& needed) {
-  using Array = py::array_t<T, py::array::c_style>;
-  if (!py::isinstance<Array>(object) || py::reinterpret_borrow<py::array>(object).ndim() != dimensions) {
-    throw ContractError(std::string(name) + " of op " + std::to_string(op_id) + " must be " + needed);
-  }
-  return py::reinterpret_borrow<Array>(object);
-}
-
-std::vector<uint8_t> to_tags(const py::handle& object, int64_t op_id) {
-  const std::string needed = "a uint8 C-contiguous array of shape [pages, " + std::to_string(kTagBytes) + "]";
-  const auto tags = op_array<uint8_t>(object, op_id, "tags", 2, needed);
-  if (tags.shape(1) != static_cast<py::ssize_t>(kTagBytes)) {
-    throw ContractError("tags of op " + std::to_string(op_id) + " must be " + needed);
-  }
-  return copy_of(tags);
-}
-
-std::vector<uint64_t> to_digests(const py::handle& object, int64_t op_id) {
-  return copy_of(
-      op_array<uint64_t>(object, op_id, "digests", 2, "a uint64 C-contiguous array of shape [pages, runs]"));
-}
-
-std::vector<int64_t> to_reads(const py::handle& object, int64_t op_id) {
-  return copy_of(
-      op_array<int64_t>(object, op_id, "reads", 1, "an int64 C-contiguous array of shape [pages]"));
 }
 
 // [pages, runs]; no pages where the op made no digests.
@@ -99,68 +47,29 @@ py::array_t<uint8_t> from_blames(const std::vector<Blame>& blames) {
   return py::array_t<uint8_t>(count, reinterpret_cast<const uint8_t*>(blames.data()));
 }
 
-OpSpec to_op(const py::object& op) {
-  if (!py::isinstance<py::tuple>(op)) {
-    throw ContractError("an op is a tuple of " + std::to_string(kOpFields) + " fields, given a " +
-                        Py_TYPE(op.ptr())->tp_name);
-  }
-  const auto fields = py::reinterpret_borrow<py::tuple>(op);
-  if (fields.size() != kOpFields) {
-    throw ContractError("an op has " + std::to_string(kOpFields) + " fields, given " +
-                        std::to_string(fields.size()));
-  }
-  OpSpec spec;
-  spec.op_id = fields[0].cast<int64_t>();
-  spec.kind = static_cast<OpKind>(fields[1].cast<int32_t>());
-  spec.group = fields[2].cast<int32_t>();
-  spec.priority = static_cast<Priority>(fields[3].cast<int32_t>());
-  spec.blocks = to_ids(fields[4], "blocks", spec.op_id);
-  spec.slots = to_ids(fields[5], "slots", spec.op_id);
-  spec.layerwise = fields[6].cast<bool>();
-  spec.places = to_ids(fields[7], "places", spec.op_id);
-  spec.tags = to_tags(fields[8], spec.op_id);
-  spec.digests = to_digests(fields[9], spec.op_id);
-  spec.reads = to_reads(fields[10], spec.op_id);
-  return spec;
-}
-
-GraphSpec to_graph(const py::sequence& ops, const py::sequence& edges) try {
-  GraphSpec graph;
-  visit_items(ops, [&](const py::object& op) {
-    graph.ops.push_back(to_op(op));
-    return true;
-  });
-  visit_items(edges, [&](const py::object& edge) {
-    const auto [before, after, kind] = py::cast<std::tuple<int32_t, int32_t, int32_t>>(edge);
-    graph.edges.push_back({before, after, static_cast<EdgeKind>(kind)});
-    return true;
-  });
-  return graph;
-} catch (const py::cast_error&) {
-  throw ContractError("a graph's numbers must be integers: op_id of 64 bits, all others of 32");
-}
-
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
                               std::optional<StreamId> stream, bool gated) {
-  GraphSpec graph = to_graph(ops, edges);
+  GraphSpec graph = read_graph(ops, edges);
   graph.gated = gated;
   const py::gil_scoped_release release;
   return engine.submit(std::move(graph), stream);
 }
 
-py::list poll(TransferEngine& engine, size_t max_results) {
-  std::vector<OpResult> results;
-  {
-    const py::gil_scoped_release release;
-    results = engine.poll(max_results);
-  }
-  py::list list;
-  for (const OpResult& r : results) {
-    list.append(py::make_tuple(r.op_id, r.ticket, static_cast<int32_t>(r.status), to_array(r.failed),
-                               to_text(r.reason), from_digests(r.digests, r.digest_runs),
-                               from_blames(r.blames)));
-  }
-  return list;
+std::vector<OpResult> poll(TransferEngine& engine, size_t max_results) {
+  const py::gil_scoped_release release;
+  return engine.poll(max_results);
+}
+
+void bind_results(py::module_& m) {
+  NativeBinding<OpResult>(m, "OpResult")
+      .def_readonly("op_id", &OpResult::op_id)
+      .def_readonly("ticket", &OpResult::ticket)
+      .def_property_readonly("status", [](const OpResult& r) { return static_cast<int32_t>(r.status); })
+      .def_property_readonly("failed", [](const OpResult& r) { return to_array(r.failed); })
+      .def_property_readonly("reason", [](const OpResult& r) { return to_text(r.reason); })
+      .def_property_readonly("digests",
+                             [](const OpResult& r) { return from_digests(r.digests, r.digest_runs); })
+      .def_property_readonly("blames", [](const OpResult& r) { return from_blames(r.blames); });
 }
 
 py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s,
@@ -260,6 +169,7 @@ void bind_movers(py::module_& m) {
 
 void bind_transfer(py::module_& m) {
   bind_movers(m);
+  bind_results(m);
   NativeBinding<Lane, std::shared_ptr<Lane>>(m, "Lane");
   NativeBinding<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
       .def(py::init(&make_engine), py::arg("mover"), py::arg("queue_ops"), py::arg("copy_threads"),

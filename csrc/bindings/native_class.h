@@ -38,6 +38,7 @@ class TokenChain;
 class TransferEngine;
 struct FaultRule;
 struct IoFaultRule;
+struct OpResult;
 
 template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
@@ -45,8 +46,8 @@ concept OneOf = (std::same_as<T, List> || ...);
 template <typename T>
 concept NativeClass =
     OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover, GDSManager, GdsLane,
-          HostMover, HostPool, IoFaultRule, IoFaults, KvView, Lane, PageCodec, PageConversion, PageMover,
-          SlabFile, SlotImage, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
+          HostMover, HostPool, IoFaultRule, IoFaults, KvView, Lane, OpResult, PageCodec, PageConversion,
+          PageMover, SlabFile, SlotImage, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
 
 // Binds T as pybind11::class_ does; a class that is missing above does not compile.
 template <NativeClass T, typename... More>

@@ -164,24 +164,7 @@ class TransferEngine(DataPlane):
         released.clear()
 
     def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
-        ops = [
-            (
-                op.op_id,
-                op.kind,
-                op.group,
-                op.priority,
-                op.blocks,
-                op.slots,
-                op.layerwise,
-                op.places,
-                op.tags,
-                op.digests,
-                op.reads,
-            )
-            for op in graph.ops
-        ]
-        edges = [(edge.before, edge.after, edge.kind) for edge in graph.edges]
-        ticket = self._native.submit(ops, edges, self._stream_or_current(stream), gated)
+        ticket = self._native.submit(graph.ops, graph.edges, self._stream_or_current(stream), gated)
         return None if ticket is None else Ticket(ticket)
 
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
@@ -196,8 +179,8 @@ class TransferEngine(DataPlane):
         if max_results < 1:
             raise ContractError(f"poll(max_results={max_results}): must be at least 1")
         results = [
-            OpResult(OpId(op_id), OpStatus(status), failed, reason, digests, blames)
-            for op_id, _, status, failed, reason, digests, blames in self._native.poll(max_results)
+            OpResult(OpId(r.op_id), OpStatus(r.status), r.failed, r.reason, r.digests, r.blames)
+            for r in self._native.poll(max_results)
         ]
         if results and self._detached:
             self._drop_released()

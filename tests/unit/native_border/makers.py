@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flexkv import c_ext
+from flexkv.transfer.graph import OpId, OpKind, Priority, TransferOp
 from tests.unit.native_border.surface import Parameter, Target
 
 RUN = 512
@@ -31,6 +32,7 @@ TAG_BYTES = 40
 NOT_MADE = {
     "CudaLane": "needs a GPU",
     "DeviceMemory": "needs a GPU",
+    "OpResult": "made by an engine's poll",
     "Lane": "abstract: lanes are made as their own classes",
     "PageMover": "abstract: movers are made as their own classes",
 }
@@ -76,11 +78,9 @@ class World:
             engine.wait(self.kept["ticket"], TICKET_S)
         return int(self.kept["ticket"])
 
-    def op(self, layerwise: bool = False) -> tuple[object, ...]:
+    def op(self, layerwise: bool = False) -> TransferOp:
         ids = np.arange(2, dtype=np.int32)
-        none = np.empty(0, np.int32)
-        tags, digests = np.empty((0, TAG_BYTES), np.uint8), np.empty((0, 0), np.uint64)
-        return next(self.numbers), 1, 0, 0, ids, ids, layerwise, none, tags, digests, np.empty(0, np.int64)
+        return TransferOp(OpId(next(self.numbers)), OpKind.D2H, 0, Priority.LOAD, ids, ids, layerwise)
 
     def gated(self) -> int:
         """A ticket of a graph whose layers are to be opened: where the queue is full, of the last one made."""

@@ -7,11 +7,12 @@ import pytest
 from tests.unit.native_border.crash import run
 
 SEQUENCES = """
+from flexkv.transfer.graph import Edge, OpKind, Priority, TransferOp
+
 none32 = np.empty(0, np.int32)
-tags, digests, reads = np.empty((0, 40), np.uint8), np.empty((0, 1), np.uint64), np.empty(0, np.int64)
 
 def op(number):
-    return (number, 0, 0, 0, none32, none32, False, none32, tags, digests, reads)
+    return TransferOp(number, OpKind.H2D, 0, Priority.LOAD, none32, none32)
 
 class OnDemand:
     def __init__(self, make, count):
@@ -44,7 +45,8 @@ engine = c_ext.TransferEngine(None, 8, 1, 30.0, [])
 
 def test_ops_made_on_demand_are_read_whole() -> None:
     said = run(
-        SEQUENCES + "caught(engine.submit, OnDemand(op, 2000), OnDemand(lambda at: (at, at + 1, 0), 1000))"
+        SEQUENCES
+        + "caught(engine.submit, OnDemand(op, 2000), OnDemand(lambda at: Edge(at, at + 1, 0), 1000))"
     )
     assert said == "ContractError op 0 (number 0 of its graph): group 0 has no view attached\n"
 
@@ -54,9 +56,9 @@ def test_an_array_is_no_list_of_ops() -> None:
     assert said.startswith("ContractError ")
 
 
-def test_an_op_is_a_tuple() -> None:
+def test_an_op_without_a_field_is_refused_by_the_fields_name() -> None:
     said = run(SEQUENCES + "caught(engine.submit, [OnDemand(lambda at: at, 1 << 40)], [])")
-    assert said == "ContractError an op is a tuple of 11 fields, given a OnDemand\n"
+    assert said == "ContractError an op of a graph has no field 'op_id': given a OnDemand\n"
 
 
 @pytest.mark.parametrize("length", ["1 << 40", "-1"])

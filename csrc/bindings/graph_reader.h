@@ -1,0 +1,13 @@
+// Graphs that Python hands in. An op is any object with the fields of flexkv/transfer/graph.py's TransferOp,
+// an edge one with those of its Edge.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include "transfer/op.h"
+
+namespace flexkv {
+
+// Throws ContractError for a field that is missing or not of its type; names the field and the op.
+GraphSpec read_graph(const pybind11::sequence& ops, const pybind11::sequence& edges);
+
+}  // namespace flexkv
