@@ -1,0 +1,148 @@
+"""The way of one block through flexkv's Python: which files it visits, and how many calls it takes.
+
+A real vLLM in one process stores one block and loads it again, with every call into flexkv counted on the engine's
+thread. What a newcomer has to read to follow a block is the number of files; how often he turns a page is the number
+of changes from one file to another. Waiting adds calls, so that the least of several runs counts.
+
+    python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import flexkv
+from benchmarks.vllm_ttft import BLOCK_TOKENS
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
+from demo.model import PRESETS, prompt_tokens, write_model
+
+MODEL = "tiny"
+HOST_BYTES = 64 << 20
+PACKAGE = Path(flexkv.__file__).resolve().parent
+STORE, LOAD = "store", "load"
+
+
+@dataclass
+class Walk:
+    """Calls into flexkv between two moments.
+
+    Attributes:
+        by_file: calls of each file's functions, by the file's path in the package.
+        changes: calls of a function of another file than the last one called.
+        functions: calls of each function, "file:name".
+    """
+
+    by_file: Counter[str] = field(default_factory=Counter)
+    functions: Counter[str] = field(default_factory=Counter)
+    changes: int = 0
+    _last: str = ""
+
+    @property
+    def calls(self) -> int:
+        return sum(self.by_file.values())
+
+    def profile(self, frame: FrameType, event: str, _argument: object) -> None:
+        """For `sys.setprofile`."""
+        code = frame.f_code
+        # Comprehensions are no step of their own for a reader, and later Pythons make no frame for them.
+        if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        file = code.co_filename[len(str(PACKAGE)) + 1 :]
+        self.by_file[file] += 1
+        self.functions[f"{file}:{code.co_name}"] += 1
+        self.changes += file != self._last
+        self._last = file
+
+
+def walk(llm: Any, ids: list[int]) -> dict[str, Any]:
+    """Runs one request, and what it leaves behind, to the end; engine side of `EngineProcess`."""
+    from demo.engine_child import drain, generate
+
+    seen = Walk()
+    sys.setprofile(seen.profile)
+    try:
+        [request] = generate(llm, [{"ids": ids, "max_tokens": 1}])["requests"]
+        drain(llm)
+    finally:
+        sys.setprofile(None)
+    facts = {"files": len(seen.by_file), "calls": seen.calls, "changes": seen.changes}
+    return {"cached": request["cached"] or 0, "walk": facts | {"functions": dict(seen.functions)}}
+
+
+OPERATIONS = {"walk": walk}
+
+
+def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
+    """The walk with the fewest calls, of a store and of a load.
+
+    Raises:
+        RuntimeError: a load brought another number of tokens than a block's.
+    """
+    least: dict[str, dict[str, Any]] = {}
+    for number in range(runs + 1):
+        # A whole block and the token that an engine always computes itself.
+        ids = prompt_tokens(BLOCK_TOKENS + 1, number, PRESETS[MODEL])
+        for name, cached in ((STORE, 0), (LOAD, BLOCK_TOKENS)):
+            answer = engine.call("walk", ids=ids)
+            if answer["cached"] != cached:
+                raise RuntimeError(f"{name}: {answer['cached']} tokens came from a cache, not {cached}")
+            engine.call("reset")
+            found = answer["walk"]
+            # The first run imports and builds what later ones find.
+            if number and (name not in least or found["calls"] < least[name]["calls"]):
+                least[name] = found
+    return least
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--mode", choices=("sync", "async"), default="async")
+    parser.add_argument("--list", action="store_true", help="print every function with its calls")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--json", type=Path, default=Path("out/block_walk.json"))
+    arguments = parser.parse_args()
+    console = Console()
+    extra = {"host.bytes": HOST_BYTES, "load.mode": arguments.mode}
+    engine_arguments = {
+        "model": str(write_model(arguments.out / "models", MODEL)),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": 64,
+        "kv_transfer_config": FLEXKV | {"kv_connector_extra_config": extra},
+    }
+    log = arguments.out / "block_walk.log"
+    with EngineProcess(engine_arguments, log, ("benchmarks.block_walk",), IN_PROCESS) as engine:
+        walks = measure(engine, arguments.runs)
+    table = Table(title=f"one block through vLLM's adapter, load.mode {arguments.mode}, one process, CPU")
+    for column in ("", "files", "calls", "changes of file"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, found in walks.items():
+        table.add_row(name, str(found["files"]), str(found["calls"]), str(found["changes"]))
+    console.print(table)
+    if arguments.list:
+        for name, found in walks.items():
+            console.print(f"[bold]{name}[/]")
+            for function, calls in sorted(found["functions"].items()):
+                console.print(f"{calls:5} {function}", highlight=False)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(walks, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
