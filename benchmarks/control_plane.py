@@ -29,6 +29,8 @@ from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, StorePlan
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.reserve import RESERVE_MAX_PAGES
+from flexkv.cache.tiers.disk.tier import DiskTier
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.graph import OpResult, OpStatus
@@ -86,7 +88,7 @@ def resident_bytes() -> int:
 def new_manager() -> LocalCacheManager:
     """Room for the cached blocks beside the slots that a manager keeps free."""
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
-    manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits())
+    manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)
     return manager
 
@@ -162,7 +164,7 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 def evict_all(manager: LocalCacheManager) -> None:
     """Everything that nobody leases leaves host memory; the manager keeps what is on disk."""
-    manager.host.index.evict(0, CACHED_BLOCKS)
+    manager.hub.index.evict(0, CACHED_BLOCKS)
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:
@@ -179,10 +181,13 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
         options = DiskOptions((blocks + 1024) * 8192, preallocate=False)
         identity = DiskIdentity("benchmark", bytes(32))
         tier = DiskUnit.open([Path(folder)], identity, [geometry], options)
-        manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, blocks)], ManagerLimits(), disk=tier)
+        manager = LocalCacheManager(
+            [GroupSpec(BLOCK_TOKENS, blocks)], ManagerLimits(), tiers=unit_tiers(tier)
+        )
         manager.grow(0, blocks)
         keys = random_keys(blocks, 7)
-        index = manager.disk.index
+        index = manager.tiers[1]
+        assert isinstance(index, DiskTier)
         tokens = np.full(REQUEST_BLOCKS, BLOCK_TOKENS, np.int32)
         chains = [keys[at : at + REQUEST_BLOCKS] for at in range(0, blocks, REQUEST_BLOCKS)]
         for chain in chains:
@@ -193,9 +198,9 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
             chain, request = chains[number % requests], f"d{number}"
             evict_all(manager)
             result = disk.time(manager.match, request, [chain], 0)
-            (graph,) = manager.disk.take_orders()
+            ((_, graph),) = manager.take_planned()
             assert (result.blocks, graph.ops[0].pages) == (0, REQUEST_BLOCKS)
-            ended.time(manager.disk.complete, OpResult(graph.ops[0].op_id, OpStatus.OK, OK))
+            ended.time(manager.complete_tier_op, OpResult(graph.ops[0].op_id, OpStatus.OK, OK))
             assert host.time(manager.match, request, [chain], 0).blocks == REQUEST_BLOCKS
             manager.release(request)
         rows.append(host.row("match 8,192 in host memory, a disk tier behind it", 40))

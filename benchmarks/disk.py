@@ -29,7 +29,8 @@ import numpy as np
 from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, WAIT_S, Rig
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.index import SlotIndex
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import (
@@ -250,7 +251,7 @@ def cold_start(folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     opened = time.perf_counter() - start
-    cached = DiskIndex([GroupSpec(BLOCK_TOKENS, COLD_READ)], rig.unit, "lru", time.time)
+    cached = LocalCacheManager([GroupSpec(BLOCK_TOKENS, COLD_READ)], tiers=unit_tiers(rig.unit))
     known = cached.present(0, keys)
     answered = time.perf_counter() - start
     assert known.all()

@@ -19,8 +19,8 @@ from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
 from flexkv.blend.staging import StagingPool
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import GroupSpec, ManagerLimits
-from flexkv.cache.disk.base import DiskLimits
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.engine import TransferEngine
@@ -100,14 +100,15 @@ class SegmentCache:
         self.manager = LocalCacheManager(
             [GroupSpec(self.block_tokens, slots)],
             limits,
-            disk=None if self.disk is None else self.disk.tier,
-            disk_limits=DiskLimits() if self.disk is None else self.disk.limits(max(1, blocks)),
+            # Nobody measures how fast the model computes.
+            compute_if_faster=False,
+            tiers=unit_tiers() if self.disk is None else self.disk.tiers(max(1, blocks), self.pool),
         )
         self.manager.grow(GROUP, slots)
         self._moves = SegmentMoves(self.manager, self.engine, self.staging, self.disk)
         self._lookup = SegmentLookup(self.manager, self._moves, self.scheme, self.disk)
         if self.disk is not None:
-            self.disk.start(self.manager.disk, self.pool)
+            self.disk.start(self.manager, self.pool)
 
     # --- lookups ---
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from flexkv.blend.base import KvShape
 from flexkv.c_ext import KvView
-from flexkv.cache.disk.base import DiskLimits, DiskMode
-from flexkv.cache.disk.driver import DiskDriver
-from flexkv.cache.disk.flow import DiskFlow
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.disk.tier import DiskTraffic
+from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.unit_driver import UnitDriver
 from flexkv.config import DiskConfig
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
@@ -75,9 +77,9 @@ class SegmentDisk:
         self.tier: DiskTier = DiskUnit.open(folders, identity, [group], options)
         self._settings = settings
         self._ops = ops
-        self._flow: DiskFlow | None = None
+        self._manager: LocalCacheManager | None = None
         self._plane: TransferEngine | None = None
-        self._driver: DiskDriver | None = None
+        self._driver: UnitDriver | None = None
         self._survives: bool | None = None
         """What `close` found."""
 
@@ -91,40 +93,46 @@ class SegmentDisk:
         """Where in a slot the digests of its runs lie."""
         return self.tier.digest_offsets(0)[0]
 
-    def limits(self, pages: int) -> DiskLimits:
-        """The bounds of the manager's traffic.
+    def tiers(self, pages: int, pool: HostPool) -> Sequence[TierFactory]:
+        """The tiers of the cache's manager: host memory, and the folders behind it.
 
         Pages are promised while they are on their way up, and loaded layer by layer: a prompt computes what a load did
         not bring. Nothing is left to the model, because nobody measures how fast that is.
 
         Args:
-            pages: on their way up at most, and that may wait to be written.
+            pages: on their way to host memory at most, and that may wait to be written.
+            pool: with slots of `slot_bytes`.
         """
         settings = self._settings
-        return DiskLimits(
-            mode=DiskMode(settings.mode),
+        facts = TierFacts(
+            "disk",
+            write=WriteMode(settings.mode),
             write_pages=settings.write_pages,
-            read_pages=pages,
+            fetch_pages=pages,
             waiting_pages=max(pages, settings.write_pages),
-            ops=self._ops,
+            fetch_ops=self._ops,
             wait_s=settings.wait_s,
-            compute_if_faster=False,
-            stream=True,
+            streams=True,
             stream_layers=True,
-            ttl_s=settings.ttl_s,
         )
-
-    def start(self, flow: DiskFlow, pool: HostPool) -> None:
-        """Begins the traffic between `pool`, with slots of `slot_bytes`, and the folders."""
         # Reads and writes each have so many, and a result holds its place until it was taken.
-        self._flow = flow
         self._plane = TransferEngine(queue_ops=4 * self._ops, lanes=[self.tier.lane([pool])])
-        self._driver = DiskDriver(flow, self._plane, self.tier, fail_read=pool.fail_read)
+        return unit_tiers(self.tier, DiskTraffic(facts, settings.ttl_s), self._plane)
+
+    def start(self, manager: LocalCacheManager, pool: HostPool) -> None:
+        """Begins the traffic between `pool` and the folders; `manager` has the tiers that `tiers` gave."""
+        self._manager = manager
+        self._driver = UnitDriver(manager, fail_read=pool.fail_read)
+
+    @property
+    def _down(self) -> bool:
+        assert self._manager is not None
+        return any(tier.down for tier in self._manager.tiers)
 
     def pump(self) -> None:
         """Gives the disks what there is to do and takes what was done."""
         if self._driver is not None:
-            self._driver.pump()
+            self._driver.poll()
 
     def wait_while(self, waits: Callable[[], bool], deadline_s: float) -> None:
         """Returns when nothing waits any more, or after `deadline_s` seconds."""
@@ -142,18 +150,18 @@ class SegmentDisk:
 
         False also where some of it is leased, could not be written, or found no place.
         """
-        assert self._flow is not None
+        assert self._manager is not None
         assert self._driver is not None
         ends_s = time.monotonic() + deadline_s
-        self._flow.offer_all()
+        self._manager.offer_all()
         while self._driver.busy or not self._driver.look_durable():
-            if time.monotonic() >= ends_s or self._flow.down:
+            if time.monotonic() >= ends_s or self._down:
                 return False
-            self._flow.writes.flush()
+            self._manager.flush_writes()
             self.pump()
             time.sleep(FLUSH_LOOK_S)
         # Not by counts: of what could not be written, some may be gone from host memory or have been written since.
-        return not self._flow.down and not self._flow.unwritten()
+        return not self._down and not self._manager.unwritten()
 
     @property
     def misses(self) -> Mapping[str, int]:
@@ -165,10 +173,10 @@ class SegmentDisk:
 
         False: not all of it within `deadline_s` seconds; the rest is lost, which costs a later miss.
         """
-        if self._driver is None or self._flow is None:
+        if self._driver is None or self._manager is None:
             return self.tier.close(deadline_s)
         if self._survives is None:
             ended = self._driver.close(deadline_s)
-            durable = self._driver.look_durable() and not self._flow.down
-            self._survives = ended and durable and not self._flow.unwritten()
+            durable = self._driver.look_durable() and not self._down
+            self._survives = ended and durable and not self._manager.unwritten()
         return self._survives

@@ -1,7 +1,8 @@
 """The control plane's contracts: what an adapter may ask of a cache manager, and what it gets.
 
 One manager serves one ownership unit. It is driven by a single thread (the engine's scheduler), never blocks but in a
-`reset` with a disk tier, and never touches a byte of KV: it hands out transfer graphs and is told how their ops ended.
+`reset` with tiers that outlive the process, and never touches a byte of KV: it hands out transfer graphs and is told
+how their ops ended.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class GroupMatch:
 
     Attributes:
         blocks: whole blocks restorable from `start_block` on.
-        slots: their host slots, in order, int32 [blocks]; fewer where the last blocks are loaded from disk.
+        slots: their host slots, in order, int32 [blocks]; fewer where the last blocks are loaded from where they lie.
         tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
         tail_slot: host slot of that tail, or -1.
         first_block: number in the request of the block in `slots[0]`. `start_block` for a PREFIX group; later for the
@@ -116,8 +117,8 @@ class MatchResult:
         groups: one entry per group of the manager.
         blocks: whole blocks that every group can restore (the length an adapter may promise).
         tail_tokens: partial-tail tokens that every group can restore after those blocks.
-        reads: reads from disk that would make the match longer when they have ended well. The caller asks again when
-            `waits` says so, or takes what there is.
+        reads: fetches from other tiers that would make the match longer when they have ended well. The caller asks
+            again when `waits` says so, or takes what there is.
     """
 
     request_id: str
@@ -146,10 +147,18 @@ class StorePlan:
 
 
 class OpRole(Enum):
-    """What an op did for its request."""
+    """What an op is for."""
 
     LOAD = "load"
+    """From a tier to engine blocks, on every rank."""
     STORE = "store"
+    """From engine blocks to a tier, on every rank."""
+    FETCH = "fetch"
+    """From a tier to host slots."""
+    WRITE = "write"
+    """From host slots to a tier."""
+    SEAL = "seal"
+    """Makes pages of a store exist that lies in a tier already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +168,7 @@ class Completion:
     Attributes:
         blocks: the engine blocks of the op (all of its pages).
         failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
-        published: for a store, the positions of the op's pages that became visible, or do when their places on disk
-            have been sealed.
+        published: for a store, the positions of the op's pages that became visible, or do when they have been sealed.
     """
 
     op_id: OpId
@@ -199,10 +207,10 @@ class CacheManager(ABC):
     ) -> MatchResult:
         """Looks up the longest restorable prefix after `start_block` whole blocks and leases it for `request_id`.
 
-        Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What more
-        there is on disk is being brought up when this returns, and the answer says so (`reads`). With
-        `DiskLimits.stream` whole blocks on their way up are promised too: their load waits for each page, and fails
-        those that do not come or do not verify. With `DiskLimits.gds_loads` those on disk are promised where they lie.
+        Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What other
+        tiers have besides is being fetched when this returns, and the answer says so (`reads`). Of tiers that stream
+        (`TierFacts.streams`) whole blocks on their way are promised too: their load waits for each page, and fails
+        those that do not come or do not verify. Of tiers with straight loads they are promised where they lie.
 
         What a load of the request did not bring is not promised to it again by the same way, and after two failed loads
         nothing is, until `end_request`. With `ManagerLimits.rest_s` others are promised nothing either for a while.
@@ -305,7 +313,7 @@ class CacheManager(ABC):
     def reset(self) -> int:
         """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch.
 
-        With a disk tier it waits until nothing older is served from disk either, not even after a crash.
+        It waits until nothing older is served from any tier, not even after a crash.
 
         Lookup leases end too: a promise that was not turned into a load before cannot be kept.
         """

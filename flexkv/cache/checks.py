@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits
+from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, ManagerLimits, TailCandidates
 from flexkv.errors import BlockRangeError, ConfigError, ContractError
 from flexkv.transfer.graph import BlockIds, OpResult, OpStatus
 
@@ -97,3 +97,19 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
         good[:] = True
         good[listed] = False
     return good
+
+
+def check_lookup(
+    groups: int, keys: Sequence[Keys], start_block: int, tail: Sequence[TailCandidates | None] | None
+) -> None:
+    """
+    Raises:
+        ContractError: not one element a group.
+        BlockRangeError: a negative start block.
+    """
+    if len(keys) != groups or (tail is not None and len(tail) != groups):
+        raise ContractError(
+            f"match: {len(keys)} key arrays and {'no' if tail is None else len(tail)} tails for {groups} groups"
+        )
+    if start_block < 0:
+        raise BlockRangeError(f"match: start block {start_block}; allowed are 0 and more")

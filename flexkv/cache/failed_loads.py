@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexkv.cache.base import Keys
-from flexkv.cache.inflight import InflightOp
+from flexkv.cache.ops import RankOp
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
 
@@ -40,13 +40,13 @@ class FailedLoad:
         failures: loads that failed, at most `TRIES`.
         last: number of the last of them.
         first_block: number of the first block that host memory did not bring; None while that brought all.
-        from_disk: a load straight from disk failed: what is on disk is to come up first.
+        straight: a load failed of pages that lie in another tier than host memory: they are to be fetched there first.
     """
 
     failures: int = 0
     last: OpId | None = None
     first_block: int | None = None
-    from_disk: bool = False
+    straight: bool = False
 
     def still_promised(self, keys: Sequence[Keys], start_block: int) -> Sequence[Keys]:
         """Per group, the keys that a lookup after `start_block` may look for."""
@@ -80,7 +80,7 @@ class FailedLoads:
         """None for a request none of whose loads failed. O(1)."""
         return self._requests.get(request_id)
 
-    def note(self, op: InflightOp) -> None:
+    def note(self, op: RankOp) -> None:
         """Pages of a load failed; to be called with each rank's report, before the request can be looked up again."""
         if op.abandoned:
             return
@@ -94,13 +94,13 @@ class FailedLoads:
         if known.last != op.load:
             # Once for all ranks and ways of one load.
             known.failures, known.last = min(TRIES, known.failures + 1), op.load
-        if op.in_disk_index:
-            known.from_disk = True
+        if op.straight:
+            known.straight = True
             return
         first = int(op.block_numbers[np.argmax(op.failed)])
         known.first_block = first if known.first_block is None else min(first, known.first_block)
 
-    def _rest(self, op: InflightOp) -> None:
+    def _rest(self, op: RankOp) -> None:
         now_s = self._clock()
         if now_s >= self._rests_until_s:
             logger.warning(

@@ -1,200 +1,479 @@
-"""Finds and leases what a request can restore, over all KV groups, and checks what it then asks to load."""
+"""Finds and leases what a request can restore: what may be promised now, what it waits for, what is left to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import NO_BLOCK, GroupMatch, GroupPolicy, GroupSpec, Keys, MatchResult, TailCandidates
-from flexkv.cache.checks import as_block_ids
-from flexkv.cache.disk.lookup import Coming
-from flexkv.cache.leases import NO_ENTRY, DiskLease, EntryIds, GroupLease, Lease
+from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
+from flexkv.cache.cost import CostModel
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, TierId
+from flexkv.cache.leases import GroupLease, Lease
+from flexkv.cache.ops import OpTable
+from flexkv.cache.page_walk import PageRun, PageWalk
+from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages
+from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
-from flexkv.errors import BlockRangeError, ContractError
-from flexkv.transfer.graph import BlockIds, SlotIds
+from flexkv.cache.tier import Tier
+from flexkv.transfer.graph import NO_PLACES, OpId
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToEngine:
+    """A choice to compute, for the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to compute."""
+
+    tier: TierId
+    pages: int
+    fetch_s: float
+    compute_s: float
 
 
 @dataclass(slots=True)
-class Found:
-    """What a request can restore.
+class Looked:
+    """The answer to a lookup.
 
     Attributes:
-        entries: per group, the entries to load: whole blocks, then the tail if there is one.
-        cut: it would be more, had the load queue more places.
-        slots: of the entries where they are leased already; else None.
+        lease: what is promised.
+        fetches: that the request now waits for.
     """
 
-    start_block: int
-    blocks: int
-    tail_tokens: int
-    entries: tuple[EntryIds, ...]
-    cut: bool
-    slots: tuple[SlotIds, ...] | None = None
+    lease: Lease
+    fetches: int = 0
 
 
 class Lookup:
-    """The pure part of `match` and `begin_load`: reads the index, changes nothing but its leases."""
+    """The core of `match`.
 
-    def __init__(self, specs: tuple[GroupSpec, ...], index: BlockIndex) -> None:
-        self._specs = specs
-        self._index = index
-        self._all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
+    Args:
+        tiers: of the manager, by number.
+        compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
+        clock: seconds, never running backwards; the waits of requests are measured with it.
 
-    def check(
-        self, keys: Sequence[Keys], start_block: int, tail: Sequence[TailCandidates | None] | None
-    ) -> None:
-        """
-        Raises:
-            ContractError: not one element a group.
-            BlockRangeError: a negative start block.
-        """
-        if len(keys) != len(self._specs) or (tail is not None and len(tail) != len(self._specs)):
-            raise ContractError(
-                f"match: {len(keys)} key arrays and {'no' if tail is None else len(tail)} tails for "
-                f"{len(self._specs)} groups"
-            )
-        if start_block < 0:
-            raise BlockRangeError(f"match: start block {start_block}; allowed are 0 and more")
+    Attributes:
+        last_left: the last choice to leave pages where they are and compute them.
+    """
 
-    def find(
+    def __init__(
         self,
+        specs: tuple[GroupSpec, ...],
+        tiers: Sequence[Tier],
+        hub: Hub,
+        ops: OpTable,
+        requests: RequestTable,
+        walk: PageWalk,
+        promotions: Promotions,
+        cost: CostModel,
+        compute_if_faster: bool,
+        clock: Callable[[], float],
+        epoch: Callable[[], int],
+    ) -> None:
+        self._specs = specs
+        self._all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
+        self._tiers = tiers
+        self._hub = hub
+        self._ops = ops
+        self._requests = requests
+        self._walk = walk
+        self._promotions = promotions
+        self._cost = cost
+        self._compute_if_faster = compute_if_faster
+        self._clock = clock
+        self._epoch = epoch
+        self._behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
+        self.last_left: LeftToEngine | None = None
+
+    def look(
+        self,
+        request_id: str,
         keys: Sequence[Keys],
         start_block: int,
         tail: Sequence[TailCandidates | None] | None,
         room_pages: int,
-    ) -> Found:
-        """The longest prefix that all groups restore with at most `room_pages` pages, and the longest tail after it.
+        straight: bool,
+    ) -> Looked:
+        """The longest prefix after `start_block` of at most `room_pages` pages, and the longest tail after it.
 
-        To be followed by `lease`.
+        Args:
+            straight: pages may be promised where they lie.
         """
-        offered = [k[start_block:] for k in keys] if start_block else keys
-        if len(offered) == 1 and self._all_prefix and (tail is None or tail[0] is None):
-            return self._find_and_pin(offered[0], start_block, max(0, room_pages))
+        now_s = self._clock()
+        usable = self._usable(request_id, now_s) if self._behind else []
         if self._all_prefix:
-            present = [self._index.match_prefix(g, k) for g, k in enumerate(offered)]
-            uncut = min(map(len, present))
-            blocks = min(uncut, max(0, room_pages) // len(self._specs))
-        else:
-            present = [self._index.find(g, k) for g, k in enumerate(offered)]
-            hits = [entries != NO_ENTRY for entries in present]
-            uncut = longest_restorable(self._specs, hits, 2**62)
-            blocks = longest_restorable(self._specs, hits, room_pages)
-        entries = [
-            found[first_needed(spec, blocks) : blocks]
-            for spec, found in zip(self._specs, present, strict=True)
-        ]
-        tail_tokens = 0
-        if tail is not None and room_pages >= sum(map(len, entries)) + len(self._specs):
-            tail_tokens, tail_entries = self._find_tail(tail, start_block + blocks)
-            if tail_tokens:
-                entries = [np.append(e, t) for e, t in zip(entries, tail_entries, strict=True)]
-        return Found(start_block, blocks, tail_tokens, tuple(entries), blocks < uncut)
+            return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
+        return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
 
-    def _find_and_pin(self, keys: Keys, start_block: int, room_pages: int) -> Found:
-        """`find` for the usual case, in which the prefix is the promise: one pass finds and leases it."""
-        index = self._index
-        entries, slots = index.match_and_pin(0, keys if len(keys) <= room_pages else keys[:room_pages])
-        blocks = len(entries)
-        cut = room_pages <= blocks < len(keys) and len(index.match_prefix(0, keys[blocks : blocks + 1])) > 0
-        return Found(start_block, blocks, 0, (entries,), cut, (slots,))
+    def _usable(self, request_id: str, now_s: float) -> list[TierId]:
+        """The tiers that the request may be served from besides the hub."""
+        wait = self._requests.waits.get(request_id)
+        if wait is not None and wait.ops and now_s > wait.ends_s:
+            late = set(wait.ops.values())
+            for tier in late:
+                self._tiers[tier].counts.late += 1
+            for op_id in wait.ops:
+                if (op := self._ops.fetch(op_id)) is not None:
+                    op.waiters.discard(request_id)
+            wait.ops.clear()
+            wait.skipped.update(late)
+        skipped = set() if wait is None else wait.skipped
+        return [tier for tier in self._behind if tier not in skipped and not self._tiers[tier].down]
 
-    def _find_tail(self, tail: Sequence[TailCandidates | None], end_block: int) -> tuple[int, list[EntryIds]]:
-        """The longest tail at `end_block` that every group has. Groups that need more than a prefix have none."""
-        stored: list[dict[int, int]] = []
-        for group, candidates in enumerate(tail):
-            if not self._all_prefix or candidates is None or candidates.base_block != end_block:
-                return 0, []
-            entries = self._index.find(group, candidates.keys)
-            hits = np.flatnonzero(entries != NO_ENTRY)
-            if not len(hits):
-                return 0, []
-            stored.append({int(candidates.tokens[i]): int(entries[i]) for i in hits})
-        common = set.intersection(*(set(counts) for counts in stored))
-        if not common:
-            return 0, []
-        longest = max(common)
-        return longest, [np.array([counts[longest]], np.uint32) for counts in stored]
+    # --- whole prefixes ---
 
-    def lease(self, found: Found, now_s: float) -> Lease:
-        """Leases what was found."""
-        if found.slots is not None:
-            lease = GroupLease(found.entries[0], found.slots[0], found.start_block, found.blocks)
-            return Lease((lease,), now_s)
+    def _look_for_prefix(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start: int,
+        tail: Sequence[TailCandidates | None] | None,
+        room_pages: int,
+        usable: Sequence[TierId],
+        straight: bool,
+    ) -> Looked:
+        groups = len(self._specs)
+        asked = max(0, min(map(len, keys)) - start)
+        most = blocks = min(asked, max(0, room_pages) // groups)
+        walked: list[list[PageRun]] = []
+        for group, group_keys in enumerate(keys):
+            runs = self._walk.walk(group, group_keys[start : start + blocks], usable)
+            walked.append(runs)
+            blocks = sum(map(len, runs))
+        if groups > 1:
+            walked = [self._walk.cut(runs, blocks) for runs in walked]
+        ready = min((len(runs[0]) if runs and runs[0].ready else 0) for runs in walked)
+        cut = blocks == most < asked and self._any_has(keys, start + most, usable)
+        lease = self._lease([_split(runs, ready)[0] for runs in walked], start, ready, cut)
+        rest = [_split(runs, ready)[1] for runs in walked]
+        if tail is not None and room_pages >= groups * ready + groups:
+            self._add_tail(lease, tail, start + ready)
+        if ready == blocks:
+            fetches = 0
+            if tail is not None and usable and not cut:
+                fetches = self._fetch_tail(request_id, tail, start + blocks, lease.tail_tokens, usable)
+            return Looked(lease, fetches)
+        return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
+
+    def _any_has(self, keys: Sequence[Keys], at: int, usable: Sequence[TierId]) -> bool:
+        return bool(self._walk.present(0, keys[0][at : at + 1], usable).any())
+
+    def _lease(self, runs: Sequence[Sequence[PageRun]], start: int, blocks: int, cut: bool = False) -> Lease:
         groups = []
-        for spec, entries in zip(self._specs, found.entries, strict=True):
-            first = found.start_block + first_needed(spec, found.blocks)
-            groups.append(
-                GroupLease(entries, self._index.pin(entries), first, len(entries) - (found.tail_tokens > 0))
-            )
-        return Lease(tuple(groups), now_s)
+        for of_group in runs:
+            entries = of_group[0].entries if of_group else NO_ENTRIES
+            slots = of_group[0].slots if of_group else NO_PLACES
+            groups.append(GroupLease(entries, slots, start, blocks))
+        return Lease(tuple(groups), self._clock(), start, blocks, cut=cut)
 
-    def extend(self, found: Found, lease: Lease, coming: Coming) -> tuple[Found, Lease]:
-        """A lease of whole blocks alone, with the blocks that follow and are on their way up."""
-        groups = []
-        for group, entries, reads in zip(lease.groups, coming.entries, coming.reads, strict=True):
-            there = np.zeros(group.blocks, np.int64)
-            groups.append(
-                GroupLease(
-                    np.concatenate((group.entries, entries)),
-                    np.concatenate((group.slots, self._index.pin_coming(entries))),
-                    group.first_block,
-                    group.blocks + coming.blocks,
-                    np.concatenate((there, reads)),
-                )
-            )
-        blocks = found.blocks + coming.blocks
-        longer = Found(found.start_block, blocks, 0, tuple(group.entries for group in groups), found.cut)
-        return longer, Lease(tuple(groups), lease.since_s)
+    def _take_rest(
+        self,
+        request_id: str,
+        lease: Lease,
+        rest: list[list[PageRun]],
+        keys: Sequence[Keys],
+        usable: Sequence[TierId],
+        promise: bool,
+        straight: bool,
+    ) -> Looked:
+        """What follows the promise and is not in host memory: promised where it lies, fetched, or left to the engine.
 
-    def extend_on_disk(self, found: Found, lease: Lease, leases: Sequence[DiskLease]) -> tuple[Found, Lease]:
-        """A lease of whole blocks alone, with the blocks that follow and are loaded from where they lie."""
-        more = len(leases[0])
-        groups = tuple(
-            replace(group, blocks=group.blocks + more, on_disk=pages)
-            for group, pages in zip(lease.groups, leases, strict=True)
-        )
-        return replace(found, blocks=found.blocks + more), Lease(groups, lease.since_s)
-
-    def result(self, request_id: str, found: Found, lease: Lease, reads: int = 0) -> MatchResult:
-        matches = tuple(
-            GroupMatch(
-                blocks=found.blocks,
-                slots=group.slots[: group.blocks],
-                tail_tokens=found.tail_tokens,
-                tail_slot=int(group.slots[-1]) if found.tail_tokens else -1,
-                first_block=group.first_block,
-            )
-            for group in lease.groups
-        )
-        return MatchResult(request_id, found.start_block, matches, found.blocks, found.tail_tokens, reads)
-
-    def load_targets(
-        self, request_id: str, lease: Lease, blocks: Sequence[BlockIds], tail: bool
-    ) -> list[BlockIds]:
-        """Per group, the engine blocks that take its leased pages, checked against the promise.
-
-        Raises:
-            ContractError: asks for more than was promised, or for a part that its policy cannot restore.
-            BlockRangeError: an engine block below NO_BLOCK.
+        Args:
+            promise: more may be promised at once.
+            straight: also where it lies.
         """
-        if len(blocks) != len(self._specs):
-            raise ContractError(f"begin_load: {len(blocks)} block lists for {len(self._specs)} groups")
-        targets = []
-        for number, (spec, group) in enumerate(zip(self._specs, lease.groups, strict=True)):
-            place = f"begin_load of request {request_id!r}, group {number}"
-            target = as_block_ids(blocks[number], place, least=NO_BLOCK)
-            whole = len(target) - tail
-            partial_ok = spec.policy is GroupPolicy.PREFIX and not tail
-            allowed = (
-                range(group.blocks + 1) if partial_ok else (group.blocks,) if tail else (0, group.blocks)
-            )
-            if whole not in allowed or (tail and not group.has_tail):
-                raise ContractError(
-                    f"begin_load: request {request_id!r} asks for {whole} blocks{' and a tail' if tail else ''} of "
-                    f"group {number}; promised were {group.blocks}{' and a tail' if group.has_tail else ''}"
+        first = lease.start_block + lease.blocks
+        for tier in usable if promise and straight else ():
+            if self._takes_straight(tier, rest, keys, first):
+                return self._promise_straight(request_id, lease, rest, tier)
+        rest, left = self._worth_of(rest, keys, first)
+        if left:
+            self._requests.skip(request_id, self._behind)
+        if not any(rest):
+            return Looked(lease)
+        wanted = [
+            WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
+            for group, runs in enumerate(rest)
+        ]
+        streamed = promise and all(self._tiers[tier].facts.streams for tier in self._tiers_of(rest))
+        layerwise = streamed and all(self._tiers[tier].facts.stream_layers for tier in self._tiers_of(rest))
+        fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
+        if streamed:
+            _extend(lease, fetched.pages)
+            return Looked(lease)
+        return Looked(lease, self._wait(request_id, wanted, fetched.pages, fetched.ops))
+
+    def _takes_straight(
+        self, tier: TierId, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
+    ) -> bool:
+        """Whether all of the rest is to be loaded from a tier without a page of host memory; `rest` are its pages
+        then."""
+        route = self._tiers[tier].straight
+        pages = [sum(map(len, runs)) for runs in rest]
+        if route is None or not route.wants(sum(pages), self._ops.pages(OpRole.FETCH, tier)):
+            return False
+        whole = []
+        for group, count in enumerate(pages):
+            # Also what host memory has of it: a promise changes from host memory to a tier once at most.
+            entries = self._tiers[tier].leading(group, keys[group][first : first + count])
+            if len(entries) < count:
+                return False
+            whole.append(entries)
+        for runs, entries in zip(rest, whole, strict=True):
+            slots = self._tiers[tier].presence.pin(entries)
+            self._walk.release(runs)
+            runs[:] = [PageRun(tier, entries, slots)]
+        return True
+
+    def _promise_straight(
+        self, request_id: str, lease: Lease, rest: Sequence[Sequence[PageRun]], tier: TierId
+    ) -> Looked:
+        route, now_s = self._tiers[tier].straight, self._clock()
+        assert route is not None
+        blocks = len(rest[0][0])
+        pages, tokens = blocks * len(rest), blocks * self._specs[0].block_tokens
+        if self._compute_if_faster and not self._cost.straight_is_worth(
+            tier, pages, tokens, route.pages, now_s
+        ):
+            for runs in rest:
+                self._walk.release(runs)
+            self._leave(tier, pages, self._cost.straight(tier).seconds(route.pages + pages), tokens)
+            self._requests.skip(request_id, self._behind)
+            return Looked(lease)
+        for group, runs in enumerate(rest):
+            lease.groups[group].straight = route.lease(group, runs[0].entries, runs[0].slots)
+            lease.groups[group].blocks += blocks
+        lease.blocks += blocks
+        return Looked(lease)
+
+    # --- the last block, if it is not whole ---
+
+    def _add_tail(self, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
+        """Leases the longest tail at `end_block` that every group has in host memory."""
+        found = self._common_tail(tail, end_block, self._hub.there)
+        if not found:
+            return
+        for group, candidates in enumerate(tail):
+            assert candidates is not None
+            at = np.flatnonzero(candidates.tokens == found)[:1]
+            entries = self._hub.index.find(group, candidates.keys[at])
+            own = lease.groups[group]
+            own.entries = np.concatenate((own.entries, entries))
+            own.slots = np.concatenate((own.slots, self._hub.index.pin(entries)))
+        lease.tail_tokens = found
+
+    def _fetch_tail(
+        self,
+        request_id: str,
+        tail: Sequence[TailCandidates | None],
+        end_block: int,
+        tail_tokens: int,
+        usable: Sequence[TierId],
+    ) -> int:
+        """Fetches the longest tail, if it is longer than `tail_tokens`; the fetches to wait for."""
+        found = self._common_tail(
+            tail, end_block, lambda group, keys: self._walk.present(group, keys, usable)
+        )
+        if found <= tail_tokens:
+            return 0
+        wanted = []
+        for group, candidates in enumerate(tail):
+            assert candidates is not None
+            at = np.flatnonzero(candidates.tokens == found)[:1]
+            keys = np.ascontiguousarray(candidates.keys[at])
+            wanted.append(WantedPages(group, keys, self._walk.locate(group, keys, usable)))
+        return self._fetch_all(request_id, wanted, found - tail_tokens)
+
+    def _common_tail(
+        self,
+        tail: Sequence[TailCandidates | None],
+        end_block: int,
+        present: Callable[[int, Keys], NDArray[np.bool_]],
+    ) -> int:
+        """Tokens of the longest tail at `end_block` that every group has; 0 for none."""
+        lengths: list[set[int]] = []
+        for group, candidates in enumerate(tail):
+            if candidates is None or candidates.base_block != end_block:
+                return 0
+            lengths.append(set(candidates.tokens[present(group, candidates.keys)].tolist()))
+        return max(set.intersection(*lengths), default=0)
+
+    # --- groups of which a prefix needs other pages ---
+
+    def _look_for_boundary(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start: int,
+        room_pages: int,
+        usable: Sequence[TierId],
+    ) -> Looked:
+        offered = [group_keys[start:] for group_keys in keys]
+        index = self._hub.index
+        found = [index.find(group, group_keys) for group, group_keys in enumerate(offered)]
+        hits = [entries != NO_ENTRY for entries in found]
+        uncut = longest_restorable(self._specs, hits, 2**62)
+        blocks = longest_restorable(self._specs, hits, room_pages)
+        groups = []
+        for spec, entries in zip(self._specs, found, strict=True):
+            first = first_needed(spec, blocks)
+            mine = entries[first:blocks]
+            groups.append(GroupLease(mine, index.pin(mine), start + first, len(mine)))
+        lease = Lease(tuple(groups), self._clock(), start, blocks, cut=blocks < uncut)
+        if lease.cut or not usable:
+            return Looked(lease)
+        present = [self._walk.present(group, k, usable) for group, k in enumerate(offered)]
+        longest = longest_restorable(self._specs, present, room_pages)
+        if longest <= blocks:
+            return Looked(lease)
+        wanted = []
+        for group, spec in enumerate(self._specs):
+            part = np.ascontiguousarray(offered[group][first_needed(spec, longest) : longest])
+            if len(part):
+                wanted.append(WantedPages(group, part, self._walk.locate(group, part, usable)))
+        tokens = (longest - blocks) * self._specs[0].block_tokens
+        return Looked(lease, self._fetch_all(request_id, wanted, tokens))
+
+    # --- what is fetched, and what is not ---
+
+    def _fetch_all(self, request_id: str, wanted: list[WantedPages], tokens: int) -> int:
+        """Fetches pages that are of use together or not at all; the fetches to wait for."""
+        runs = [part.runs for part in wanted]
+        if not self._worth_all(runs, tokens):
+            for part in wanted:
+                self._walk.release(part.runs)
+            self._requests.skip(request_id, self._behind)
+            return 0
+        fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch(), aligned=False)
+        return self._wait(request_id, wanted, fetched.pages, fetched.ops)
+
+    def _wait(
+        self,
+        request_id: str,
+        wanted: Sequence[WantedPages],
+        pages: Sequence[FetchedPages],
+        ops: dict[OpId, TierId],
+    ) -> int:
+        """The request waits for these fetches, and what they bring is kept for it. Returns how many."""
+        for part, fetched in zip(wanted, pages, strict=True):
+            if ops:
+                self._requests.hold(request_id, part.group, fetched.entries)
+            else:
+                self._hub.index.unpin(fetched.entries)
+        if not ops:
+            return 0
+        waits = []
+        for op_id, tier in ops.items():
+            op = self._ops.fetch(op_id)
+            assert op is not None
+            op.waiters.add(request_id)
+            waits.append((op_id, tier, self._tiers[tier].facts.wait_s))
+        for tier in self._requests.wait(request_id, waits, self._clock()):
+            self._tiers[tier].counts.waits += 1
+        return len(ops)
+
+    def _tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
+        """The tiers that the pages come from; those on their way too."""
+        tiers: set[TierId] = set()
+        for group, runs in enumerate(rest):
+            for run in runs:
+                if run.tier != HUB:
+                    tiers.add(run.tier)
+                elif run.coming:
+                    tiers |= self._promotions.tiers_of(self._hub.fillers(group, run.entries))
+        return tiers
+
+    def _worth_of(
+        self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
+    ) -> tuple[list[list[PageRun]], bool]:
+        """The leading part of whole blocks that is brought sooner than computed: all of it, as long as nothing is
+        known; and whether some is left to the engine.
+
+        Args:
+            keys, first: the rest is of the blocks from `first` on.
+        """
+        tiers = self._tiers_of(rest)
+        if not self._compute_if_faster or not self._cost.fetch_is_known(tiers, self._clock()):
+            return rest, False
+        blocks = min(sum(map(len, runs)) for runs in rest)
+        tokens = self._specs[0].block_tokens * np.arange(1, blocks + 1)
+        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
+        most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
+        if self._cost.worth(most, queued, np.array([True]), tokens[-1:]):
+            # Where a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one;
+            # what the wait takes away is the same for both.
+            return rest, False
+        missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
+        waiting = np.zeros(blocks, np.bool_)
+        for group, runs in enumerate(rest):
+            at = 0
+            for run in runs:
+                part = slice(at, at + len(run))
+                at += len(run)
+                if run.tier == HUB:
+                    waiting[part] |= run.coming
+                    continue
+                # A run goes on as far as its tier does: some of it may be in host memory too.
+                in_host = self._hub.index.find(
+                    group, keys[group][first + part.start : first + part.stop], ready_only=False
                 )
-            targets.append(target)
-        return targets
+                missing[run.tier][part] += in_host == NO_ENTRY
+                waiting[part] |= ~self._hub.ready(in_host)
+        counts = {tier: np.cumsum(pages) for tier, pages in missing.items()}
+        kept = self._cost.worth(counts, queued, np.logical_or.accumulate(waiting), tokens)
+        if kept == blocks:
+            return rest, False
+        left_tokens = int(tokens[-1] - (tokens[kept - 1] if kept else 0))
+        for tier, pages in counts.items():
+            if left := int(pages[-1] - (pages[kept - 1] if kept else 0)):
+                self._leave(tier, left, self._fetch_s(tier, left), left_tokens)
+        return [self._walk.cut(runs, kept) for runs in rest], True
+
+    def _worth_all(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
+        """The same of pages that are of use together or not at all."""
+        tiers = self._tiers_of(rest)
+        if not self._compute_if_faster or not self._cost.fetch_is_known(tiers, self._clock()):
+            return True
+        pages = {tier: sum(len(run) for runs in rest for run in runs if run.tier == tier) for tier in tiers}
+        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
+        missing = {tier: np.array([count]) for tier, count in pages.items()}
+        waiting = np.array([any(not run.ready for runs in rest for run in runs)])
+        if self._cost.worth(missing, queued, waiting, np.array([tokens])):
+            return True
+        for tier, count in pages.items():
+            self._leave(tier, count, self._fetch_s(tier, count), tokens)
+        return False
+
+    def _fetch_s(self, tier: TierId, pages: int) -> float:
+        queued = self._ops.pages(OpRole.FETCH, tier)
+        return self._cost.fetch(tier).seconds(queued + pages) + self._cost.load_s(pages)
+
+    def _leave(self, tier: TierId, pages: int, fetch_s: float, tokens: int) -> None:
+        """The engine computes the `tokens` of `pages` rather than have them in `fetch_s` seconds."""
+        self._tiers[tier].counts.left += 1
+        self._tiers[tier].counts.left_pages += pages
+        self.last_left = LeftToEngine(tier, pages, fetch_s, self._cost.compute_s(tokens))
+
+
+def _split(runs: list[PageRun], pages: int) -> tuple[list[PageRun], list[PageRun]]:
+    """The first `pages` of runs, which all lie in the first run, and the rest."""
+    if not pages:
+        return [], runs
+    if pages == len(runs[0]):
+        return runs[:1], runs[1:]
+    return [runs[0].part(0, pages)], [runs[0].part(pages, len(runs[0])), *runs[1:]]
+
+
+def _extend(lease: Lease, pages: Sequence[FetchedPages]) -> None:
+    """A lease of whole blocks alone, with the blocks that follow and are on their way to host memory."""
+    more = len(pages[0].entries)
+    if not more:
+        return
+    for group, fetched in zip(lease.groups, pages, strict=True):
+        there = np.zeros(len(group.entries), np.int64)
+        group.entries = np.concatenate((group.entries, fetched.entries))
+        group.slots = np.concatenate((group.slots, fetched.slots))
+        group.fetches = np.concatenate((there, fetched.fetches))
+        group.blocks += more
+    lease.blocks += more

@@ -1,6 +1,6 @@
-"""The cache manager of one ownership unit: a host tier, and maybe a disk tier behind it.
+"""The cache manager of one ownership unit: leases and ops over an ordered list of tiers.
 
-Contracts: `flexkv.cache.base.CacheManager`.
+Contracts: `flexkv.cache.base.CacheManager`; of what lies behind it, `flexkv.cache.tier`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flexkv.cache.base import (
     CacheListener,
     CacheManager,
     Completion,
+    GroupMatch,
     GroupSpec,
     Keys,
     ManagerLimits,
@@ -24,46 +25,50 @@ from flexkv.cache.base import (
     StorePlan,
     TailCandidates,
 )
-from flexkv.cache.checks import as_block_ids, check_groups, check_limits
-from flexkv.cache.disk.base import DiskLimits
-from flexkv.cache.disk.flow import DiskFlow
-from flexkv.cache.disk.index import DiskIndex
-from flexkv.cache.disk.stored_index import StoredIndex
+from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup, good_pages
+from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
-from flexkv.cache.host_loads import HostLoads
-from flexkv.cache.host_stores import HostStores
-from flexkv.cache.host_tier import HostTier
-from flexkv.cache.inflight import InflightOp, InflightTable
-from flexkv.cache.leases import NO_ENTRIES, NO_ENTRY, LeaseTable
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.leases import Lease
+from flexkv.cache.load_targets import load_targets
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.planner import Planner
+from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
+from flexkv.cache.outbox import Outbox
+from flexkv.cache.page_walk import PageWalk
+from flexkv.cache.promotions import Promotions
+from flexkv.cache.requests import RequestTable
 from flexkv.cache.reserve import REFILL_PAGES
-from flexkv.cache.route_table import RouteTable
-from flexkv.cache.routes import StoreOffer
+from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
+from flexkv.cache.tier import Tier, TierContext, TierFactory
 from flexkv.cache.trails import TrailTable
+from flexkv.cache.write_queue import WriteQueue
 from flexkv.errors import BlockRangeError, ContractError
-from flexkv.observe import unix_now_s
-from flexkv.storage.base import DiskTier, StoredPages
-from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpResult, OpStatus, TransferGraph
+
+RESET_S = 30.0
+"""How long a reset may wait for all tiers together until nothing older is served, not even after a crash."""
 
 
 class LocalCacheManager(CacheManager):
-    """Keys to host slots and places on disk, in one process. Deterministic: the only outside inputs are the clocks.
+    """Keys to pages of tiers, in one process. Deterministic: the only outside inputs are the clocks.
 
     Args:
         groups: the unit's KV groups; all must have the same `block_tokens`.
+        tiers: make the tiers, in the order in which a lookup asks them; the first is host memory's. The ops of the
+            others are handed out by `poll_work`, apart from the graphs for the workers, and their results come back by
+            `complete_tier_op`.
         policy: eviction policy of every group's slots; allowed is "lru".
-        clock: seconds, never running backwards; ages of leases and waits, and what disks are measured by.
-        listener: is told what becomes visible and what leaves.
-        disk: the unit's disks; None for a host tier alone. Its ops are handed out by `disk.take_orders`, apart from the
-            graphs for the workers, and their results come back by `disk.complete`.
-        unix_s: wall clock for times to live on disk.
-        siblings: with a disk, pages of other units' folders that are read too.
+        clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
+        listener: is told what becomes visible in host memory and what leaves it.
+        compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
 
     Attributes:
-        host: the pages in host memory.
+        hub: the pages in host memory.
+        tiers: by number.
+        cost: what was measured of them, and of the engine's steps.
         failed_loads: what is not promised again to the requests that it failed.
 
     Raises:
@@ -75,13 +80,11 @@ class LocalCacheManager(CacheManager):
         groups: Sequence[GroupSpec],
         limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
         *,
+        tiers: Sequence[TierFactory],
         policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
         listener: CacheListener | None = None,
-        disk: DiskTier | None = None,
-        disk_limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
-        unix_s: Callable[[], float] = unix_now_s,
-        siblings: StoredPages | None = None,
+        compute_if_faster: bool = True,
     ) -> None:
         check_groups(groups)
         check_limits(limits)
@@ -90,25 +93,60 @@ class LocalCacheManager(CacheManager):
         self._clock = clock
         self._listener = listener
         self._counts = ManagerStats()
-        self._leases = LeaseTable()
-        self._inflight = InflightTable()
+        self._requests = RequestTable()
+        self._ops = OpTable()
+        self._outbox = Outbox()
         self._trails = TrailTable(len(groups))
         self.failed_loads = FailedLoads(limits.rest_s, clock)
-        self._log = OpLog(clock)
         self._epoch = 0
-        self.host = HostTier(self._specs, policy, self._counts, listener)
-        self._lookup = Lookup(self._specs, self.host.index)
-        planner = Planner()
-        self._disk: DiskFlow | None = None
-        if disk is not None:
-            own = DiskIndex(self._specs, disk, policy, unix_s, disk_limits.ttl_s)
-            others = None if siblings is None else StoredIndex(self._specs, siblings, policy, unix_s)
-            self._disk = DiskFlow(
-                self._specs, self.host, planner, self._inflight, own, disk_limits, clock, self._log, others
-            )
-        loads = HostLoads(self.host, planner, self._inflight, self._counts, self._disk, clock)
-        stores = HostStores(self._specs, self.host, planner, self._inflight, self._trails, self._disk)
-        self._routes = RouteTable(loads, stores, self._disk)
+        self.cost = CostModel()
+        self.hub = Hub(self._specs, policy, self._counts, listener)
+        self.tiers: list[Tier] = []
+        self._log = OpLog(clock, self.tiers)
+        for number, make in enumerate(tiers):
+            tier = make(self._context(TierId(number), policy))
+            tier.facts.check()
+            self.tiers.append(tier)
+        self.hub.tracks_tokens = len(self.tiers) > 1
+        self.hub.on_evicted = self._evicted
+        walk = PageWalk(self.tiers, self.hub)
+        self._promotions = Promotions(
+            self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
+        )
+        self._writes = {
+            TierId(number): WriteQueue(TierId(number), tier, self.hub, self._ops, self._outbox)
+            for number, tier in enumerate(self.tiers)
+            if tier.sink is not None
+        }
+        self.lookup = Lookup(
+            self._specs,
+            self.tiers,
+            self.hub,
+            self._ops,
+            self._requests,
+            walk,
+            self._promotions,
+            self.cost,
+            compute_if_faster,
+            clock,
+            lambda: self._epoch,
+        )
+
+    def _context(self, tier: TierId, policy: str) -> TierContext:
+        return TierContext(
+            tier=tier,
+            specs=self._specs,
+            policy=policy,
+            hub=self.hub,
+            others=lambda: self.tiers[1:],
+            ops=self._ops,
+            outbox=self._outbox,
+            cost=self.cost,
+            clock=self._clock,
+            stats=self._counts,
+            trails=self._trails,
+            forgotten=self._forgotten,
+        )
 
     @property
     def epoch(self) -> int:
@@ -120,32 +158,30 @@ class LocalCacheManager(CacheManager):
         return replace(self._counts)
 
     def cached_blocks(self) -> int:
-        """Blocks of all groups that are visible or being stored."""
-        return len(self.host.index)
+        """Blocks of all groups that are visible in host memory or being stored there."""
+        return len(self.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are visible in host memory or on disk, bool [keys]. Leases and brings up nothing."""
-        there: NDArray[np.bool_] = self.host.index.find(group, keys) != NO_ENTRY
-        return there if self._disk is None else there | self._disk.index.present(group, keys)
+        """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing."""
+        there = np.zeros(len(keys), np.bool_)
+        for tier in self.tiers:
+            there |= tier.present(group, keys)
+        return there
 
     def free_slots(self, group: int) -> int:
-        return self.host.index.free_slots(group)
+        return self.hub.index.free_slots(group)
 
     def leased_pages(self, request_id: str) -> int:
         """Pages that the request's lookup lease holds."""
-        lease = self._leases.get(request_id)
+        lease = self._requests.lease(request_id)
         return 0 if lease is None else lease.pages
 
-    @property
-    def disk(self) -> DiskFlow:
-        """The traffic with the disks, for what drives it.
-
-        Raises:
-            ContractError: there is no disk tier.
-        """
-        if self._disk is None:
-            raise ContractError("this manager has no disk tier")
-        return self._disk
+    def held_slots(self, group: int) -> set[int]:
+        """Host slots that are kept for requests which wait, besides those that are being filled."""
+        held = [entries for of, entries in self._requests.held() if of == group]
+        slots = {slot for entries in held for slot in self.hub.index.slots_of(entries).tolist()}
+        fetches = [op for op in self._ops if isinstance(op, FetchOp) and op.group == group]
+        return slots - {slot for op in fetches for slot in op.plan.slots.tolist()}
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -156,8 +192,8 @@ class LocalCacheManager(CacheManager):
         start_block: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        self._lookup.check(keys, start_block, tail)
-        promised = self._leases.get(request_id) is not None
+        check_lookup(len(self._specs), keys, start_block, tail)
+        promised = self._requests.lease(request_id) is not None
         self._end_lease(request_id)
         asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self.failed_loads.of(request_id)
@@ -165,48 +201,35 @@ class LocalCacheManager(CacheManager):
             keys, tail = failed.still_promised(keys, start_block), None
         elif self.failed_loads.rests and not promised:
             keys, tail = [group_keys[:start_block] for group_keys in keys], None
-        room = self._room_for_loads()
-        found = self._lookup.find(keys, start_block, tail, room)
-        lease = self._lookup.lease(found, self._clock())
-        reads = 0
-        if self._disk is not None:
-            # After the lease, which takes over what was read for this request.
-            self._disk.reads.let_go(request_id)
-            if not (found.cut or self._disk.down):
-                looked = self._disk.lookup.look(
-                    request_id,
-                    keys,
-                    start_block,
-                    found.blocks,
-                    tail,
-                    found.tail_tokens,
-                    room,
-                    where_it_lies=failed is None or not failed.from_disk,
-                )
-                reads = looked.reads
-                if looked.coming is not None:
-                    found, lease = self._lookup.extend(found, lease, looked.coming)
-                if looked.on_disk is not None:
-                    found, lease = self._lookup.extend_on_disk(found, lease, looked.on_disk)
+        straight = failed is None or not failed.straight
+        # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
+        held = self._requests.take_held(request_id)
+        looked = self.lookup.look(request_id, keys, start_block, tail, self._room_for_loads(), straight)
+        for _, entries in held:
+            self.hub.index.unpin(entries)
+        lease = looked.lease
         if lease.pages:
-            self._leases.add(request_id, lease)
-        find = self.host.index.find
-        before = [find(g, k[:start_block]) for g, k in enumerate(keys)] if start_block else ()
-        self._trails.put_lookup(request_id, before, lease.groups if found.blocks else ())
-        self._counts.add_lookup(asked, found.blocks, found.tail_tokens > 0, found.cut)
-        result = self._lookup.result(request_id, found, lease, reads)
+            self._requests.add_lease(request_id, lease)
+        self._note_use(request_id, keys, lease)
+        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
+        result = _answer(request_id, lease, looked.fetches)
         self._log.looked_up(result, asked)
         return result
 
+    def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
+        """What the engine has itself, and what it was promised, counts as used together."""
+        start, find = lease.start_block, self.hub.index.find
+        before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
+        self._trails.put_lookup(request_id, before, lease.groups if lease.blocks else ())
+
     def waits(self, request_id: str) -> bool:
-        return self._disk is not None and self._disk.reads.holds_up(request_id)
+        return self._requests.is_waiting(request_id, self._clock())
 
     def release(self, request_id: str) -> None:
         self._end_lease(request_id)
-        if self._disk is not None:
-            self._disk.reads.drop(request_id)
+        self._end_wait(request_id)
         for trail in self._trails.pop(request_id):
-            self.host.index.touch(trail.entries())
+            self.hub.index.touch(trail.entries())
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)
@@ -214,50 +237,68 @@ class LocalCacheManager(CacheManager):
         self.abandon_loads(request_id)
 
     def abandon_loads(self, request_id: str) -> None:
-        for op in self._inflight.of_request(request_id, OpRole.LOAD):
+        for op in self._ops.of_request(request_id, OpRole.LOAD):
             op.abandoned = True
 
     def expire(self) -> int:
-        expired = self._leases.older_than(self._clock() - self._limits.lease_s)
+        now_s = self._clock()
+        expired = self._requests.leased_before(now_s - self._limits.lease_s)
         for request_id in expired:
             self.release(request_id)
         self._counts.expired_leases += len(expired)
         self._log.flush()
-        if self._disk is not None:
-            self._disk.reads.expire(self._clock())
+        longest_s = max((tier.facts.wait_s for tier in self.tiers[1:]), default=0.0)
+        for request_id in self._requests.waiting_before(now_s - longest_s):
+            self._end_wait(request_id)
         for group in range(len(self._specs)):
-            self.host.refill_reserve(group, REFILL_PAGES)
+            self.hub.refill_reserve(group, REFILL_PAGES)
         return len(expired)
 
     def _room_for_loads(self) -> int:
-        taken = self._leases.reserved_pages + self._inflight.pages[OpRole.LOAD]
+        taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
 
     def _end_lease(self, request_id: str) -> None:
-        lease = self._leases.pop(request_id)
+        lease = self._requests.pop_lease(request_id)
         if lease is not None:
-            self._routes.release(lease)
+            for route in self._load_routes():
+                for group in lease.groups:
+                    route.release(group)
+
+    def _end_wait(self, request_id: str) -> None:
+        """The request waits no more. The fetches go on: what they bring is worth having."""
+        for _, entries in self._requests.take_held(request_id):
+            self.hub.index.unpin(entries)
+        wait = self._requests.drop_wait(request_id)
+        for op_id in wait.ops if wait is not None else ():
+            if (op := self._ops.fetch(op_id)) is not None:
+                op.waiters.discard(request_id)
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
+
+    def _load_routes(self) -> list[LoadRoute]:
+        return [tier.loads for tier in self.tiers if tier.loads is not None]
 
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:
-        lease = self._leases.get(request_id)
+        lease = self._requests.lease(request_id)
         if lease is None:
             if not any(len(b) for b in blocks):
                 return None
             raise ContractError(
                 f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
             )
-        targets = self._lookup.load_targets(request_id, lease, blocks, tail)
-        self._leases.pop(request_id)
-        if self._disk is not None:
-            self._disk.reads.drop(request_id)
-        ops = self._routes.begin_load(request_id, lease, targets, self._epoch)
-        for op in ops:
-            self._inflight.get(op.op_id).load = ops[0].op_id
-        self._log.load_begun(request_id, ops)
+        targets = load_targets(self._specs, request_id, lease, blocks, tail)
+        self._requests.pop_lease(request_id)
+        self._end_wait(request_id)
+        ops = [
+            op for route in self._load_routes() for op in route.begin(request_id, lease, targets, self._epoch)
+        ]
+        begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
+        for op in begun:
+            op.load = begun[0].op_id
+        self._log.load_begun(begun)
         return TransferGraph(tuple(ops)) if ops else None
 
     def begin_store(
@@ -275,7 +316,7 @@ class LocalCacheManager(CacheManager):
             raise ContractError(f"begin_store: {len(keys)} keys and {len(sources)} blocks")
         if first_block < 0:
             raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
-        room = max(0, self._limits.inflight_store_pages - self._inflight.pages[OpRole.STORE])
+        room = max(0, self._limits.inflight_store_pages - self._ops.pages(OpRole.STORE))
         whole = self._specs[group].block_tokens
         valid = whole if tokens is None else tokens
         if not 1 <= valid <= whole:
@@ -283,92 +324,217 @@ class LocalCacheManager(CacheManager):
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
         offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
-        plan = self._routes.for_stores.begin(offer, room, self._epoch)
+        plan = self._store_route().begin(offer, room, self._epoch)
         self._counts.busy_pages += plan.dropped
         return plan
+
+    def _store_route(self) -> StoreRoute:
+        """Where stores go now: straight to the last tier that takes them."""
+        routes = [tier.stores for tier in self.tiers if tier.stores is not None and not tier.down]
+        return routes[-1]
 
     # --- completions --------------------------------------------------------------------------------------------------
 
     def complete(self, rank: int, result: OpResult) -> Completion | None:
         if not 0 <= rank < self._limits.ranks:
             raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
-        op = self._inflight.get(result.op_id)
+        op = self._ops.get(result.op_id)
+        if not isinstance(op, RankOp):
+            raise ContractError(f"rank {rank} reported op {op.op_id}, which is a tier's own")
         op.report(rank, result)
         if op.role is OpRole.LOAD:
             if op.astray:
-                self._routes.load(op).astray(f"rank {rank}: {result.reason}")
+                self._load_route(op).astray(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
                 if op.epoch == self._epoch:
                     self.failed_loads.note(op)
         if len(op.reported) < self._limits.ranks:
             return None
-        self._inflight.remove(op)
+        self._ops.remove(op)
         self._log.ended(op, expected=op.abandoned or op.epoch != self._epoch)
         done = self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
-        self.host.refill_reserve(op.group, max(len(op.entries), REFILL_PAGES))
+        self.hub.refill_reserve(op.group, max(op.pages, REFILL_PAGES))
         return done
 
-    def _end_load(self, op: InflightOp) -> Completion:
+    def _load_route(self, op: RankOp) -> LoadRoute:
+        route = self.tiers[op.tier].loads
+        assert route is not None
+        return route
+
+    def _end_load(self, op: RankOp) -> Completion:
         current = op.epoch == self._epoch
-        self._routes.load(op).end(op, current)
+        self._load_route(op).end(op, current)
         self._mark_used(op)
         if not current:
             op.failed[:] = True
             op.reasons.append("the cache was reset while the load was in flight")
         failed_pages = int(np.count_nonzero(op.failed))
         self._counts.failed_load_pages += failed_pages
-        self._counts.loaded_pages += len(op.entries) - failed_pages
+        self._counts.loaded_pages += op.pages - failed_pages
         return op.completion(op.failed, np.empty(0, np.int32))
 
-    def _end_store(self, op: InflightOp) -> Completion:
+    def _end_store(self, op: RankOp) -> Completion:
         good = ~op.failed & ~op.barred
-        if op.epoch != self._epoch or any(load in self._inflight for load in op.waits_for):
+        if op.epoch != self._epoch or any(load in self._ops for load in op.waits_for):
             good[:] = False
-        published = self._routes.store(op).end(op, good)
+        route = self.tiers[op.tier].stores
+        assert route is not None
+        published = route.end(op, good)
+        if op.tier == HUB and published.any() and self._writes:
+            self._offer(op.group, self.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
-        self._counts.add_store(len(op.entries), int(np.count_nonzero(op.failed)), len(positions))
+        self._counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
         return op.completion(~published, positions)
 
-    def _mark_used(self, op: InflightOp) -> None:
+    def _mark_used(self, op: RankOp) -> None:
         trail = self._trails.peek(op.request_id, op.group)
         if trail is not None and trail.due():
-            self.host.index.touch(trail.entries())
+            self.hub.index.touch(trail.entries())
 
     def discard_from(self, request_id: str, first_block: int) -> int:
         barred = 0
-        for op in self._inflight.of_request(request_id, OpRole.STORE):
+        for op in self._ops.of_request(request_id, OpRole.STORE):
             pages = (op.block_numbers >= first_block) & ~op.barred
             count = int(np.count_nonzero(pages))
             if not count:
                 continue
             op.barred |= pages
             barred += count
-            self._routes.store(op).bar(op, pages)
+            route = self.tiers[op.tier].stores
+            assert route is not None
+            route.bar(op, pages)
         return barred
+
+    # --- the tiers' own ops -------------------------------------------------------------------------------------------
+
+    def poll_work(self) -> list[tuple[TierId, TransferGraph]]:
+        """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
+        for queue in self._writes.values():
+            queue.poll(len(self._specs), self._epoch)
+        return self.take_planned()
+
+    def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
+        """What was planned since the last call, and nothing more."""
+        return self._outbox.take() if len(self._outbox) else []
+
+    def complete_tier_op(self, result: OpResult) -> None:
+        """Takes the one result of an op of `poll_work`.
+
+        Raises:
+            ContractError: no such op is in flight, or the result does not fit it.
+        """
+        op = self._ops.get(result.op_id)
+        if isinstance(op, RankOp):
+            raise ContractError(f"op {op.op_id} is the ranks', not a tier's own")
+        failed = op.pages - int(np.count_nonzero(good_pages(result, op.pages)))
+        self._ops.remove(op)
+        if result.status is OpStatus.LANE_DOWN:
+            self.take_down(op.tier, result.reason or "its lane is down")
+        if result.status is not OpStatus.OK:
+            waiters = op.waiters if isinstance(op, FetchOp) else ()
+            self._log.tier_op_failed(op, failed, result.reason, waiters)
+        self._end_tier_op(op, result)
+
+    def _end_tier_op(self, op: Op, result: OpResult) -> None:
+        if isinstance(op, FetchOp):
+            self._promotions.complete(op, result, current=op.epoch == self._epoch)
+            for request_id in op.waiters:
+                self._requests.fetch_ended(request_id, op.op_id)
+        elif isinstance(op, WriteOp):
+            self._writes[op.tier].complete(op, result)
+        else:
+            route = self.tiers[op.tier].stores
+            assert route is not None
+            route.follow_up_ended(op, result)
+
+    def take_down(self, tier: TierId, reason: str) -> None:
+        """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
+        self.tiers[tier].go_down(reason)
+        if tier in self._writes:
+            self._writes[tier].reset()
+
+    @property
+    def moving(self) -> bool:
+        """Whether an op of a tier is in flight."""
+        return len(self._ops) > self._ops.of_ranks
+
+    @property
+    def busy(self) -> bool:
+        """Whether an op of a tier is in flight, or something waits to be written and can be."""
+        return self.moving or len(self._outbox) > 0 or any(queue.busy for queue in self._writes.values())
+
+    def offer_all(self) -> None:
+        """What is in host memory, not leased and not in a tier that takes pages is to be written, whatever the mode."""
+        for queue in self._writes.values():
+            queue.offer_all(len(self._specs))
+
+    def flush_writes(self) -> None:
+        """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
+        for queue in self._writes.values():
+            queue.flush(self._epoch)
+
+    def give_up_writes(self) -> int:
+        """Forgets what waits to be written; returns how many pages that are."""
+        return sum(queue.give_up_waiting() for queue in self._writes.values())
+
+    def unwritten(self) -> int:
+        """Pages in host memory that some tier that takes pages lacks, leased ones among them."""
+        return max((queue.unwritten(len(self._specs)) for queue in self._writes.values()), default=0)
+
+    # --- what happens in tiers ----------------------------------------------------------------------------------------
+
+    def _offer(self, group: int, keys: Keys) -> None:
+        for queue in self._writes.values():
+            queue.offer(group, keys)
+
+    def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
+        """These pages are not in a tier after all: what host memory has of them was taken for written."""
+        there = self.hub.there(group, keys)
+        if tier in self._writes and there.any():
+            self._writes[tier].offer(group, keys[there])
+
+    def _evicted(self, group: int, keys: Keys) -> None:
+        """These pages left host memory to make room."""
+        if not self._writes:
+            return
+        known = np.zeros(len(keys), np.bool_)
+        for tier in self.tiers[1:]:
+            known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
+        for number in self._writes:
+            self.tiers[number].counts.lost += int(np.count_nonzero(~known))
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, group: int, keys: Keys) -> int:
         self._check_group(group)
-        entries = self.host.index.find(group, keys, ready_only=False)
-        removed = self.host.remove(group, entries)
-        if self._disk is not None:
-            in_host = entries != NO_ENTRY
-            self._disk.forget(group, keys[in_host])
-            removed += self._disk.forget(group, keys[~in_host])
+        known = np.zeros(len(keys), np.bool_)
+        removed = 0
+        for number, tier in enumerate(self.tiers):
+            if number == HUB:
+                known = self.hub.index.find(group, keys, ready_only=False) != NO_ENTRY
+                removed += tier.forget(group, keys)
+                continue
+            tier.forget(group, keys[known])
+            removed += tier.forget(group, keys[~known])
         self._counts.forgotten_blocks += removed
         return removed
 
     def reset(self) -> int:
-        for request_id in self._leases.requests():
+        for request_id in self._requests.leased():
             self._end_lease(request_id)
+        for request_id in list(self._requests.waits):
+            self._end_wait(request_id)
         self._trails.clear()
-        self.host.index.clear()
-        if self._disk is not None:
-            self._disk.reset()
+        for queue in self._writes.values():
+            queue.reset()
         self._epoch += 1
+        for tier in self.tiers:
+            tier.begin_reset()
+        ends_s = time.monotonic() + RESET_S
+        for tier in self.tiers:
+            tier.finish_reset(ends_s)
         self._counts.resets += 1
         if self._listener:
             self._listener.on_reset(self._epoch)
@@ -378,10 +544,10 @@ class LocalCacheManager(CacheManager):
         self._check_group(group)
         if slots < 0:
             raise BlockRangeError(f"grow of group {group} to {slots} slots; allowed are 0 and more")
-        self.host.index.grow(group, slots)
+        self.hub.index.grow(group, slots)
 
     def inflight_ops(self) -> int:
-        return len(self._inflight)
+        return self._ops.of_ranks
 
     def _check_group(self, group: int) -> None:
         if not 0 <= group < len(self._specs):
@@ -392,16 +558,34 @@ class LocalCacheManager(CacheManager):
         self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:
-        self._inflight.check_integrity()
-        self._leases.check_integrity()
+        self._ops.check_integrity()
+        self._requests.check_integrity()
         if self._room_for_loads() < 0:
             raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
-        groups = [group for lease in self._leases for group in lease.groups]
-        in_host = [group.entries for group in groups]
-        in_host += [op.entries for op in self._inflight if not op.in_disk_index]
-        if self._disk is not None:
-            on_disk = [group.on_disk.entries for group in groups if group.on_disk is not None]
-            on_disk += [op.entries for op in self._inflight if op.in_disk_index]
-            self._disk.check_integrity(on_disk)
-            in_host += self._disk.pinned_in_host()
-        self.host.index.check_integrity(np.concatenate(in_host) if in_host else NO_ENTRIES)
+        pinned: list[list[EntryIds]] = [[] for _ in self.tiers]
+        for lease in self._requests.leases():
+            for group in lease.groups:
+                pinned[HUB].append(group.entries)
+                if group.straight is not None:
+                    pinned[group.straight.tier].append(group.straight.entries)
+        pinned[HUB].extend(entries for _, entries in self._requests.held())
+        for op in self._ops:
+            pinned[op.tier].append(op.entries)
+            if isinstance(op, FetchOp | WriteOp):
+                pinned[HUB].append(op.host)
+        for tier, entries in zip(self.tiers, pinned, strict=True):
+            tier.check_integrity(entries)
+
+
+def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
+    matches = tuple(
+        GroupMatch(
+            blocks=lease.blocks,
+            slots=group.slots[: group.blocks],
+            tail_tokens=lease.tail_tokens,
+            tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
+            first_block=group.first_block,
+        )
+        for group in lease.groups
+    )
+    return MatchResult(request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches)

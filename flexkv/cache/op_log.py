@@ -7,21 +7,19 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import MatchResult
-from flexkv.cache.inflight import InflightOp
+from flexkv.cache.base import MatchResult, OpRole
+from flexkv.cache.ops import Op, RankOp
+from flexkv.cache.tier import Tier
 from flexkv.observe import FailedOps, get_logger
-from flexkv.transfer.graph import OpId, OpKind, TransferOp
 
 logger = get_logger(__name__)
 
 WORDS = {
-    OpKind.H2D: "load from host memory",
-    OpKind.D2H: "store to host memory",
-    OpKind.DISK_READ: "read from disk to host memory",
-    OpKind.DISK_WRITE: "write from host memory to disk",
-    OpKind.DISK_SEAL: "seal on disk",
-    OpKind.GDS_READ: "load from disk",
-    OpKind.GDS_WRITE: "store to disk",
+    OpRole.LOAD: "load from {}",
+    OpRole.STORE: "store to {}",
+    OpRole.FETCH: "read from {} to host memory",
+    OpRole.WRITE: "write from host memory to {}",
+    OpRole.SEAL: "seal on {}",
 }
 
 MOST_REQUESTS = 3
@@ -33,9 +31,11 @@ class OpLog:
 
     Args:
         clock: seconds, never running backwards.
+        tiers: of the manager, by number.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
         self._failed = FailedOps(logger, clock)
 
     def looked_up(self, result: MatchResult, asked: int) -> None:
@@ -54,43 +54,44 @@ class OpLog:
                 result.reads,
             )
 
-    def load_begun(self, request_id: str, ops: Sequence[TransferOp]) -> None:
+    def _words(self, op: Op) -> str:
+        return WORDS[op.role].format(self._tiers[op.tier].facts.name)
+
+    def load_begun(self, ops: Sequence[RankOp]) -> None:
         """A promise was turned into a load."""
         if logger.isEnabledFor(logging.DEBUG):
             for op in ops:
                 logger.debug(
-                    "request %s: op %d (%s), %d pages", request_id, op.op_id, WORDS[op.kind], op.pages
+                    "request %s: op %d (%s), %d pages", op.request_id, op.op_id, self._words(op), op.pages
                 )
 
-    def ended(self, op: InflightOp, expected: bool) -> None:
+    def ended(self, op: RankOp, expected: bool) -> None:
         """An op of the ranks has ended on all of them; `expected`: nobody counts on it, so that it may fail."""
         failed = int(np.count_nonzero(op.failed))
         if failed and not expected:
             name = f"op {op.op_id} of request {op.request_id}"
-            self._failed.warn(WORDS[op.kind], name, failed, len(op.entries), "; ".join(op.reasons))
+            self._failed.warn(self._words(op), name, failed, len(op.entries), "; ".join(op.reasons))
         elif logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: op %d (%s) has ended, %d of %d pages arrived%s",
                 op.request_id,
                 op.op_id,
-                WORDS[op.kind],
+                self._words(op),
                 len(op.entries) - failed,
                 len(op.entries),
                 "".join(f"; {reason}" for reason in op.reasons),
             )
 
-    def disk_op_failed(
-        self, op_id: OpId, kind: OpKind, failed: int, pages: int, reason: str, waiters: Collection[str] = ()
-    ) -> None:
-        """An op of the manager's own disks has failed.
+    def tier_op_failed(self, op: Op, failed: int, reason: str, waiters: Collection[str] = ()) -> None:
+        """An op of a tier's own has failed.
 
         Args:
             waiters: requests that wait for it.
         """
         named = ", ".join(sorted(waiters)[:MOST_REQUESTS])
         more = f" and {len(waiters) - MOST_REQUESTS} more" if len(waiters) > MOST_REQUESTS else ""
-        name = f"op {op_id}" + (f" for request {named}{more}" if named else "")
-        self._failed.warn(WORDS[kind], name, failed, pages, reason)
+        name = f"op {op.op_id}" + (f" for request {named}{more}" if named else "")
+        self._failed.warn(self._words(op), name, failed, op.pages, reason)
 
     def flush(self, at_end: bool = False) -> None:
         """As of `FailedOps`."""

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import Keys, OpRole, StorePlan
-from flexkv.cache.inflight import InflightOp, InflightTable
-from flexkv.cache.leases import EntryIds, GroupLease, Lease
-from flexkv.transfer.graph import BlockIds, TransferOp
+from flexkv.cache.ids import EntryIds, TierId
+from flexkv.cache.leases import GroupLease, Lease, StraightPages
+from flexkv.cache.ops import Op, OpTable, RankOp
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
@@ -44,7 +46,7 @@ class LoadRoute(ABC):
         """Pages of a load failed not for what they hold: the tier or the way from it failed them."""
 
     @abstractmethod
-    def end(self, op: InflightOp, current: bool) -> None:
+    def end(self, op: RankOp, current: bool) -> None:
         """A load has ended on every rank, and so does its lease; suspect pages are forgotten.
 
         Args:
@@ -70,25 +72,48 @@ class StoreOffer:
 
     def begun(
         self,
-        inflight: InflightTable,
+        ops: OpTable,
+        tier: TierId,
         plan: TransferOp,
         entries: EntryIds,
         positions: NDArray[np.integer],
         epoch: int,
     ) -> None:
         """Enters the op that stores the pages at `positions` as in flight, behind the request's own loads."""
-        inflight.add(
-            InflightOp(
+        ops.add(
+            RankOp(
                 plan=plan,
+                tier=tier,
                 request_id=self.request_id,
                 role=OpRole.STORE,
                 entries=entries,
                 first_block=self.first_block,
                 positions=positions,
                 epoch=epoch,
-                waits_for=inflight.loads_of(self.request_id),
+                waits_for=ops.loads_of(self.request_id),
             )
         )
+
+
+class StraightLoads(LoadRoute):
+    """Loads of pages that have no host slot, from where they lie."""
+
+    @property
+    @abstractmethod
+    def pages(self) -> int:
+        """Being loaded now."""
+
+    @abstractmethod
+    def wants(self, pages: int, queued_fetches: int) -> bool:
+        """Whether `pages` are to go this way rather than behind `queued_fetches` others through host memory."""
+
+    @abstractmethod
+    def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
+        """What a load needs to know of pages that the lookup has leased."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """A rank cannot: pages go through host memory from now on."""
 
 
 class StoreRoute(ABC):
@@ -104,13 +129,17 @@ class StoreRoute(ABC):
         """
 
     @abstractmethod
-    def bar(self, op: InflightOp, pages: NDArray[np.bool_]) -> None:
+    def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
         """These pages will not be published: their keys may be stored again at once."""
 
     @abstractmethod
-    def end(self, op: InflightOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """A store has ended on every rank.
 
         Returns:
-            Of its pages those that are visible, or will be when their places on disk have been sealed, bool [pages].
+            Of its pages those that are visible, or will be when they have been sealed, bool [pages].
         """
+
+    def follow_up_ended(self, op: Op, result: OpResult) -> None:
+        """An op that `end` planned, of role SEAL, has ended on the tier's plane. Of routes that plan none: never."""
+        raise ContractError(f"op {op.op_id}: this route plans no seals")

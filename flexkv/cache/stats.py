@@ -25,6 +25,7 @@ class ManagerStats:
         expired_leases: lookups that never became a load.
         cut_promises: lookups cut because the load queue had no more places.
         resets: calls of `reset`.
+        streamed_pages: pages whose load began while they were on their way to host memory.
     """
 
     lookups: int = 0
@@ -42,6 +43,7 @@ class ManagerStats:
     expired_leases: int = 0
     cut_promises: int = 0
     resets: int = 0
+    streamed_pages: int = 0
 
     def add_lookup(self, asked: int, promised: int, tail: bool, cut: bool) -> None:
         """Counts a lookup of so many whole blocks."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk.base import DiskCounts, DiskMode
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.stats import ManagerStats
+from flexkv.cache.tier import TierCounts, WriteMode
 from flexkv.errors import ContractError
 
 Symbol = tuple[int, bytes | int]
@@ -89,7 +89,7 @@ class SimulationConfig:
     store_queue_pages: int = 24
     load_queue_pages: int = 32
     disk_places: int = 0
-    disk_mode: DiskMode = DiskMode.THROUGH
+    disk_mode: WriteMode = WriteMode.THROUGH
     disks: int = 2
     measured_steps: bool = False
     stream: bool = False
@@ -123,4 +123,4 @@ class SimulationReport:
     stored_while_read: int = 0
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
-    disk: DiskCounts = field(default_factory=DiskCounts)
+    disk: TierCounts = field(default_factory=TierCounts)

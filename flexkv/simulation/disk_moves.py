@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from flexkv.cache.base import OpRole
+from flexkv.cache.ids import TierId
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.blames import blames_of, said_of
 from flexkv.simulation.disk_tier import identities
 from flexkv.simulation.model import ModelOp
 from flexkv.simulation.world import World
-from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
 """How long the engine computes at one pace; 500 steps."""
@@ -27,14 +28,17 @@ class DiskMoves:
     def pump(self) -> None:
         """The driver's part: writes are planned and handed to the lane."""
         world = self.world
-        world.manager.disk.pump()
+        planned = world.manager.poll_work()
         world.model.evict(world.recorder.take_evicted())
-        self.take_orders()
+        self._hand_over(planned)
 
     def take_orders(self) -> None:
         """Hands what was planned to the lane. To be called right after whatever may plan."""
+        self._hand_over(self.world.manager.take_planned())
+
+    def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
         world = self.world
-        for graph in world.manager.disk.take_orders():
+        for _, graph in planned:
             for op in graph.ops:
                 keys: list[Key] = [(op.group, identity[0]) for identity in identities(op)]
                 role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
@@ -86,7 +90,7 @@ class DiskMoves:
         op = world.disk_ended.pop(result.op_id)
         self._started.discard(result.op_id)
         named = world.disk.named(op) if op.kind is OpKind.DISK_READ else set()
-        world.manager.disk.complete(result)
+        world.manager.complete_tier_op(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
         if op.kind is OpKind.DISK_READ:
             blamed = {page for page, blame in said_of(result).items() if blame <= Blame.DISK}
@@ -99,7 +103,7 @@ class DiskMoves:
         token_s = (0.001, 0.1)[int(world.now_s / SAME_PACE_S) % 2]
         for _ in range(4):
             tokens = world.random.randint(16, 64)
-            world.manager.disk.rates.compute.see(tokens, tokens * token_s, world.now_s)
+            world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
         """A disk breaks for good; the manager hears of it. One is left whole, so that the run stays worth its while."""
@@ -109,7 +113,7 @@ class DiskMoves:
             return
         world.disk.lose(world.random.choice(alive))
         for lost in world.disk.poll().lost:
-            world.manager.disk.index.lose(lost.disk)
+            world.disk_tier.lose(lost.disk)
             for op_id, op in world.disk_lane.rank_ops.items():
                 on_it = np.flatnonzero(op.places % world.disk.disks == lost.disk)
                 world.model.lose(op_id, on_it.tolist())
@@ -117,7 +121,7 @@ class DiskMoves:
     @property
     def busy(self) -> bool:
         """Whether something moves, or ended and was not heard of."""
-        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.disk.busy)
+        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.busy)
 
     def check(self) -> None:
         """What would be found after a crash now is what its key promises, on every rank."""

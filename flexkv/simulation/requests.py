@@ -147,7 +147,7 @@ class Requests:
         """Which of the keys are on disk, or on their way there."""
         if not self.world.config.gds_stores:
             return []
-        found: list[int] = np.flatnonzero(self.world.manager.disk.index.known(group, keys)).tolist()
+        found: list[int] = np.flatnonzero(self.world.disk_tier.known(group, keys)).tolist()
         return found
 
     def abort(self) -> None:

@@ -95,7 +95,7 @@ class Simulation:
         world.report.stats = world.manager.stats()
         world.report.stored_while_read = world.model.taken_over
         if world.config.disk_places:
-            world.report.disk = world.manager.disk.counts
+            world.report.disk = world.disk_tier.counts
         return world.report
 
     def _drain(self) -> None:

@@ -43,7 +43,7 @@ class Upsets:
         if not world.config.disk_places or not keys:
             return 0
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
-        return int(np.count_nonzero(world.manager.disk.index.known(group, array)))
+        return int(np.count_nonzero(world.disk_tier.known(group, array)))
 
     def expire(self) -> None:
         world = self.world

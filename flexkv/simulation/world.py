@@ -7,7 +7,11 @@ import random
 from collections import deque
 
 from flexkv.cache.base import ManagerLimits, OpRole
-from flexkv.cache.disk.base import DiskLimits, GdsUse
+from flexkv.cache.ids import TierId
+from flexkv.cache.tier import TierFacts
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.disk_tier import SimDiskTier
@@ -19,6 +23,10 @@ from flexkv.transfer.graph import OpKind, TransferOp
 
 RETIRED = 64
 """Lost block tables that are remembered; a load ends long before so many requests have."""
+
+
+DISK = TierId(1)
+"""The tier behind host memory, where there is one."""
 
 
 def block_key(*parts: object) -> bytes:
@@ -42,13 +50,17 @@ class World:
         )
         self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
         gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
-        disk_limits = DiskLimits(
-            config.disk_mode,
+        facts = TierFacts(
+            "disk",
+            write=config.disk_mode,
             write_pages=6,
-            read_pages=12,
+            fetch_pages=12,
             waiting_pages=8,
-            ops=4,
-            stream=config.stream,
+            fetch_ops=4,
+            streams=config.stream,
+        )
+        traffic = DiskTraffic(
+            facts,
             gds_loads=gds_use if config.gds_loads else GdsUse.NEVER,
             gds_stores=config.gds_stores,
         )
@@ -57,8 +69,7 @@ class World:
             limits,
             clock=lambda: self.now_s,
             listener=self.recorder,
-            disk=self.disk if config.disk_places else None,
-            disk_limits=disk_limits,
+            tiers=unit_tiers(self.disk if config.disk_places else None, traffic),
         )
         self.model = Model(config.groups, limits)
         if config.disk_places:
@@ -78,9 +89,14 @@ class World:
 
     def _waiting_slots(self, group: int) -> set[int]:
         """Host slots that were filled from disk for requests which have not asked again."""
-        held = [held for wait in self.manager.disk.reads.waits.values() for held in wait.held]
-        slots_of = self.manager.host.index.slots_of
-        return {slot for of, entries in held if of == group for slot in slots_of(entries).tolist()}
+        return self.manager.held_slots(group)
+
+    @property
+    def disk_tier(self) -> DiskTier:
+        """The manager's tier over `disk`."""
+        tier = self.manager.tiers[DISK]
+        assert isinstance(tier, DiskTier)
+        return tier
 
     def pick(self) -> SimRequest | None:
         return self.random.choice(self.live) if self.live else None

@@ -40,6 +40,7 @@ RunDigests = NDArray[np.uint64]
 PageBlames = NDArray[np.uint8]
 """`Blame` of each failed page, shape [failed pages], uint8."""
 
+NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NO_PLACES: SlotIds = np.empty(0, np.int32)
 NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
 NO_DIGESTS: RunDigests = np.empty((0, 0), np.uint64)

@@ -20,20 +20,21 @@ from flexkv.adapters.common.start_check import check_start
 from flexkv.adapters.common.unit_disk import (
     UnitDisk,
     disk_group,
-    disk_limits,
+    disk_traffic,
     find_siblings,
     open_tier,
     overwritable,
+    tiers_of,
 )
 from flexkv.c_ext import SlotImage
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
-from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
 from flexkv.observe import Counters, get_logger
 from flexkv.storage.base import DiskTier
-from flexkv.storage.sibling_pages import SiblingPages
 from flexkv.storage.siblings import Sibling
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.transfer.slab_map import SlabMap
@@ -136,7 +137,7 @@ class HostUnit:
         """Opens the disks, sizes and creates pool and manager.
 
         Args:
-            recomputes: see `disk_limits`.
+            recomputes: see `disk_traffic`.
             prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
 
         Raises:
@@ -157,10 +158,10 @@ class HostUnit:
         if said[0].replicated:
             del said[1:]
         check_start(config, ranks, overwritable(config, block_tokens, said, owner))
-        limits = disk_limits(config, recomputes, said)
+        traffic = disk_traffic(config, recomputes, said)
         tier = None
         if config.disk.folders:
-            tier = open_tier(config, block_tokens, said, owner, limits.gds_stores)
+            tier = open_tier(config, block_tokens, said, owner, traffic.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
             rest_s = 0.0 if recomputes else FAILED_LOAD_REST_S
@@ -171,7 +172,7 @@ class HostUnit:
                 shared,
                 listener,
                 tier,
-                limits,
+                traffic,
                 siblings,
                 ranks,
                 prompt_limit,
@@ -193,7 +194,7 @@ class HostUnit:
         shared: bool,
         listener: CacheListener | None,
         tier: DiskTier | None,
-        disk_limits: DiskLimits,
+        traffic: DiskTraffic,
         siblings: Sequence[Sibling],
         ranks: int,
         prompt_limit: PromptLimit | None,
@@ -201,6 +202,7 @@ class HostUnit:
     ) -> HostUnit:
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
+        group = None if tier is None else disk_group(config, block_tokens, said)
         limits = ManagerLimits(
             ranks=ranks,
             inflight_store_pages=config.store.inflight_pages,
@@ -213,16 +215,14 @@ class HostUnit:
             limits,
             policy=config.index.policy,
             listener=listener,
-            disk=tier,
-            disk_limits=disk_limits,
-            siblings=SiblingPages(siblings) if siblings else None,
+            compute_if_faster=config.disk.compute_if_faster,
+            tiers=tiers_of(config, tier, traffic, pool, siblings, group),
         )
         _log_host_tier(config, pool, block_tokens, ranks, prompt_limit)
         unit = cls(pool, slot.places, manager, pool.slots)
         if tier is not None:
-            group = disk_group(config, block_tokens, said)
-            unit.disk = UnitDisk(config, tier, pool, manager, siblings, group)
-            if disk_limits.gds_loads is not GdsUse.NEVER:
+            unit.disk = UnitDisk(config, pool, manager)
+            if traffic.gds_loads is not GdsUse.NEVER:
                 unit.slabs = tier.slab_map()
             unit.disk.log_capacity(block_tokens, slot.slot_bytes, prompt_limit)
         return unit
@@ -277,9 +277,8 @@ class HostUnit:
 
     def stop_gds(self, rank: int, reason: str) -> None:
         """A rank cannot load from the disks without a page of host memory: blocks on disk come up first, for good."""
-        loads = self.manager.disk.gds_loads if self.disk is not None else None
-        if loads is not None:
-            loads.stop(f"rank {rank}: {reason}")
+        if self.disk is not None:
+            self.disk.stop_gds(f"rank {rank}: {reason}")
 
     def count(self, counters: Counters) -> None:
         """Sets the gauges."""

@@ -4,20 +4,26 @@ writes beside a page, and driven by the scheduler's thread, which it never makes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from flexkv.adapters.common.base import RankFacts, UnitOwner
 from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
 from flexkv.adapters.common.common_keys import COMMON
-from flexkv.cache.disk.base import DiskCounts, DiskLimits, DiskMode, GdsUse
-from flexkv.cache.disk.driver import DiskDriver
+from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierCounts, TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
+from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.unit_driver import UnitDriver
 from flexkv.config import FlexKVConfig
 from flexkv.errors import GeometryError
 from flexkv.observe import Counters, get_logger
-from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions, DiskTier
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.base import DiskTier as Volumes
 from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
+from flexkv.storage.sibling_pages import SiblingPages
 from flexkv.storage.sibling_reader import SiblingReader
 from flexkv.storage.siblings import Sibling, open_siblings
 from flexkv.storage.unit import DiskUnit
@@ -37,7 +43,7 @@ PROMISES_NEED = (
 GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
 
 
-def disk_limits(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> DiskLimits:
+def disk_traffic(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> DiskTraffic:
     """The bounds of the unit's traffic with its disks: the settings as this engine and its ranks can have them.
 
     Args:
@@ -51,20 +57,18 @@ def disk_limits(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts
     if gds_stores and gds_loads is GdsUse.NEVER:
         logger.warning("disk.gds_stores is off here: %s", GDS_NEEDS)
         gds_stores = False
-    return DiskLimits(
-        mode=DiskMode(disk.mode),
+    facts = TierFacts(
+        "disk",
+        write=WriteMode(disk.mode),
         write_pages=disk.write_pages,
-        read_pages=config.load.inflight_pages,
+        fetch_pages=config.load.inflight_pages,
         waiting_pages=config.store.inflight_pages,
-        ops=max(1, config.transfer.queue_ops // OPS_SHARE),
+        fetch_ops=max(1, config.transfer.queue_ops // OPS_SHARE),
         wait_s=disk.wait_s,
-        compute_if_faster=disk.compute_if_faster,
-        stream=disk.stream and recomputes,
+        streams=disk.stream and recomputes,
         stream_layers=config.load.mode == "layerwise",
-        ttl_s=disk.ttl_s,
-        gds_loads=gds_loads,
-        gds_stores=gds_stores,
     )
+    return DiskTraffic(facts, disk.ttl_s, gds_loads, gds_stores)
 
 
 def _gds_loads(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]) -> GdsUse:
@@ -83,7 +87,7 @@ def _gds_loads(config: FlexKVConfig, recomputes: bool, said: Sequence[RankFacts]
 
 def open_tier(
     config: FlexKVConfig, block_tokens: int, said: Sequence[RankFacts], owner: UnitOwner, sealed_apart: bool
-) -> DiskTier:
+) -> Volumes:
     """Opens the unit's folders.
 
     Args:
@@ -168,46 +172,65 @@ def _identity(owner: UnitOwner) -> DiskIdentity:
     return DiskIdentity(owner.model, owner.namespace, owner.unit)
 
 
+def tiers_of(
+    config: FlexKVConfig,
+    volumes: Volumes | None,
+    traffic: DiskTraffic,
+    pool: HostPool,
+    siblings: Sequence[Sibling],
+    group: DiskGroup | None,
+) -> Sequence[TierFactory]:
+    """The tiers of the unit's manager, with their planes.
+
+    Args:
+        volumes: open; None without a disk tier.
+        pool: the unit's host pool, made with slots of `volumes.image_bytes(0)` bytes.
+        group: of the unit's pages; with siblings.
+    """
+    if volumes is None:
+        return unit_tiers()
+    transfer = config.transfer
+    plane = TransferEngine(
+        queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[volumes.lane([pool])]
+    )
+    if not siblings:
+        return unit_tiers(volumes, traffic, plane)
+    assert group is not None
+    reader = SiblingReader(siblings, group, pool, transfer.queue_ops, config.disk.stuck_s)
+    facts = replace(traffic.facts, name="peers", write=WriteMode.OFF, stream_layers=False)
+    return unit_tiers(volumes, traffic, plane, SiblingPages(siblings), facts, reader)
+
+
 class UnitDisk:
     """The disk tier of a unit, running.
 
     Args:
-        pool: the unit's host pool, made with slots of `tier.image_bytes(0)` bytes.
-        siblings: that the manager looks pages up in too.
-        group: of the unit's pages.
+        manager: with a disk tier.
     """
 
-    def __init__(
-        self,
-        config: FlexKVConfig,
-        tier: DiskTier,
-        pool: HostPool,
-        manager: LocalCacheManager,
-        siblings: Sequence[Sibling],
-        group: DiskGroup,
-    ) -> None:
-        self._tier = tier
-        self._flow = manager.disk
-        transfer = config.transfer
-        plane = TransferEngine(
-            queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[tier.lane([pool])]
-        )
-        reader = None
-        if siblings:
-            reader = SiblingReader(siblings, group, pool, transfer.queue_ops, config.disk.stuck_s)
-        self._driver = DiskDriver(self._flow, plane, tier, fail_read=pool.fail_read, reader=reader)
-        self._close_s = transfer.close_s
-        self._said = DiskCounts()
+    def __init__(self, config: FlexKVConfig, pool: HostPool, manager: LocalCacheManager) -> None:
+        self._manager = manager
+        (self._tier,) = (tier for tier in manager.tiers if isinstance(tier, DiskTier))
+        self._volumes = self._tier.volumes
+        self._driver = UnitDriver(manager, fail_read=pool.fail_read)
+        self._close_s = config.transfer.close_s
+        self._said = TierCounts()
+        self._streamed_said = 0
         self._durable_said = 0
+
+    def stop_gds(self, reason: str) -> None:
+        """Blocks on disk are loaded through host memory from now on."""
+        if self._tier.straight is not None:
+            self._tier.straight.stop(reason)
 
     def log_capacity(self, block_tokens: int, block_bytes: int, limit: PromptLimit | None) -> None:
         """Logs what the disks in use have room for, and warns where that is less than one prompt."""
-        alive, disks = sum(self._tier.alive), self._tier.disks
-        blocks = self._tier.slots(0) // disks * alive
+        alive, disks = sum(self._volumes.alive), self._volumes.disks
+        blocks = self._volumes.slots(0) // disks * alive
         capacity = TierCapacity(
             "disk tier", blocks, block_tokens, block_bytes, "disk.bytes_per_folder", alive
         )
-        there = len(self._flow.index)
+        there = len(self._tier)
         capacity.log(logger, limit, f", on {alive} of {disks} disk(s); {there} blocks there already")
 
     @property
@@ -218,16 +241,17 @@ class UnitDisk:
     def pump(self) -> bool:
         """Hands over what there is to do and takes what was done; whether there is news for `count`."""
         was_busy = self._driver.busy
-        self._driver.pump()
-        return was_busy or self._driver.durable_pages != self._durable_said
+        self._driver.poll()
+        return was_busy or self._tier.durable_pages != self._durable_said
 
     def count(self, counters: Counters) -> None:
         """Adds what was counted since the last call, and sets the gauges."""
-        now = self._flow.counts
+        now = self._counts()
         new = {
             field.name: getattr(now, field.name) - getattr(self._said, field.name) for field in fields(now)
         }
-        self._said = DiskCounts(**{field.name: getattr(now, field.name) for field in fields(now)})
+        self._said = now
+        streamed = self._manager.stats().streamed_pages
         counters.add("flexkv_disk_pages_total", new["read"], direction="read")
         counters.add("flexkv_disk_pages_total", new["written"], direction="write")
         counters.add("flexkv_disk_failed_pages_total", new["failed_reads"], direction="read")
@@ -241,19 +265,30 @@ class UnitDisk:
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
-        counters.add("flexkv_disk_streamed_pages_total", new["streamed"])
+        counters.add("flexkv_disk_streamed_pages_total", streamed - self._streamed_said)
+        self._streamed_said = streamed
         counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
         counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")
-        counters.add("flexkv_disk_durable_pages_total", self._driver.durable_pages - self._durable_said)
-        self._durable_said = self._driver.durable_pages
-        entries = self._flow.index.entries
+        counters.add("flexkv_disk_durable_pages_total", self._tier.durable_pages - self._durable_said)
+        self._durable_said = self._tier.durable_pages
+        entries = self._tier.presence
         counters.set("flexkv_disk_slots", entries.up_slots(0))
         counters.set("flexkv_disk_slots_used", len(entries))
-        counters.set("flexkv_disks", sum(self._tier.alive))
-        rates = self._flow.rates
-        for what, line in (("read", rates.read), ("load", rates.load), ("gds", rates.gds)):
+        counters.set("flexkv_disks", sum(self._volumes.alive))
+        cost, number = self._manager.cost, TierId(self._manager.tiers.index(self._tier))
+        lines = (("read", cost.fetch(number)), ("load", cost.load), ("gds", cost.straight(number)))
+        for what, line in lines:
             counters.set("flexkv_disk_page_seconds", line.line()[1], what=what)
-        counters.set("flexkv_compute_token_seconds", rates.compute.line()[1])
+        counters.set("flexkv_compute_token_seconds", cost.compute.line()[1])
+
+    def _counts(self) -> TierCounts:
+        """Of all tiers behind host memory together."""
+        return TierCounts(
+            **{
+                field.name: sum(getattr(tier.counts, field.name) for tier in self._manager.tiers[1:])
+                for field in fields(TierCounts)
+            }
+        )
 
     def close(self) -> bool:
         """Writes what waits and makes it durable, within `transfer.close_s`."""

@@ -114,7 +114,7 @@ class Blueprint:
         if isinstance(stores, CacheListener):
             listeners.add(stores)
         outcomes = Outcomes(unit, workers, requests, loads, stores, watch, counters, events)
-        steps = StepTimes(unit.manager.disk.rates.compute) if unit.disk is not None else None
+        steps = StepTimes(unit.manager.cost.compute) if unit.disk is not None else None
         return Parts(unit, lookups, loads, stores, outcomes, watch, workers, steps)
 
     def _make_stores(

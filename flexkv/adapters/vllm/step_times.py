@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flexkv.cache.disk.rates import MovingLine
+from flexkv.cache.cost import LinearFit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,7 +29,7 @@ class StepTimes:
     waits for a load says nothing about computing, and is left out.
     """
 
-    def __init__(self, line: MovingLine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, line: LinearFit, clock: Callable[[], float] = time.monotonic) -> None:
         self._line = line
         self._clock = clock
         self._begun: deque[tuple[int, float, int]] = deque(maxlen=MAX_STEPS)

@@ -41,7 +41,7 @@ def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read, written or heard of from here on, until `monkeypatch.undo()`."""
     disk = engine.side.unit.disk
     assert disk is not None
-    monkeypatch.setattr(disk._driver, "pump", lambda: None)
+    monkeypatch.setattr(disk._driver, "poll", lambda: None)
 
 
 def spoil(folder: Path, places: Sequence[int] | None = None) -> None:

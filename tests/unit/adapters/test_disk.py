@@ -10,10 +10,12 @@ import pytest
 from flexkv import c_ext
 from flexkv.adapters.vllm.use import Use
 from flexkv.errors import FlexKVError
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES, Make, in_turn, spoil, stop_disks
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.cache.disk_world import disk_tier
 from tests.unit.transfer.transfer_world import STALL
 
 
@@ -127,7 +129,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(make_disk_engine: Mak
     engine.drain()
     manager = engine.side.unit.manager
     manager.check_integrity()
-    assert manager.disk.reads.waits == {}
+    assert manager._requests.waits == {}
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
@@ -186,7 +188,7 @@ def test_a_crash_before_the_next_start_brings_nothing_back_after_a_reset(make_di
     engine.add(request)
     engine.step()
     assert engine.side.reset()
-    assert engine.side.unit.manager.disk.index.tier.epoch % 2 == 1
+    assert disk_tier(engine.side.unit.manager).pages.epoch % 2 == 1
     engine.finish("two")
     engine.drain()
     engine = make_disk_engine()
@@ -209,8 +211,8 @@ def test_two_engines_do_not_share_a_unit(make_disk_engine: Make, make_engine: Ma
 def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.ttl_s": 3600})
-    index = engine.side.unit.manager.disk.index
-    index._now_s = lambda: time.time() + 3601
+    index = disk_tier(engine.side.unit.manager)
+    index._unix_s = lambda: time.time() + 3601
     assert engine.run(make_request(PROMPT, "two")) == 0
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
 
@@ -218,7 +220,7 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     engine = make_disk_engine()
     engine.run(make_request(PROMPT, "one"))
-    engine.until(lambda: not engine.side.unit.manager.disk.busy)
+    engine.until(lambda: not engine.side.unit.manager.busy)
     engine.step({})
     data = engine.counters.data
     assert data["flexkv_disk_pages_total"] == {"write": 5}
@@ -234,8 +236,8 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
     engine = make_disk_engine(**share)
     assert engine.run(make_request(long, "two")) == 96
     engine.run(make_request([7, *long[1:]], "three"))
-    rates = engine.side.unit.manager.disk.rates
-    assert (rates.read.samples, rates.load.samples, rates.compute.samples) == (1, 1, 1)
+    rates = engine.side.unit.manager.cost
+    assert (rates.fetch(DISK).samples, rates.load.samples, rates.compute.samples) == (1, 1, 1)
     gauges = engine.counters.data
     assert gauges["flexkv_disk_page_seconds"]["read"] > 0
     assert gauges["flexkv_compute_token_seconds"][""] > 0
@@ -247,9 +249,9 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.compute_if_faster": compute_if_faster})
-    rates, now_s = engine.side.unit.manager.disk.rates, time.monotonic()
+    rates, now_s = engine.side.unit.manager.cost, time.monotonic()
     for n in range(1, 9):
-        rates.read.see(n, 100.0 * n, now_s)
+        rates.fetch(DISK).see(n, 100.0 * n, now_s)
         rates.compute.see(n, 1e-6 * n, now_s)
     assert engine.run(make_request(PROMPT, "two")) == (0 if compute_if_faster else 20)
     left = 5 if compute_if_faster else 0

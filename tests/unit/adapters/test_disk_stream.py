@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.vllm.use import Use
+from flexkv.simulation.world import DISK
 from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.cache.disk_world import disk_tier
 
 MODES = ("async", "sync", "layerwise")
 
@@ -121,7 +123,7 @@ def test_a_disk_that_takes_too_long_is_computed(
     monkeypatch.undo()
     engine.finish("two")
     engine.drain()
-    assert len(engine.side.unit.manager.disk.index) == 5, "nothing is wrong with the pages"
+    assert len(disk_tier(engine.side.unit.manager)) == 5, "nothing is wrong with the pages"
 
 
 def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
@@ -131,7 +133,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     # Its deadline is an hour: only being told can end it here.
     engine = make_streaming(**{"load.deadline_s": 3600})
     driver = engine.side.unit.disk._driver
-    monkeypatch.setattr(driver._plane, "submit", lambda graph: None)
+    monkeypatch.setattr(driver._planes[DISK], "submit", lambda graph: None)
     assert engine.add(make_request(PROMPT, "two")) == 20
     fails_and_is_computed(engine, "two", 5)
 

@@ -16,6 +16,7 @@ from flexkv.transfer.slab_map import SlabMap
 from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.cache.disk_world import disk_tier
 
 
 @pytest.fixture
@@ -55,12 +56,12 @@ def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
     engine.forget()
     manager = engine.side.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "two"))
-    manager.host.evicted(0, manager.host.index.evict(0, 1000))
+    manager.hub.evicted(0, manager.hub.index.evict(0, 1000))
     manager.check_integrity()
     short = make_request(PROMPT[:9], "short")
     assert engine.run(short) == 8
     engine.forget()
-    assert manager.host.index.match_prefix(0, keys).size == 2, (
+    assert manager.hub.index.match_prefix(0, keys).size == 2, (
         "the load's blocks were stored in host memory again"
     )
     assert engine.run(make_request(PROMPT, "three")) == 20
@@ -129,7 +130,7 @@ def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_hos
     # The first load may be planned before the ranks have said anything: it is computed, and nothing is forgotten.
     engine.run(make_request(PROMPT, "two"))
     assert gds_pages(engine) == 0
-    assert engine.side.unit.manager.disk.counts.failed_reads == 0
+    assert disk_tier(engine.side.unit.manager).counts.failed_reads == 0
     said = [r.getMessage() for r in caplog.records if "disk.gds=auto" in r.getMessage()]
     assert len(said) == 1
     assert "rank 1" in said[0]
@@ -195,7 +196,7 @@ def test_a_place_that_holds_another_page_by_now_is_a_miss(make_gds: Make) -> Non
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine = make_gds()
-    index = engine.side.unit.manager.disk.index
+    index = disk_tier(engine.side.unit.manager)
     index._tags[0]["generation"] += 1
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 5

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.vllm.use import Use
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.cache.disk_world import disk_tier
 
 
 @pytest.fixture
@@ -24,12 +26,12 @@ def gds_pages(engine: MiniEngine, direction: str) -> float:
 
 
 def on_disk(engine: MiniEngine) -> int:
-    return len(engine.side.unit.manager.disk.index)
+    return len(disk_tier(engine.side.unit.manager))
 
 
 def found_on_disk(engine: MiniEngine) -> int:
     """Blocks of PROMPT that a lookup would find there."""
-    return len(engine.side.unit.manager.disk.index.leading(0, engine.keys_of(make_request(PROMPT, "x"))))
+    return len(disk_tier(engine.side.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -75,7 +77,7 @@ def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
     make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_gds()
-    monkeypatch.setattr(engine.side.unit.disk._driver._plane, "submit", lambda graph: None)
+    monkeypatch.setattr(engine.side.unit.disk._driver._planes[DISK], "submit", lambda graph: None)
     engine.run(make_request(PROMPT, "one"))
     assert on_disk(engine) == 0
     engine.side.unit.manager.check_integrity()
@@ -139,8 +141,8 @@ def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_gds: Make) -
     engine.run(make_request(PROMPT, "one"))
     assert engine.side.unit.manager.cached_blocks() == 5
     assert gds_pages(engine, "write") == 0
-    assert not engine.side.unit.disk._tier._options.sealed_apart, "free slots are cleared ahead, as ever"
-    assert make_gds().side.unit.disk._tier._options.sealed_apart
+    assert not engine.side.unit.disk._volumes._options.sealed_apart, "free slots are cleared ahead, as ever"
+    assert make_gds().side.unit.disk._volumes._options.sealed_apart
 
 
 def test_only_gds_writes_are_ordered(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:

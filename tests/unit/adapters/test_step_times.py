@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.cache.disk.rates import MovingLine
+from flexkv.cache.cost import LinearFit
 
 
 class Script:
@@ -16,7 +16,7 @@ class Script:
 
     def __init__(self) -> None:
         self.now_s = 10.0
-        self.line = MovingLine()
+        self.line = LinearFit()
         self.times = StepTimes(self.line, lambda: self.now_s)
 
     def began(self, step: int, *tokens: int, waits: bool = False) -> None:

@@ -14,6 +14,7 @@ import sys
 from flexkv.blend import BlendPlan, precompute, prefill
 from flexkv.config import DiskConfig
 from tests.unit.blend.blend_world import make_cache, make_model, random_segments
+from tests.unit.cache.disk_world import disk_tier
 
 LENGTHS = [20, 33, 16, 9]
 
@@ -36,7 +37,7 @@ def main(folder: str, life: str) -> None:
             "reused": report.reused,
             "lost": report.lost,
             "logits": logits[0].tolist(),
-            "read": cache.manager.disk.counts.read,
+            "read": disk_tier(cache.manager).counts.read,
         }
         print(json.dumps(found))
     else:

@@ -32,6 +32,7 @@ from tests.unit.blend.blend_world import (  # noqa: E402
     relative,
 )
 from tests.unit.blend.segment_child import LENGTHS, disk  # noqa: E402
+from tests.unit.cache.disk_world import disk_tier  # noqa: E402
 
 RATIO_0 = BlendPlan.of_ratio(0.0)
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,7 +57,7 @@ def open_cache(tmp_path: Path, model):
 def end(cache: SegmentCache) -> None:
     cache.begin_load([None]).close()
     assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.disk.moving, 60.0)
+    cache.disk.wait_while(lambda: cache.manager.moving, 60.0)
     cache.manager.check_integrity()
     cache.close()
 
@@ -124,8 +125,8 @@ def test_precompute_after_a_restart_computes_nothing_and_reads_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(model, "forward", None)
         assert precompute(model, segments, cache) == sum(LENGTHS[:3])
-    assert cache.manager.disk.counts.read == 0
-    assert not cache.manager.disk.moving
+    assert disk_tier(cache.manager).counts.read == 0
+    assert not cache.manager.moving
 
 
 def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
@@ -155,7 +156,7 @@ def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
         (2, True),
         (4, True),
     ]
-    assert cache.manager.disk.counts.streamed == 8
+    assert cache.manager.stats().streamed_pages == 8
 
 
 # --- damage ---
@@ -176,7 +177,7 @@ def flip(slab: Path, at: int) -> None:
 
 def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
     """Where on disk a block of a segment lies."""
-    index = cache.manager.disk.index.entries
+    index = disk_tier(cache.manager).presence
     entries = index.find(GROUP, cache.scheme.keys(segment).whole)
     return int(index.slots_of(entries)[block])
 

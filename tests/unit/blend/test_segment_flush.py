@@ -19,10 +19,12 @@ from flexkv import c_ext
 from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
-from flexkv.cache.leases import NO_ENTRY
+from flexkv.cache.ids import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
+from flexkv.simulation.world import DISK
 from flexkv.storage.unit import DiskUnit
+from tests.unit.cache.disk_world import disk_tier
 
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
 BLOCK_TOKENS = 8
@@ -76,7 +78,7 @@ def put(cache: SegmentCache, *segments: Text) -> None:
 def settle(cache: SegmentCache) -> None:
     """Until no read or write is under way."""
     assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.disk.moving, 60.0)
+    cache.disk.wait_while(lambda: cache.manager.moving, 60.0)
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
@@ -115,8 +117,8 @@ def test_a_flush_says_that_a_page_could_not_be_written(
     cache = opened(mode="evict")
     put(cache, *texts(2))
     assert not cache.flush()
-    assert cache.manager.disk.counts.failed_writes > 0
-    assert cache.manager.disk.index.tier.alive == (True,)
+    assert disk_tier(cache.manager).counts.failed_writes > 0
+    assert disk_tier(cache.manager).volumes.alive == (True,)
     assert cache.flush(), "written again, it is there"
 
 
@@ -125,12 +127,12 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
     opened: Callable[..., SegmentCache], first: int, dropped: int
 ) -> None:
     cache = opened(places=4, mode="evict")
-    assert cache.manager.disk.index.entries.up_slots(GROUP) == 4
+    assert disk_tier(cache.manager).presence.up_slots(GROUP) == 4
     put(cache, *texts(first))
     assert cache.flush() == (not dropped)
     put(cache, *texts(3)[first:])
     assert not cache.flush()
-    assert cache.manager.disk.counts.dropped_writes >= dropped
+    assert disk_tier(cache.manager).counts.dropped_writes >= dropped
     assert not cache.close()
 
 
@@ -161,7 +163,7 @@ def test_a_flush_says_that_there_was_no_place(opened: Callable[..., SegmentCache
     cache = opened(places=2, slots=2)
     put(cache, first)
     assert cache.flush()
-    index = cache.manager.disk.index.entries
+    index = disk_tier(cache.manager).presence
     entries = index.find(GROUP, cache.scheme.keys(first).whole)
     assert not (entries == NO_ENTRY).any()
     index.pin(entries)
@@ -178,7 +180,7 @@ def test_pages_that_a_load_leases_are_written_too(
 ) -> None:
     cache = opened(mode=mode)
     (text,) = texts(1)
-    monkeypatch.setattr(cache.manager.disk.writes, "pump", lambda groups, idle: None)
+    monkeypatch.setattr(cache.manager._writes[DISK], "poll", lambda groups, epoch: None)
     put(cache, text)
     load = cache.begin_load([text])
     # Fault: nobody hears of the load's end.
@@ -187,9 +189,9 @@ def test_pages_that_a_load_leases_are_written_too(
         cache.deadline_s = 0.05
         assert not cache.flush()
     cache.deadline_s = 20.0
-    assert cache.manager.disk.counts.written == 0
+    assert disk_tier(cache.manager).counts.written == 0
     assert cache.flush(), "the load is open, but has come"
-    assert cache.manager.disk.counts.written == 2
+    assert disk_tier(cache.manager).counts.written == 2
     load.close()
 
 
@@ -207,7 +209,7 @@ def test_a_page_that_was_forgotten_before_its_commit_holds_up_no_flush(
     first, second = texts(2)
     put(cache, first, second)
     settle(cache)
-    assert cache.manager.disk.counts.written == 4
+    assert disk_tier(cache.manager).counts.written == 4
     cache.deadline_s = 0.05
     assert not cache.flush(), "nothing was committed"
     cache.manager.forget(GROUP, cache.scheme.keys(first).whole)
@@ -216,7 +218,7 @@ def test_a_page_that_was_forgotten_before_its_commit_holds_up_no_flush(
     assert cache.flush()
     assert cache.disk is not None
     assert cache.disk._driver is not None
-    assert cache.disk._driver.durable_pages == 2
+    assert disk_tier(cache.manager).durable_pages == 2
 
 
 def test_a_cache_whose_disk_is_lost_does_not_say_that_all_is_there(
@@ -317,7 +319,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     cache.begin_load([None]).close()
     assert sorted(cache.staging.free) == free
     assert cache.manager.inflight_ops() == 0
-    assert len(cache.manager._leases) == 0
+    assert cache.manager._requests.leased() == []
     assert cache.manager._trails._trails == {}
     cache.manager.check_integrity()
     load = cache.begin_load(found)

@@ -15,6 +15,7 @@ from flexkv.blend.segments import split_at_separators
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ConfigError, TokenError
 from flexkv.transfer.graph import OpResult, OpStatus
 
@@ -97,7 +98,7 @@ def test_segments_and_prefixes_live_in_one_index() -> None:
     prefix = EngineKeyChain(namespace_digest(fields), 0)
     prefix.extend(chain.digests)
     segment = SegmentKeyScheme(fields, 4, SHAPE).keys(text).whole
-    manager = LocalCacheManager([GroupSpec(4, 16)])
+    manager = LocalCacheManager([GroupSpec(4, 16)], tiers=unit_tiers())
     manager.grow(0, 16)
 
     def store(request: str, keys: np.ndarray) -> None:

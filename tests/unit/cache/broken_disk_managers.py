@@ -7,22 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.disk.reads import DiskReads
-from flexkv.cache.disk.writes import DiskWrites
+from flexkv.cache.ids import HUB
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.ops import FetchOp, WriteOp
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import NO_BLAMES, OpResult, OpStatus
+from tests.unit.cache.disk_world import disk_tier
 
 
 class PromisesBeforeVerified(LocalCacheManager):
-    """What is being read counts as a hit at once."""
+    """What is being fetched counts as a hit at once."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         result = super().match(*args, **kwargs)
-        for op in self.disk.reads.ops:
-            if self.host.index.ready(op.host).all():
-                continue
-            self.host.index.finish(op.host, np.ones(len(op.host), np.uint8))
-            self.host.index.pin(op.host)
+        for op in self._ops:
+            if isinstance(op, FetchOp) and not self.hub.index.ready(op.host).all():
+                self.hub.index.finish(op.host, np.ones(len(op.host), np.uint8))
+                self.hub.index.pin(op.host)
         return result
 
 
@@ -31,25 +32,25 @@ class PublishesFailedReads(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reads = self.disk.reads
+        complete = self._promotions.complete
 
-        def complete(result: OpResult) -> None:
+        def completed(op: Any, result: OpResult, current: bool) -> None:
             status = OpStatus.OK if result.status is OpStatus.FAILED else result.status
             failed = np.empty(0, np.int32) if status is OpStatus.OK else result.failed
-            DiskReads.complete(reads, OpResult(result.op_id, status, failed))
+            complete(op, OpResult(result.op_id, status, failed), current)
 
-        reads.complete = complete  # type: ignore[method-assign]
+        self._promotions.complete = completed  # type: ignore[method-assign]
 
 
 class PublishesOnDiskBeforeTheWriteEnds(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        disk, begin_write = self.disk.index, self.disk.index.begin_write
+        disk, begin_write = disk_tier(self), disk_tier(self).begin_write
 
         def early(group: int, keys: Any, tokens: Any, room: int) -> Any:
             planned = begin_write(group, keys, tokens, room)
             disk.end_write(group, planned[1], np.ones(len(planned[1]), np.bool_))
-            disk.entries.pin(planned[1])
+            disk.presence.pin(planned[1])
             return planned
 
         disk.begin_write = early  # type: ignore[method-assign]
@@ -58,7 +59,7 @@ class PublishesOnDiskBeforeTheWriteEnds(LocalCacheManager):
 class PublishesFailedWrites(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        disk, end_write = self.disk.index, self.disk.index.end_write
+        disk, end_write = disk_tier(self), disk_tier(self).end_write
         disk.end_write = (  # type: ignore[method-assign]
             lambda group, entries, good: end_write(group, entries, np.ones_like(good))
         )
@@ -69,21 +70,22 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        writes, index = self.disk.writes, self.host.index
+        queue, index = self._writes[DISK], self.hub.index
+        poll = queue.poll
 
-        def pump(groups: int, idle: bool) -> None:
-            before = {op.op_id for op in writes.ops}
-            DiskWrites.pump(writes, groups, idle)
-            for op in writes.ops:
-                if op.op_id not in before:
+        def polled(groups: int, epoch: int) -> None:
+            before = {op.op_id for op in self._ops}
+            poll(groups, epoch)
+            for op in self._ops:
+                if isinstance(op, WriteOp) and op.op_id not in before:
                     index.unpin(op.host)
 
-        def complete(result: OpResult) -> None:
-            op = writes.ops.pop(result.op_id)
-            self.disk.index.end_write(op.group, op.disk, op.good(result))
+        def complete(op: WriteOp, result: OpResult) -> None:
+            good = result.status is OpStatus.OK
+            disk_tier(self).end_write(op.group, op.entries, np.full(op.pages, good))
 
-        writes.pump = pump  # type: ignore[method-assign]
-        writes.complete = complete  # type: ignore[method-assign]
+        queue.poll = polled  # type: ignore[method-assign]
+        queue.complete = complete  # type: ignore[method-assign]
 
 
 class ReusesPlacesBeingRead(LocalCacheManager):
@@ -91,19 +93,19 @@ class ReusesPlacesBeingRead(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        disk, begin_read = self.disk.index, self.disk.index.begin_read
+        disk, plan_fetch = disk_tier(self), disk_tier(self).plan_fetch
 
-        def unpinned(group: int, keys: Any, entries: Any) -> Any:
-            planned = begin_read(group, keys, entries)
-            disk.entries.unpin(entries)
+        def unpinned(op_id: Any, group: int, keys: Any, entries: Any, slots: Any, layerwise: bool) -> Any:
+            planned = plan_fetch(op_id, group, keys, entries, slots, layerwise)
+            disk.presence.unpin(entries)
             return planned
 
-        def end_read(group: int, entries: Any, places: Any, suspect: Any) -> None:
+        def end_fetch(plan: Any, entries: Any, suspect: Any) -> None:
             if suspect.any():
-                disk.remove(group, entries[suspect])
+                disk.remove(plan.group, entries[suspect])
 
-        disk.begin_read = unpinned  # type: ignore[method-assign]
-        disk.end_read = end_read  # type: ignore[method-assign]
+        disk.plan_fetch = unpinned  # type: ignore[method-assign]
+        disk.end_fetch = end_fetch  # type: ignore[method-assign]
 
 
 class KeepsDamagedPages(LocalCacheManager):
@@ -111,8 +113,8 @@ class KeepsDamagedPages(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        index = self.disk.index.entries
-        self.disk.index.end_read = (  # type: ignore[method-assign]
+        index = disk_tier(self).presence
+        disk_tier(self).end_use = (  # type: ignore[method-assign]
             lambda group, entries, places, suspect: index.unpin(entries)
         )
 
@@ -120,7 +122,8 @@ class KeepsDamagedPages(LocalCacheManager):
 class KeepsTheDiskOverReset(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.disk.index.reset = lambda: None  # type: ignore[method-assign]
+        disk_tier(self).begin_reset = lambda: None  # type: ignore[method-assign]
+        disk_tier(self).finish_reset = lambda ends_s: None  # type: ignore[method-assign]
 
 
 class OverwritesUnannounced(LocalCacheManager):
@@ -128,7 +131,7 @@ class OverwritesUnannounced(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.disk.index.tier.record_evict = (  # type: ignore[method-assign]
+        disk_tier(self).pages.record_evict = (  # type: ignore[method-assign]
             lambda group, places, generations: None
         )
 
@@ -136,49 +139,39 @@ class OverwritesUnannounced(LocalCacheManager):
 class UsesLostDisks(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.disk.index.lose = lambda disk: None  # type: ignore[method-assign]
+        disk_tier(self).lose = lambda volume: None  # type: ignore[method-assign]
 
 
 class DropsWhatWasReadForAnother(LocalCacheManager):
-    """What was read for a request may be evicted before the request asks again."""
+    """What was fetched for a request may be evicted before the request asks again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reads, index = self.disk.reads, self.host.index
+        hold, index = self._requests.hold, self.hub.index
 
-        def complete(result: OpResult) -> None:
-            DiskReads.complete(reads, result)
-            for wait in reads.waits.values():
-                for _, held in wait.held:
-                    index.unpin(held)
+        def held(request_id: str, group: int, entries: Any) -> None:
+            hold(request_id, group, entries)
+            index.unpin(entries)
 
-        def let_go(request_id: str) -> None:
-            wait = reads.waits.get(request_id)
-            if wait is not None:
+        def take_held(request_id: str) -> Any:
+            if (wait := self._requests.waits.get(request_id)) is not None:
                 wait.held.clear()
+            return ()
 
-        reads.complete = complete  # type: ignore[method-assign]
-        reads.let_go = let_go  # type: ignore[method-assign]
+        self._requests.hold = held  # type: ignore[method-assign]
+        self._requests.take_held = take_held  # type: ignore[method-assign]
 
 
 class ForgetsInHostAlone(LocalCacheManager):
     def forget(self, group: int, keys: Any) -> int:
-        disk, self._disk = self._disk, None
-        try:
-            return super().forget(group, keys)
-        finally:
-            self._disk = disk
+        return self.tiers[HUB].forget(group, keys)
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
     """A page that failed is forgotten on disk, whoever was to blame for that."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        reads = self.disk.reads
-        reads.complete = (  # type: ignore[method-assign]
-            lambda result: DiskReads.complete(reads, replace(result, blames=NO_BLAMES))
-        )
+    def complete_tier_op(self, result: OpResult) -> None:
+        super().complete_tier_op(replace(result, blames=NO_BLAMES))
 
     def complete(self, rank: int, result: OpResult) -> Any:
         return super().complete(rank, replace(result, blames=NO_BLAMES))

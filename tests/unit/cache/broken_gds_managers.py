@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flexkv.cache.ids import HUB
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import Blame, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_disk_managers import (
@@ -14,6 +15,7 @@ from tests.unit.cache.broken_disk_managers import (
     KeepsDamagedPages,
     OverwritesUnannounced,
 )
+from tests.unit.cache.disk_world import disk_tier
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
@@ -21,20 +23,21 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        loads, index = self.disk.gds_loads, self.disk.index
+        index = disk_tier(self)
+        loads = index.straight
         assert loads is not None
         begin = loads.begin
 
         def begun(*args: Any) -> list[TransferOp]:
             plans = begin(*args)
             for plan in plans:
-                entries = self._inflight.get(plan.op_id).entries
+                entries = self._ops.get(plan.op_id).entries
                 index.remove(plan.group, entries)
-                index.entries.unpin(entries)
+                index.presence.unpin(entries)
             return plans
 
         def end(op: Any, current: bool) -> None:
-            loads.pages -= len(op.entries)
+            """The lease ended with the plan."""
 
         loads.begin = begun  # type: ignore[assignment,method-assign]
         loads.end = end  # type: ignore[method-assign]
@@ -42,7 +45,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
 
 class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
     def complete(self, rank: int, result: OpResult) -> Any:
-        if self._inflight.get(result.op_id).in_disk_index and result.status is OpStatus.FAILED:
+        if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
             result = OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32))
         return super().complete(rank, result)
 
@@ -50,7 +53,7 @@ class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
 class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        loads = self.disk.gds_loads
+        loads = disk_tier(self).straight
         assert loads is not None
         begin = loads.begin
 
@@ -68,9 +71,9 @@ class BrokenGdsStores(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        stores = self.disk.gds_stores
+        stores = disk_tier(self).stores
         assert stores is not None
-        self._stores = stores
+        self._route = stores
         self._end = stores.end
         stores.end = self.stripes_ended  # type: ignore[method-assign]
 
@@ -90,7 +93,7 @@ class SealsWhatWasBarred(BrokenGdsStores):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stores.bar = lambda op, pages: None  # type: ignore[method-assign]
+        self._route.bar = lambda op, pages: None  # type: ignore[method-assign]
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, ~op.failed)
@@ -112,8 +115,7 @@ class PublishesBeforeTheSeal(BrokenGdsStores):
     """A page is on disk when its stripes are."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
-        self.disk.index.end_write(op.group, op.entries, good)
-        self._stores.pages -= len(op.entries)
+        disk_tier(self).end_write(op.group, op.entries, good)
         return good
 
 
@@ -123,12 +125,11 @@ class ReusesPlacesBeingStored(BrokenGdsStores):
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
         for op in plan.graph.ops if plan.graph is not None else ():
-            entries = self._inflight.get(op.op_id).entries
-            self.disk.index.end_write(op.group, entries, np.zeros(len(entries), np.bool_))
+            entries = self._ops.get(op.op_id).entries
+            disk_tier(self).end_write(op.group, entries, np.zeros(len(entries), np.bool_))
         return plan
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
-        self._stores.pages -= len(op.entries)
         return good
 
 
@@ -137,9 +138,9 @@ class KeepsFailedSeals(BrokenGdsStores):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        complete = self._stores.complete
-        self._stores.complete = (  # type: ignore[method-assign]
-            lambda result: complete(OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32)))
+        ended = self._route.follow_up_ended
+        self._route.follow_up_ended = (  # type: ignore[method-assign]
+            lambda op, result: ended(op, OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32)))
         )
 
 
@@ -147,7 +148,7 @@ class KeepsWhatIsBlamed(LocalCacheManager):
     """A page that did not hold what it should is taken for one that nobody blames."""
 
     def complete(self, rank: int, result: OpResult) -> Any:
-        if self._inflight.get(result.op_id).in_disk_index and result.status is OpStatus.FAILED:
+        if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
             result = replace(result, blames=np.full(len(result.failed), Blame.NOBODY, np.uint8))
         return super().complete(rank, result)
 

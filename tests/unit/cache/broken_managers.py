@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.ops import RankOp
 from flexkv.errors import ContractError
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
-from flexkv.transfer.graph import OpResult
+from flexkv.transfer.graph import OpId, OpResult
 
 
 def caught_by(
@@ -41,13 +42,25 @@ class IndexProxy:
         return len(self._index)
 
 
+def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
+    """The ops that ranks report."""
+    return [op for op in manager._ops if isinstance(op, RankOp)]
+
+
+def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
+    """One of them."""
+    op = manager._ops.get(op_id)
+    assert isinstance(op, RankOp)
+    return op
+
+
 class PublishesBeforeCompletion(LocalCacheManager):
     def begin_store(self, *args: Any) -> Any:
         plan = super().begin_store(*args)
         if plan.graph:
-            op = self._inflight.get(plan.graph.ops[0].op_id)
-            self.host.index.finish(op.entries, np.ones(len(op.entries), np.uint8))
-            self.host.index.pin(op.entries)
+            op = self._ops.get(plan.graph.ops[0].op_id)
+            self.hub.index.finish(op.entries, np.ones(len(op.entries), np.uint8))
+            self.hub.index.pin(op.entries)
         return plan
 
 
@@ -60,10 +73,9 @@ class PublishesFailedPages(LocalCacheManager):
 class NeedsOneRankOnly(LocalCacheManager):
     def complete(self, rank: int, result: OpResult) -> Any:
         for other in range(self._limits.ranks):
-            if other != rank and result.op_id in self._inflight:
-                op = self._inflight.get(result.op_id)
-                op.reported.add(other)
-        return super().complete(rank, result) if result.op_id in self._inflight else None
+            if other != rank and result.op_id in self._ops:
+                rank_op(self, result.op_id).reported.add(other)
+        return super().complete(rank, result) if result.op_id in self._ops else None
 
 
 class IgnoresDiscard(LocalCacheManager):
@@ -75,9 +87,9 @@ class PublishesPoisonSilently(LocalCacheManager):
     """Answers `discard_from` as if it had obeyed."""
 
     def discard_from(self, request_id: str, first_block: int) -> int:
-        before = {op.op_id: op.barred.copy() for op in self._inflight}
+        before = {op.op_id: op.barred.copy() for op in ranks_ops(self)}
         count = super().discard_from(request_id, first_block)
-        for op in self._inflight:
+        for op in ranks_ops(self):
             if op.op_id in before and not np.array_equal(before[op.op_id], op.barred):
                 op.barred = before[op.op_id]
         return count
@@ -88,7 +100,7 @@ class LeasesNothing(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        index = self.host.index
+        index = self.hub.index
 
         def pin(entries: Any) -> Any:
             slots = index.pin(entries)
@@ -99,10 +111,9 @@ class LeasesNothing(LocalCacheManager):
             entries = index.match_prefix(group, keys)
             return entries, pin(entries)
 
-        self.host.index = IndexProxy(  # type: ignore[assignment]
+        self.hub.index = IndexProxy(  # type: ignore[assignment]
             index, pin=pin, match_and_pin=match_and_pin, unpin=lambda entries: None
         )
-        self._lookup._index = self.host.index
 
 
 class FreesLoadsAtPlan(LocalCacheManager):
@@ -111,16 +122,16 @@ class FreesLoadsAtPlan(LocalCacheManager):
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
         for op in graph.ops if graph else ():
-            self.host.index.unpin(self._inflight.get(op.op_id).entries)
+            self.hub.index.unpin(self._ops.get(op.op_id).entries)
         return graph
 
     def _end_load(self, op: Any) -> Any:
-        index = self.host.index
-        self.host.index = IndexProxy(index, unpin=lambda entries: None)  # type: ignore[assignment]
+        index = self.hub.index
+        self.hub.index = IndexProxy(index, unpin=lambda entries: None)  # type: ignore[assignment]
         try:
             return super()._end_load(op)
         finally:
-            self.host.index = index
+            self.hub.index = index
 
 
 class KeepsFailedPages(LocalCacheManager):
@@ -139,18 +150,18 @@ class PublishesAfterReset(LocalCacheManager):
     """A reset forgets what is visible, and lets stores in flight end as if nothing had happened."""
 
     def reset(self) -> int:
-        pending = {op.op_id: op.entries for op in self._inflight if op.role.value == "store"}
+        pending = {op.op_id: op.entries for op in self._ops if op.role.value == "store"}
         visible = [key for keys in self._seen.values() for key in keys]
-        for request_id in self._leases.requests():
+        for request_id in self._requests.leased():
             self._end_lease(request_id)
         for group in range(len(self._specs)):
             keys = [key for g, key in visible if g == group]
             if keys:
                 array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
-                entries = self.host.index.find(group, array)
-                self.host.index.remove(entries)
+                entries = self.hub.index.find(group, array)
+                self.hub.index.remove(entries)
         self._epoch += 1
-        for op in self._inflight:
+        for op in self._ops:
             if op.op_id in pending:
                 op.epoch = self._epoch
         if self._listener:
@@ -162,7 +173,7 @@ class PublishesAfterReset(LocalCacheManager):
         return self.__dict__.setdefault("seen", {})
 
     def _end_store(self, op: Any) -> Any:
-        keys = self.host.index.keys_of(op.entries)
+        keys = self.hub.index.keys_of(op.entries)
         done = super()._end_store(op)
         self._seen[op.op_id] = [(op.group, bytes(keys[i])) for i in done.published]
         return done
@@ -180,7 +191,7 @@ class LeaksSlots(LocalCacheManager):
     """A lookup that is released keeps its lease in the index."""
 
     def release(self, request_id: str) -> None:
-        self._leases.pop(request_id)
+        self._requests.pop_lease(request_id)
 
 
 class OverfillsQueues(LocalCacheManager):
@@ -190,7 +201,7 @@ class OverfillsQueues(LocalCacheManager):
 
 class ForgetsNothing(LocalCacheManager):
     def forget(self, group: int, keys: Any) -> int:
-        return int(np.count_nonzero(self.host.index.find(group, keys, ready_only=False) != 0xFFFFFFFF))
+        return int(np.count_nonzero(self.hub.index.find(group, keys, ready_only=False) != 0xFFFFFFFF))
 
 
 class StoresInLostOrder(LocalCacheManager):

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.disk.lookup import Coming
-from flexkv.cache.leases import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import NO_READS, OpResult, TransferGraph
+from tests.unit.cache.broken_managers import rank_op
 
 
 class LoadsWithoutWaiting(LocalCacheManager):
@@ -46,17 +45,14 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        flow, index = self.disk, self.host.index
-
-        def coming(wanted: Any) -> Coming:
-            entries, reads = [], []
-            for part in wanted.parts:
-                found = index.find(part.group, part.keys, ready_only=False)
-                entries.append(found[: int(np.argmin(np.append(found != NO_ENTRY, False)))])
-                reads.append(flow.reads.filling(part.group, index.slots_of(entries[-1])))
-            return Coming(entries, reads)
-
-        flow.lookup._coming = coming  # type: ignore[method-assign]
+        hub = self.hub
+        self.hub.fillers = (  # type: ignore[method-assign]
+            lambda group, entries: np.where(
+                hub.index.ready(entries).view(np.bool_),
+                0,
+                hub._fillers[group][hub.index.slots_of(entries)] + 1,
+            )
+        )
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
@@ -65,16 +61,16 @@ class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
         for op in graph.ops if graph is not None else ():
-            inflight = self._inflight.get(op.op_id)
+            inflight = rank_op(self, op.op_id)
             if inflight.coming is not None:
-                self.host.index.unpin(inflight.entries[inflight.coming])
+                self.hub.index.unpin(inflight.entries[inflight.coming])
                 inflight.entries = inflight.entries.copy()
         return graph
 
     def complete(self, rank: int, result: OpResult) -> Any:
-        op = self._inflight.get(result.op_id)
+        op = rank_op(self, result.op_id)
         if op.coming is not None and len(op.reported) + 1 == self._limits.ranks:
-            self.host.index.pin_coming(op.entries[op.coming])
+            self.hub.index.pin_coming(op.entries[op.coming])
         return super().complete(rank, result)
 
 

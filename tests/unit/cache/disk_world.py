@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.base import Completion, GroupSpec, Keys, ManagerLimits, MatchResult
-from flexkv.cache.disk.base import DiskLimits, DiskMode
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierFacts, WriteMode
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
+from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.write_queue import WriteQueue
 from flexkv.simulation.base import Symbol
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.disk_tier import SimDiskTier
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 BLOCK_TOKENS = 4
@@ -24,6 +29,23 @@ def chain(count: int, seed: int = 0) -> Keys:
     return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
 
 
+def disk_tier(manager: LocalCacheManager) -> DiskTier:
+    """The manager's disk tier."""
+    tier = manager.tiers[DISK]
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+def traffic(
+    ttl_s: int | None = None,
+    gds_loads: GdsUse = GdsUse.NEVER,
+    gds_stores: bool = False,
+    **facts: Any,
+) -> DiskTraffic:
+    """How disks are used; `facts` as of `TierFacts`."""
+    return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
+
+
 class DiskWorld:
     """`slots` host slots, `places` on two disks. A page's symbol is its key."""
 
@@ -31,28 +53,39 @@ class DiskWorld:
         self,
         slots: int = 8,
         places: int = 32,
-        mode: DiskMode = DiskMode.THROUGH,
+        mode: WriteMode = WriteMode.THROUGH,
         disk: SimDiskTier | None = None,
         groups: tuple[GroupSpec, ...] = (),
-        limits: DiskLimits = DiskLimits(),  # noqa: B008 - frozen
+        limits: DiskTraffic = DiskTraffic(),  # noqa: B008 - frozen
         manager_limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
+        compute_if_faster: bool = True,
     ) -> None:
         self.now_s = 1000.0
         specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
         self.disk = disk or SimDiskTier([places] * len(specs))
         self.ranks = range(manager_limits.ranks)
+        use = replace(limits, facts=replace(limits.facts, write=mode))
         self.manager = LocalCacheManager(
             specs,
             manager_limits,
             clock=lambda: self.now_s,
-            disk=self.disk,
-            disk_limits=replace(limits, mode=mode),
-            unix_s=lambda: self.now_s,
+            compute_if_faster=compute_if_faster,
+            tiers=unit_tiers(self.disk, use, unix_s=lambda: self.now_s),
         )
         self.host: list[list[Symbol]] = [[(-1, 0)] * spec.slots for spec in specs]
         self.lane = SimDiskLane(self.disk, self._get_slot, self._set_slot)
         for group, spec in enumerate(specs):
             self.manager.grow(group, spec.slots)
+
+    @property
+    def tier(self) -> DiskTier:
+        """The manager's tier over `disk`."""
+        return disk_tier(self.manager)
+
+    @property
+    def queue(self) -> WriteQueue:
+        """What waits to be written."""
+        return self.manager._writes[DISK]
 
     def _get_slot(self, group: int, slot: int) -> list[Symbol]:
         return [self.host[group][slot]]
@@ -138,8 +171,7 @@ class DiskWorld:
 
     def take(self) -> list[TransferOp]:
         """Plans what may be written, and takes over the ops."""
-        self.manager.disk.pump()
-        ops = [op for graph in self.manager.disk.take_orders() for op in graph.ops]
+        ops = [op for _, graph in self.manager.poll_work() for op in graph.ops]
         for op in ops:
             self.lane.submit(op)
         return ops
@@ -160,7 +192,7 @@ class DiskWorld:
             status = OpStatus.FAILED if failed else OpStatus.OK
         else:
             failed_pages = np.arange(op.pages, dtype=np.int32)
-        self.manager.disk.complete(OpResult(OpId(op.op_id), status, failed_pages, "why"))
+        self.manager.complete_tier_op(OpResult(OpId(op.op_id), status, failed_pages, "why"))
         self.manager.check_integrity()
 
     def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:
@@ -175,7 +207,7 @@ class DiskWorld:
     def drop_host(self, count: int = 1000) -> None:
         """Everything that nobody leases leaves host memory."""
         for group in range(len(self.host)):
-            self.manager.host.evicted(group, self.manager.host.index.evict(group, count))
+            self.manager.hub.evicted(group, self.manager.hub.index.evict(group, count))
         self.manager.check_integrity()
 
 

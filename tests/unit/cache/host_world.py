@@ -6,6 +6,7 @@ import numpy as np
 
 from flexkv.cache.base import CacheListener, Completion, GroupSpec, Keys, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 
 NONE = np.empty(0, np.int32)
@@ -26,7 +27,8 @@ def make(
     **limits: float,
 ) -> LocalCacheManager:
     specs = groups or (GroupSpec(4, slots),)
-    manager = LocalCacheManager(specs, ManagerLimits(**limits), clock=lambda: 0.0, listener=listener)  # type: ignore[arg-type]
+    bounds = ManagerLimits(**limits)  # type: ignore[arg-type]
+    manager = LocalCacheManager(specs, bounds, tiers=unit_tiers(), clock=lambda: 0.0, listener=listener)
     for group, spec in enumerate(specs):
         manager.grow(group, spec.slots)
     return manager

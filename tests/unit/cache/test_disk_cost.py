@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import flexkv.cache
-from flexkv.cache.disk.base import DiskMode
-from flexkv.cache.disk.reads import DiskReads
+from flexkv.cache.ops import FetchOp
+from flexkv.cache.promotions import Promotions
+from flexkv.cache.tier import WriteMode
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain
 
@@ -47,30 +49,31 @@ def counted(lines: list[int]) -> Iterator[None]:
 def lines_of(blocks: int, measured: bool) -> list[int]:
     """Lines for a store on its way to disk, a lookup that hits disk, the read's end, and the promise."""
     lines: list[int] = []
-    world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=DiskMode.THROUGH)
-    disk, keys = world.manager.disk, chain(blocks)
+    world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)
+    manager, keys = world.manager, chain(blocks)
+    cost = manager.cost
     for n in range(8 if measured else 0):
         # Slow enough that each prefix is weighed, and not so slow that anything is left.
-        disk.rates.read.see(n + 1, 1.0 + n, 0.0)
-        disk.rates.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
-        disk.rates.read.see(n + 1, 1.0 + n, world.now_s)
+        cost.fetch(DISK).see(n + 1, 1.0 + n, 0.0)
+        cost.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
+        cost.fetch(DISK).see(n + 1, 1.0 + n, world.now_s)
     plan = world.manager.begin_store("w", 0, keys, np.arange(blocks, dtype=np.int32), 0)
     assert plan.graph is not None
     with counted(lines):
         world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
-        disk.pump()
-    (write,) = [op for graph in disk.take_orders() for op in graph.ops]
+        planned = manager.poll_work()
+    (write,) = [op for _, graph in planned for op in graph.ops]
     with counted(lines):
-        disk.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+        manager.complete_tier_op(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
     world.drop_host(2 * blocks)
     with counted(lines):
         assert world.manager.match("r", [keys], 0).reads == 1
-    (read,) = [op for graph in disk.take_orders() for op in graph.ops]
+    (read,) = [op for _, graph in manager.take_planned() for op in graph.ops]
     assert read.pages == blocks
     with counted(lines):
         assert world.manager.match("s", [keys], 0).reads == 1, "another waits for the same read"
     with counted(lines):
-        disk.complete(OpResult(OpId(read.op_id), OpStatus.OK, NONE))
+        manager.complete_tier_op(OpResult(OpId(read.op_id), OpStatus.OK, NONE))
     with counted(lines):
         assert world.manager.match("r", [keys], 0).blocks == blocks
     return lines
@@ -91,8 +94,8 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
 def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
     """Lines for a store, and for its write, where each block of it displaces one."""
     lines: list[int] = []
-    world = DiskWorld(slots=blocks, places=blocks, mode=DiskMode.THROUGH)
-    disk = world.manager.disk
+    world = DiskWorld(slots=blocks, places=blocks, mode=WriteMode.THROUGH)
+    manager = world.manager
     told: list[int] = []
     record_evict = world.disk.record_evict
 
@@ -110,12 +113,12 @@ def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
         assert (len(plan.stored), plan.dropped) == (blocks, 0)
         world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
         with counted(lines):
-            disk.pump()
-        (write,) = [op for graph in disk.take_orders() for op in graph.ops]
+            planned = manager.poll_work()
+        (write,) = [op for _, graph in planned for op in graph.ops]
         assert write.pages == blocks
-        disk.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+        manager.complete_tier_op(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
     assert told == [blocks], "what leaves the disk is told at once, and only what leaves"
-    assert disk.counts.evicted == blocks
+    assert world.tier.counts.evicted == blocks
     return lines
 
 
@@ -126,16 +129,14 @@ def test_a_put_into_full_tiers_displaces_as_many_as_it_brings_and_in_bulk() -> N
 
 @pytest.mark.usefixtures("unjudged")
 def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    complete = DiskReads.complete
-    source = (
-        "def looping(self, result):\n    for _ in self.ops.get(result.op_id).host.tolist():\n        pass\n"
-    )
+    complete = Promotions.complete
+    source = "def looping(op):\n    for _ in op.host.tolist():\n        pass\n"
     space: dict[str, Any] = {}
-    exec(compile(source, f"{FOLDER}/disk/reads.py", "exec"), space)
+    exec(compile(source, f"{FOLDER}/promotions.py", "exec"), space)
 
-    def both(self: DiskReads, result: OpResult) -> None:
-        space["looping"](self, result)
-        complete(self, result)
+    def both(self: Promotions, op: FetchOp, result: OpResult, current: bool) -> None:
+        space["looping"](op)
+        complete(self, op, result, current)
 
-    monkeypatch.setattr(DiskReads, "complete", both)
+    monkeypatch.setattr(Promotions, "complete", both)
     assert lines_of(MANY, False) != lines_of(FEW, False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk.base import DiskLimits, DiskMode
-from flexkv.cache.disk.driver import DiskDriver
+from flexkv.cache.tier import WriteMode
+from flexkv.cache.unit_driver import UnitDriver
 from flexkv.errors import ClosedError
 from flexkv.simulation.disk_tier import SimDiskTier
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
-from tests.unit.cache.disk_world import DiskWorld, chain
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
 
 class FakePlane:
@@ -53,14 +54,15 @@ class FakePlane:
         return not self.queue
 
 
-def make(world: DiskWorld, **plane: int) -> tuple[DiskDriver, FakePlane]:
+def make(world: DiskWorld, **plane: int) -> tuple[UnitDriver, FakePlane]:
     fake = FakePlane(world, **plane)
-    return DiskDriver(world.manager.disk, fake, world.disk, clock=lambda: world.now_s), fake
+    world.tier.plane = fake
+    return UnitDriver(world.manager, clock=lambda: world.now_s), fake
 
 
-def settle(driver: DiskDriver) -> None:
+def settle(driver: UnitDriver) -> None:
     for _ in range(200):
-        driver.pump()
+        driver.poll()
         if not driver.busy:
             return
     raise AssertionError("the driver never came to rest")
@@ -73,10 +75,10 @@ def test_pages_go_down_and_come_up() -> None:
     world.store(keys)
     assert driver.busy
     settle(driver)
-    assert world.manager.disk.counts.written == 5
+    assert world.tier.counts.written == 5
     world.now_s += 1
-    driver.pump()
-    assert driver.durable_pages == 5
+    driver.poll()
+    assert world.tier.durable_pages == 5
     world.drop_host()
     assert world.match(keys).reads == 1
     settle(driver)
@@ -96,7 +98,7 @@ def test_a_pump_with_nothing_to_do_does_not_poll() -> None:
     world = DiskWorld()
     driver, plane = make(world)
     for _ in range(10):
-        driver.pump()
+        driver.poll()
     assert plane._polls == 0
 
 
@@ -105,7 +107,7 @@ def test_a_full_lane_drops_a_write_and_misses_a_read() -> None:
     driver, plane = make(world, room=0)
     world.store(keys)
     settle(driver)
-    assert world.manager.disk.counts.failed_writes == 4
+    assert world.tier.counts.failed_writes == 4
     plane.room = 10
     world.drop_host()
     world.store(keys)
@@ -115,7 +117,7 @@ def test_a_full_lane_drops_a_write_and_misses_a_read() -> None:
     assert world.match(keys).reads == 1
     settle(driver)
     assert not world.manager.waits("r")
-    assert world.manager.disk.counts.unread == 4
+    assert world.tier.counts.unread == 4
     world.manager.check_integrity()
     plane.room = 10
     world.match(keys)
@@ -129,7 +131,7 @@ def test_a_data_plane_that_refuses_turns_the_disks_off(caplog: pytest.LogCapture
     world.store(keys)
     plane.error = ClosedError("the engine was closed")
     settle(driver)
-    assert "ClosedError" in world.manager.disk.down
+    assert "ClosedError" in world.tier.down
     assert caplog.text.count("the disk tier is off") == 1
     assert world.match(keys).blocks == 4
     world.store(chain(2, seed=2))
@@ -143,15 +145,15 @@ def test_the_operator_hears_that_pages_are_computed_instead(caplog: pytest.LogCa
     world.store(keys)
     settle(driver)
     world.drop_host()
-    rates = world.manager.disk.rates
+    rates = world.manager.cost
     with caplog.at_level("INFO"):
         for request in range(3):
             for n in range(8):
-                rates.read.see(n + 1, n + 1, world.now_s)
+                rates.fetch(DISK).see(n + 1, n + 1, world.now_s)
                 rates.compute.see(n + 1, 1e-6, world.now_s)
             assert world.match(keys, f"r{request}").reads == 0
             world.now_s += 1
-            driver.pump()
+            driver.poll()
     assert caplog.text.count("left to the engine") == 1
 
 
@@ -163,18 +165,18 @@ def test_lost_disks_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     world.disk.lose(1)
     for _ in range(3):
         world.now_s += 1
-        driver.pump()
+        driver.poll()
     assert caplog.text.count("is out of use") == 1
-    assert world.manager.disk.counts.gone == 3
-    assert world.manager.disk.down == ""
+    assert world.tier.counts.gone == 3
+    assert world.tier.down == ""
     world.disk.lose(0)
     world.now_s += 1
-    driver.pump()
-    assert str(world.manager.disk.down) == "no disk is left"
+    driver.poll()
+    assert str(world.tier.down) == "no disk is left"
 
 
-@pytest.mark.parametrize("mode", DiskMode)
-def test_a_close_writes_what_is_not_on_disk(mode: DiskMode) -> None:
+@pytest.mark.parametrize("mode", [WriteMode.THROUGH, WriteMode.BACK, WriteMode.EVICT])
+def test_a_close_writes_what_is_not_on_disk(mode: WriteMode) -> None:
     world, keys = DiskWorld(mode=mode), chain(6)
     driver, plane = make(world, steps=3)
     world.store(keys)
@@ -182,14 +184,14 @@ def test_a_close_writes_what_is_not_on_disk(mode: DiskMode) -> None:
     assert plane.closed
     assert world.disk.closed
     assert len(world.disk.journal[0]) == 6
-    driver.pump()
+    driver.poll()
     assert driver.close(0.0)
     again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
     assert again.hits(keys) == 6
 
 
 def test_a_close_writes_what_was_used_last_where_the_disk_is_smaller() -> None:
-    world = DiskWorld(slots=16, places=8, mode=DiskMode.EVICT)
+    world = DiskWorld(slots=16, places=8, mode=WriteMode.EVICT)
     old, new = chain(6, seed=1), chain(6, seed=2)
     for name, keys in (("old", old), ("new", new)):
         world.store(keys, name=name)
@@ -201,7 +203,7 @@ def test_a_close_writes_what_was_used_last_where_the_disk_is_smaller() -> None:
 
 
 def test_a_close_does_not_write_twice() -> None:
-    world, keys = DiskWorld(mode=DiskMode.THROUGH), chain(6)
+    world, keys = DiskWorld(mode=WriteMode.THROUGH), chain(6)
     driver, plane = make(world)
     world.store(keys)
     settle(driver)
@@ -211,24 +213,24 @@ def test_a_close_does_not_write_twice() -> None:
 
 
 def test_a_close_begins_no_write_that_has_no_time_to_end(caplog: pytest.LogCaptureFixture) -> None:
-    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world, steps=10**9)
     world.store(chain(6))
     assert not driver.close(0.1)
-    assert "did not write 4 pages" in caplog.text
-    assert world.manager.disk.counts.lost == 4
+    assert "4 pages of host memory were not written" in caplog.text
+    assert world.tier.counts.lost == 4
 
 
 def test_a_look_that_lasts_past_the_deadline_counts_what_it_did_not_write(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world, steps=10**9)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.disk.driver.CLOSE_LOOK_S", 0.3)
+    monkeypatch.setattr("flexkv.cache.unit_driver.CLOSE_LOOK_S", 0.3)
     assert not driver.close(0.2)
-    assert "did not write 4 pages" in caplog.text
-    assert world.manager.disk.counts.lost == 4
+    assert "4 pages of host memory were not written" in caplog.text
+    assert world.tier.counts.lost == 4
 
 
 def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,10 +245,10 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it began end well, so the lane ends in time and the journal too."""
-    world = DiskWorld(mode=DiskMode.EVICT, limits=DiskLimits(write_pages=2))
+    world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.disk.driver.FLUSH_SHARE", 0.0)
+    monkeypatch.setattr("flexkv.cache.unit_driver.FLUSH_SHARE", 0.0)
     assert not driver.close(30.0)
-    assert world.manager.disk.counts.lost == 4
+    assert world.tier.counts.lost == 4
     assert not driver.close(30.0)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk.base import DiskLimits
-from flexkv.cache.manager import LocalCacheManager
-from flexkv.errors import ConfigError, ContractError
+from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind, OpResult, OpStatus, Priority
-from tests.unit.cache.disk_world import DiskWorld, chain, written
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
 
 
 def test_a_stored_page_goes_to_disk_and_comes_back() -> None:
@@ -20,7 +17,7 @@ def test_a_stored_page_goes_to_disk_and_comes_back() -> None:
     (write,) = world.take()
     assert (write.kind, write.priority, write.pages) == (OpKind.DISK_WRITE, Priority.STORE, 5)
     world.end(write)
-    assert world.manager.disk.counts.written == 5
+    assert world.tier.counts.written == 5
     assert world.match(keys).reads == 0, "what host memory has is not read"
     world.manager.release("r")
     world.drop_host()
@@ -34,7 +31,7 @@ def test_a_stored_page_goes_to_disk_and_comes_back() -> None:
     world.end(read)
     assert not world.manager.waits("r")
     assert world.match(keys).blocks == 5
-    assert world.manager.disk.counts.read == 5
+    assert world.tier.counts.read == 5
 
 
 def test_a_lane_that_is_down_makes_disk_pages_misses() -> None:
@@ -65,7 +62,7 @@ def test_a_reset_forgets_the_disk_and_what_is_in_flight() -> None:
     assert world.disk.journal == [{}]
     assert world.hits(keys) == 0
     assert world.hits(other) == 0
-    assert world.manager.disk.counts.unread == 4
+    assert world.tier.counts.unread == 4
     world.store(keys)
     world.run()
     world.drop_host()
@@ -124,10 +121,7 @@ def test_a_page_whose_load_failed_is_forgotten_on_disk_too() -> None:
 
 
 def test_bounds_are_checked() -> None:
-    with pytest.raises(ConfigError, match="read_pages=0"):
-        DiskLimits(read_pages=0).check()
-    with pytest.raises(ConfigError, match="ttl_s"):
-        DiskLimits(ttl_s=-1).check()
-    alone = LocalCacheManager([GroupSpec(4, 4)])
-    with pytest.raises(ContractError, match="no disk tier"):
-        alone.disk  # noqa: B018
+    with pytest.raises(ConfigError, match="disk tier: fetch_pages=0"):
+        DiskWorld(limits=traffic(fetch_pages=0))
+    with pytest.raises(ConfigError, match="ttl_s=-1"):
+        DiskWorld(limits=traffic(ttl_s=-1))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flexkv.cache.disk.base import DiskLimits
-from tests.unit.cache.disk_world import DiskWorld, chain, written
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
 
 
 def test_the_disk_evicts_what_was_used_least() -> None:
@@ -15,7 +14,7 @@ def test_the_disk_evicts_what_was_used_least() -> None:
     assert world.hits(old[:3]) == 3
     world.store(new)
     world.run()
-    assert world.manager.disk.counts.evicted == 3
+    assert world.tier.counts.evicted == 3
     world.drop_host()
     assert world.hits(old) == 3
     world.drop_host()
@@ -26,7 +25,7 @@ def test_a_new_manager_finds_what_the_last_one_wrote() -> None:
     keys = chain(6)
     disk = written(keys, slots=8).disk
     world = DiskWorld(disk=disk)
-    assert len(world.manager.disk.index) == 6
+    assert len(world.tier) == 6
     assert world.hits(keys) == 6
     world.store(chain(4, seed=3))
     world.run()
@@ -50,13 +49,13 @@ def test_a_lost_disk_is_a_miss_and_the_other_goes_on() -> None:
     world = written(keys)
     world.disk.lose(0)
     for lost in world.disk.poll().lost:
-        world.manager.disk.index.lose(lost.disk)
+        world.tier.lose(lost.disk)
     world.manager.check_integrity()
-    assert world.manager.disk.counts.gone == 4
+    assert world.tier.counts.gone == 4
     world.store(keys)
     world.run()
     assert all(place % 2 == 1 for place in world.disk.journal[0])
-    assert len(world.manager.disk.index) == 8
+    assert len(world.tier) == 8
     world.drop_host()
     assert world.hits(keys) == 8
 
@@ -72,19 +71,19 @@ def test_a_disk_that_was_lost_before_the_start_gets_no_page() -> None:
 
 def test_pages_expire() -> None:
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(ttl_s=60))
+    world = written(keys, limits=traffic(ttl_s=60))
     world.now_s += 59
     assert world.hits(keys[:2]) == 2
     world.drop_host()
     world.now_s += 2
     assert world.match(keys).reads == 0
-    assert world.manager.disk.counts.expired == 4
+    assert world.tier.counts.expired == 4
     assert world.disk.journal == [{}]
 
 
 def test_expiry_survives_the_process() -> None:
     keys = chain(4)
-    disk = written(keys, limits=DiskLimits(ttl_s=60)).disk
+    disk = written(keys, limits=traffic(ttl_s=60)).disk
     world = DiskWorld(disk=disk)
     world.now_s += 61
     assert world.hits(keys) == 0

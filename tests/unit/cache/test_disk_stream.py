@@ -1,4 +1,4 @@
-"""Blocks promised while they are on their way up from disk (`DiskLimits.stream`), outcome by outcome."""
+"""Blocks promised while they are on their way up from disk (`TierFacts.stream`), outcome by outcome."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import Keys, TailCandidates
-from flexkv.cache.disk.base import DiskLimits
+from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpResult, OpStatus
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import DiskWorld, chain
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
-STREAM = DiskLimits(stream=True)
+STREAM = traffic(streams=True)
 
 
-def written(keys: Keys, limits: DiskLimits = STREAM, **kwargs: object) -> DiskWorld:
+def written(keys: Keys, limits: DiskTraffic = STREAM, **kwargs: object) -> DiskWorld:
     """A world that streams, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
@@ -32,7 +32,7 @@ def test_what_is_on_disk_is_promised_when_its_read_is_planned() -> None:
     op = world.load(8)
     assert op.reads.tolist() == [0, 0] + [read.op_id] * 6, "the first two are there"
     assert op.slots[2:].tolist() == read.slots.tolist()
-    assert world.manager.disk.counts.streamed == 6
+    assert world.manager.stats().streamed_pages == 6
     world.end(read)
     assert world.end_load(op).failed_blocks.tolist() == []
     assert world.match(keys).blocks == 8
@@ -42,7 +42,7 @@ def test_no_other_lookup_hits_what_is_not_verified() -> None:
     keys = chain(4)
     world = written(keys)
     world.look(keys)
-    assert len(world.manager.host.index.match_prefix(0, keys)) == 0
+    assert len(world.manager.hub.index.match_prefix(0, keys)) == 0
     # Another request of a manager that streams waits for the same read.
     result = world.look(keys, "other")
     (read,) = world.take()
@@ -57,9 +57,9 @@ def test_a_load_that_ends_before_its_read_is_heard_of() -> None:
     (read,) = world.take()
     op = world.load(4)
     assert len(world.end_load(op, failed=[2]).failed_blocks) == 1
-    assert len(world.manager.disk.index) == 4, "that it did not come says nothing about the page on disk"
+    assert len(world.tier) == 4, "that it did not come says nothing about the page on disk"
     world.end(read, fails=lambda page: page == 2)
-    assert len(world.manager.disk.index) == 3, "its read does"
+    assert len(world.tier) == 3, "its read does"
     assert world.look(keys).blocks == 2
 
 
@@ -72,7 +72,7 @@ def test_a_load_of_a_page_whose_read_failed() -> None:
     world.end(read, fails=lambda page: page == 1)
     done = world.end_load(op, failed=[1])
     assert done.failed_blocks.tolist() == [1]
-    assert world.manager.disk.counts.failed_reads == 1
+    assert world.tier.counts.failed_reads == 1
     assert world.look(keys).blocks == 1
     assert world.store(keys[1:2]) == 0
     assert world.match(keys, "other").blocks == 4
@@ -86,7 +86,7 @@ def test_a_page_that_was_there_and_fails_is_forgotten_everywhere() -> None:
     op = world.load(4)
     world.end(read)
     assert len(world.end_load(op, failed=[3]).failed_blocks) == 1
-    assert len(world.manager.disk.index) == 3
+    assert len(world.tier) == 3
     assert world.match(keys).blocks == 3
 
 
@@ -159,12 +159,12 @@ def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:
         world.end(read)
         world.end_load(op)
         world.drop_host()
-    assert world.manager.disk.rates.load.samples == 0
+    assert world.manager.cost.load.samples == 0
 
 
 def test_a_pending_block_that_nobody_fills_cannot_be_leased() -> None:
     world = DiskWorld()
-    index = world.manager.host.index
+    index = world.manager.hub.index
     _, entries, *_ = index.insert(0, chain(1), 1)
     assert index.pin_coming(entries).tolist() == index.slots_of(entries).tolist()
     index.unpin(entries)

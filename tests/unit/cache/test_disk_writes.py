@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.disk.base import DiskLimits, DiskMode
+from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import RuleBroken
 from flexkv.transfer.graph import OpKind
-from tests.unit.cache.disk_world import DiskWorld, chain
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
 
 def test_a_host_slot_is_not_reused_while_it_is_written() -> None:
@@ -30,61 +30,61 @@ def test_a_failed_write_is_not_on_disk() -> None:
     world.store(keys)
     (write,) = world.take()
     world.end(write, fails=lambda page: page == 1)
-    counts = world.manager.disk.counts
+    counts = world.tier.counts
     assert (counts.written, counts.failed_writes) == (3, 1)
     world.drop_host()
     assert world.hits(keys) == 1
 
 
 def test_writes_beyond_the_bound_wait_and_then_drop() -> None:
-    world = DiskWorld(slots=16, limits=DiskLimits(write_pages=4, waiting_pages=6))
+    world = DiskWorld(slots=16, limits=traffic(write_pages=4, waiting_pages=6))
     for seed in range(4):
         world.store(chain(3, seed), name=f"w{seed}")
     # Two stores wait for their plan; the other two found the queue full.
-    assert world.manager.disk.counts.dropped_writes == 6
+    assert world.tier.counts.dropped_writes == 6
     (write, part) = world.take()
     assert write.pages + part.pages == 4
-    assert world.manager.disk.writes.waiting_pages == 2
+    assert world.queue.waiting_pages == 2
     world.end(write)
     world.end(part)
     world.run()
-    assert world.manager.disk.counts.written == 6
+    assert world.tier.counts.written == 6
 
 
 def test_write_on_evict_writes_what_leaves() -> None:
-    world = DiskWorld(slots=32, places=64, mode=DiskMode.EVICT)
+    world = DiskWorld(slots=32, places=64, mode=WriteMode.EVICT)
     world.store(chain(31))
     assert world.run() == [OpKind.DISK_WRITE]
-    assert world.manager.disk.counts.written == 1, "one of 32 slots was missing from those kept free"
+    assert world.tier.counts.written == 1, "one of 32 slots was missing from those kept free"
     world.store(chain(2, seed=1), name="b")
-    assert world.manager.disk.counts.lost == 0
+    assert world.tier.counts.lost == 0
     world.run()
-    assert world.manager.disk.counts.written == 3
+    assert world.tier.counts.written == 3
     assert world.manager.free_slots(0) == 2
 
 
 def test_write_on_evict_does_not_write_twice() -> None:
-    world = DiskWorld(slots=32, places=64, mode=DiskMode.EVICT)
+    world = DiskWorld(slots=32, places=64, mode=WriteMode.EVICT)
     keys = chain(32)
     world.store(keys)
     world.run()
     assert world.hits(keys[-3:]) == 3
-    before = world.manager.disk.counts.written
+    before = world.tier.counts.written
     for seed in range(1, 12):
         world.store(chain(3, seed), name=f"s{seed}")
         world.run()
         world.hits(keys[-3:])
-    again = world.manager.disk.counts.written - before
+    again = world.tier.counts.written - before
     assert again <= 33
     rows = [row[0] for row in world.disk.journal[0].values()]
     assert len(rows) == len(set(rows))
 
 
 def test_a_page_in_use_does_not_leave() -> None:
-    world = DiskWorld(slots=16, places=64, mode=DiskMode.EVICT)
+    world = DiskWorld(slots=16, places=64, mode=WriteMode.EVICT)
     keys = chain(15)
     world.store(keys)
-    world.manager.disk.pump()
+    world.manager.poll_work()
     world.store(chain(1, seed=1), name="b")
     (write,) = world.take()
     # The page that was to leave is asked for while it is being written.
@@ -96,7 +96,7 @@ def test_a_page_in_use_does_not_leave() -> None:
 
 def test_write_back_waits_for_a_quiet_disk() -> None:
     keys, others = chain(4), chain(3, seed=1)
-    world = DiskWorld(mode=DiskMode.BACK, slots=32, places=64)
+    world = DiskWorld(mode=WriteMode.BACK, slots=32, places=64)
     world.store(keys)
     world.run()
     world.drop_host()
@@ -106,80 +106,77 @@ def test_write_back_waits_for_a_quiet_disk() -> None:
     assert world.take() == [], "a read is under way"
     world.end(read)
     assert world.run() == [OpKind.DISK_WRITE]
-    assert world.manager.disk.counts.written == 7
+    assert world.tier.counts.written == 7
 
 
 def test_the_simulated_disk_notices_an_early_publish() -> None:
     world = DiskWorld()
     world.store(chain(2))
     (write,) = world.take()
-    op = world.manager.disk.writes.ops.get(write.op_id)
+    op = world.manager._ops.get(write.op_id)
     with pytest.raises(RuleBroken, match="not written"):
-        world.manager.disk.index.end_write(0, op.disk, np.ones(2, np.bool_))
+        world.tier.end_write(0, op.entries, np.ones(2, np.bool_))
 
 
 def test_what_is_offered_again_and_again_waits_once() -> None:
-    world = DiskWorld(mode=DiskMode.EVICT, slots=32, places=64, limits=DiskLimits(waiting_pages=8))
-    writes, flow = world.manager.disk.writes, world.manager.disk
+    world = DiskWorld(mode=WriteMode.EVICT, slots=32, places=64, limits=traffic(waiting_pages=8))
     keys = chain(20)
     world.store(keys)
     for _ in range(5):
-        flow.offer_all()
-        assert writes.waiting_pages == 20
+        world.manager.offer_all()
+        assert world.queue.waiting_pages == 20
     # What has left host memory does not wait, what came does.
     world.drop_host(12)
     world.store(chain(6, seed=1), name="b")
-    flow.offer_all()
-    assert writes.waiting_pages == 14
-    writes.flush()
+    world.manager.offer_all()
+    assert world.queue.waiting_pages == 14
+    world.manager.flush_writes()
     world.run()
-    assert flow.counts.written == 14
-    assert flow.unwritten() == 0
+    assert world.tier.counts.written == 14
+    assert world.manager.unwritten() == 0
 
 
 def test_pages_that_are_loaded_go_on_waiting() -> None:
     keys = chain(6)
-    world = DiskWorld(mode=DiskMode.BACK, slots=16, places=64)
+    world = DiskWorld(mode=WriteMode.BACK, slots=16, places=64)
     world.store(keys)
     world.match(keys[:4])
     op = world.load(4)
     for _ in range(3):
-        world.manager.disk.offer_all()
-        assert world.manager.disk.writes.waiting_pages == 6
+        world.manager.offer_all()
+        assert world.queue.waiting_pages == 6
     world.end_load(op)
-    world.manager.disk.writes.flush()
+    world.manager.flush_writes()
     world.run()
-    assert world.manager.disk.counts.written == 6
+    assert world.tier.counts.written == 6
 
 
 def test_what_the_disks_have_no_places_for_is_counted() -> None:
-    world = DiskWorld(mode=DiskMode.EVICT, slots=8, places=4)
-    flow = world.manager.disk
+    world = DiskWorld(mode=WriteMode.EVICT, slots=8, places=4)
     world.store(chain(7))
-    flow.offer_all()
-    assert flow.writes.waiting_pages == 4
-    assert flow.counts.dropped_writes == 3
-    flow.writes.flush()
+    world.manager.offer_all()
+    assert world.queue.waiting_pages == 4
+    assert world.tier.counts.dropped_writes == 3
+    world.manager.flush_writes()
     world.run()
-    assert flow.unwritten() == 3
+    assert world.manager.unwritten() == 3
 
 
 def test_pages_that_are_leased_or_failed_are_not_taken_for_written() -> None:
-    world = DiskWorld(mode=DiskMode.EVICT, slots=32, places=64)
-    flow = world.manager.disk
+    world = DiskWorld(mode=WriteMode.EVICT, slots=32, places=64)
     keys = chain(6)
     world.store(keys)
     world.match(keys[:4])
     op = world.load(4)
-    flow.offer_all()
-    assert flow.writes.waiting_pages == 2
-    flow.writes.flush()
+    world.manager.offer_all()
+    assert world.queue.waiting_pages == 2
+    world.manager.flush_writes()
     world.run(fails=lambda page: page == 0)
-    assert flow.counts.written == 1
-    assert flow.unwritten() == 5
+    assert world.tier.counts.written == 1
+    assert world.manager.unwritten() == 5
     world.end_load(op)
-    assert flow.unwritten() == 5
-    flow.offer_all()
-    flow.writes.flush()
+    assert world.manager.unwritten() == 5
+    world.manager.offer_all()
+    world.manager.flush_writes()
     world.run()
-    assert flow.unwritten() == 0
+    assert world.manager.unwritten() == 0

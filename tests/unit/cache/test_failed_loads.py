@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec, ManagerLimits
-from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.failed_loads import MAX_REQUESTS, FailedLoads
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind, OpStatus
-from tests.unit.cache.disk_world import chain, written
+from tests.unit.cache.disk_world import chain, traffic, written
 from tests.unit.cache.host_world import end, hit, ids, keys, make, store
 
-GDS = DiskLimits(gds_loads=GdsUse.ALWAYS)
+GDS = traffic(gds_loads=GdsUse.ALWAYS)
 
 
 def fail_a_load(
@@ -98,7 +99,7 @@ def test_one_load_that_fails_on_both_ranks_and_by_both_ways_is_one_failure() -> 
             end(world.manager, op.op_id, OpStatus.CANCELLED, rank=rank)
     skip = world.manager.failed_loads.of("r")
     assert skip is not None
-    assert (skip.failures, skip.first_block, skip.from_disk) == (1, 0, True)
+    assert (skip.failures, skip.first_block, skip.straight) == (1, 0, True)
 
 
 def test_a_reset_is_no_failure_of_the_load() -> None:
@@ -136,7 +137,7 @@ def test_a_load_that_fails_from_disk_is_tried_through_host_memory_and_then_not_a
 
 def test_streamed_pages_that_did_not_come_are_not_waited_for_again() -> None:
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(stream=True))
+    world = written(keys, limits=traffic(streams=True))
     assert world.look(keys).blocks == 4
     reads = world.take()
     op = world.load(4)
@@ -171,7 +172,9 @@ def test_an_engine_that_ends_requests_whose_load_fails_is_promised_nothing_for_a
 ) -> None:
     """Its clients ask again under other ids."""
     clock, chain = Clock(), keys(4)
-    manager = LocalCacheManager((GroupSpec(4, 16),), ManagerLimits(rest_s=30.0), clock=clock)
+    manager = LocalCacheManager(
+        (GroupSpec(4, 16),), ManagerLimits(rest_s=30.0), tiers=unit_tiers(), clock=clock
+    )
     manager.grow(0, 16)
     store(manager, chain)
     assert manager.match("promised before", [chain], 0).blocks == 4

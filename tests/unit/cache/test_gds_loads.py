@@ -11,20 +11,21 @@ from flexkv.cache.base import (
     ManagerLimits,
     TailCandidates,
 )
-from flexkv.cache.disk.base import DiskLimits, GdsUse
-from flexkv.cache.disk.gds_loads import REST_S
-from flexkv.cache.disk.rates import BELIEVED_S, MIN_SAMPLES, DiskRates
+from flexkv.cache.cost import MIN_SAMPLES, RELIABLE_S, CostModel
+from flexkv.cache.tiers.disk.load_route import REST_S, GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ContractError
+from flexkv.simulation.world import DISK
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain
+from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic
 
-ALWAYS = DiskLimits(gds_loads=GdsUse.ALWAYS)
-FASTER = DiskLimits(gds_loads=GdsUse.WHERE_FASTER)
+ALWAYS = traffic(gds_loads=GdsUse.ALWAYS)
+FASTER = traffic(gds_loads=GdsUse.WHERE_FASTER)
 
 
-def written(keys: Keys, limits: DiskLimits = ALWAYS, **kwargs: object) -> DiskWorld:
+def written(keys: Keys, limits: DiskTraffic = ALWAYS, **kwargs: object) -> DiskWorld:
     """A world with gds loads, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
@@ -47,8 +48,8 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
         assert content[0][0] == bytes(key)
     world.end_load(in_host)
     assert world.end_load(from_disk).failed_blocks.tolist() == []
-    assert world.manager.disk.counts.gds_read == 4
-    assert world.manager.disk.counts.read == 0
+    assert world.tier.counts.gds_read == 4
+    assert world.tier.counts.read == 0
 
 
 def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
@@ -56,8 +57,8 @@ def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     world = written(keys)
     world.look(keys)
     assert world.end_load(world.load(4), failed=[2]).failed_blocks.tolist() == [2]
-    assert len(world.manager.disk.index) == 3
-    counts = world.manager.disk.counts
+    assert len(world.tier) == 3
+    counts = world.tier.counts
     assert (counts.gds_read, counts.failed_reads) == (3, 1)
     assert world.look(keys, "other").blocks == 2
 
@@ -75,10 +76,10 @@ def test_only_a_page_that_is_to_blame_is_forgotten(blame: Blame) -> None:
     assert done is not None
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if blame in (Blame.UNKNOWN, Blame.PAGE) else 0
-    assert len(world.manager.disk.index) == 4 - forgotten
+    assert len(world.tier) == 4 - forgotten
     # A disk that does not give its pages shows in the same count as one that gives others, on either way.
     counted = 2 if blame <= Blame.DISK else 0
-    counts = world.manager.disk.counts
+    counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
     # What goes on to fail so, or may be the disk's, is judged on the way through host memory.
     reads = 1 if blame in (Blame.DISK, Blame.WAY) else 0
@@ -103,8 +104,8 @@ def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
     world = written(keys)
     world.look(keys)
     assert len(world.end_load(world.load(4), failed=[0, 1, 2, 3], status=status).failed_blocks) == 4
-    assert len(world.manager.disk.index) == 4
-    assert world.manager.disk.counts.failed_reads == 0
+    assert len(world.tier) == 4
+    assert world.tier.counts.failed_reads == 0
 
 
 @pytest.mark.parametrize("status", [OpStatus.FAILED, OpStatus.LANE_DOWN])
@@ -160,8 +161,8 @@ def test_a_promise_that_is_dropped_or_taken_in_part_lets_its_places_go() -> None
     (op,) = world.begin([5, NO_BLOCK, 7]).ops
     assert op.blocks.tolist() == [5, 7]
     world.end_load(op)
-    assert world.manager.disk.gds_loads is not None
-    assert world.manager.disk.gds_loads.pages == 0
+    assert world.tier.straight is not None
+    assert world.tier.straight.pages == 0
 
 
 def test_promises_share_the_room_for_loads() -> None:
@@ -190,11 +191,11 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     keys = chain(5)
     world = written(np.delete(keys, 3, axis=0))
     world.store(keys[3:4], first=3)
-    for graph in world.manager.disk.take_orders():
+    for _, graph in world.manager.poll_work():
         for op in graph.ops:
             world.lane.submit(op)
     # Block 3 is in host memory alone, its write has not ended.
-    world.manager.disk.pump()
+    world.manager.poll_work()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
 
@@ -257,7 +258,7 @@ def test_the_slower_way_is_tried_again_when_nothing_was_heard_of_it_for_long() -
     for _ in range(12):
         # The disk is now faster than the way through host memory.
         ways.append(through(world, keys, 0.05))
-        world.now_s += BELIEVED_S / 6
+        world.now_s += RELIABLE_S / 6
     assert not ways[0]
     assert ways.count(True) >= 1
 
@@ -267,23 +268,23 @@ def test_what_is_computed_sooner_is_left_to_the_engine() -> None:
     world = written(keys, FASTER)
     for _ in range(MIN_SAMPLES):
         through(world, keys, 1.0)
-        world.manager.disk.rates.compute.see(100, 0.01, world.now_s)
+        world.manager.cost.compute.see(100, 0.01, world.now_s)
     for _ in range(MIN_SAMPLES):
         through(world, keys, 5.0)
-        world.manager.disk.rates.compute.see(100, 0.01, world.now_s)
+        world.manager.cost.compute.see(100, 0.01, world.now_s)
     world.drop_host()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 0)
-    assert world.manager.disk.counts.left_pages >= 4
+    assert world.tier.counts.left_pages >= 4
     world.manager.check_integrity()
 
 
 def test_a_choice_counts_what_is_queued_before() -> None:
-    rates = DiskRates()
+    rates = CostModel()
     for _ in range(MIN_SAMPLES):
-        rates.gds.see(10, 0.10, 0.0)
-        rates.read.see(10, 0.09, 0.0)
+        rates.straight(DISK).see(10, 0.10, 0.0)
+        rates.fetch(DISK).see(10, 0.09, 0.0)
         rates.load.see(10, 0.02, 0.0)
-    assert rates.gds_is_faster(10, 0, 0, 0.0)
-    assert not rates.gds_is_faster(10, 40, 0, 0.0)
-    assert rates.gds_is_faster(10, 40, 80, 0.0)
+    assert rates.straight_is_faster(DISK, 10, 0, 0, 0.0)
+    assert not rates.straight_is_faster(DISK, 10, 40, 0, 0.0)
+    assert rates.straight_is_faster(DISK, 10, 40, 80, 0.0)

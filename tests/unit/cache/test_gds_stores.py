@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import ManagerLimits, StorePlan
-from flexkv.cache.disk.base import DiskLimits, GdsUse
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.simulation.disk_tier import identities
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, TransferOp
-from tests.unit.cache.disk_world import DiskWorld, chain
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
-LIMITS = DiskLimits(gds_loads=GdsUse.ALWAYS, gds_stores=True)
+LIMITS = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True)
 NONE = np.empty(0, np.int32)
 
 
-def make_world(ranks: int = 1, limits: DiskLimits = LIMITS, places: int = 32) -> DiskWorld:
+def make_world(ranks: int = 1, limits: DiskTraffic = LIMITS, places: int = 32) -> DiskWorld:
     return DiskWorld(limits=limits, manager_limits=ManagerLimits(ranks=ranks), places=places)
 
 
@@ -37,8 +39,7 @@ def stripes(world: DiskWorld, op: TransferOp, rank: int = 0, failed: list[int] |
 
 
 def seals(world: DiskWorld) -> list[TransferOp]:
-    world.manager.disk.pump()
-    ops = [op for graph in world.manager.disk.take_orders() for op in graph.ops]
+    ops = [op for _, graph in world.manager.poll_work() for op in graph.ops]
     assert all(op.kind is OpKind.DISK_SEAL for op in ops)
     return ops
 
@@ -50,12 +51,12 @@ def end_seal(
         # What the simulated disk would be found to hold.
         for place, identity in zip(op.places.tolist(), identities(op), strict=True):
             world.disk.content[0][place] = (identity, [])
-    world.manager.disk.complete(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))
+    world.manager.complete_tier_op(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))
     world.manager.check_integrity()
 
 
 def on_disk(world: DiskWorld, keys: np.ndarray) -> int:
-    return len(world.manager.disk.index.leading(0, keys))
+    return len(world.tier.leading(0, keys))
 
 
 def test_a_page_is_on_disk_when_its_seal_has_ended() -> None:
@@ -66,13 +67,13 @@ def test_a_page_is_on_disk_when_its_seal_has_ended() -> None:
     stripes(world, op)
     assert on_disk(world, keys) == 0
     (seal,) = seals(world)
-    assert world.manager.disk.moving
+    assert world.manager.moving
     np.testing.assert_array_equal(seal.places, op.places)
     np.testing.assert_array_equal(seal.tags, op.tags)
     end_seal(world, seal)
     assert on_disk(world, keys) == 4
     assert world.manager.cached_blocks() == 0
-    assert not world.manager.disk.moving
+    assert not world.manager.moving
     assert world.manager.match("r", [keys], 0).blocks == 4
 
 
@@ -86,8 +87,8 @@ def test_digests_of_all_ranks_lie_side_by_side_in_their_order() -> None:
     assert seal.digests.tolist() == [[0, 100], [2, 102]]
     np.testing.assert_array_equal(seal.places, op.places[[0, 2]])
     end_seal(world, seal)
-    assert world.manager.disk.index.present(0, keys).tolist() == [True, False, True]
-    assert world.manager.disk.counts.failed_writes == 1
+    assert world.tier.present(0, keys).tolist() == [True, False, True]
+    assert world.tier.counts.failed_writes == 1
 
 
 def test_a_store_that_failed_gives_its_places_back() -> None:
@@ -126,7 +127,7 @@ def test_what_either_tier_has_is_not_stored_again() -> None:
 
 
 def test_stores_have_a_bound() -> None:
-    limits = DiskLimits(gds_loads=GdsUse.ALWAYS, gds_stores=True, write_pages=3)
+    limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True, write_pages=3)
     world, keys = make_world(limits=limits), chain(5)
     planned = plan(world, keys)
     assert (len(planned.stored), planned.dropped) == (3, 2)
@@ -169,7 +170,7 @@ def test_a_reset_before_and_within_the_seal() -> None:
     world.manager.check_integrity()
     stripes(world, early)
     assert seals(world) == []
-    world.manager.disk.complete(OpResult(seal.op_id, OpStatus.OK, NONE))
+    world.manager.complete_tier_op(OpResult(seal.op_id, OpStatus.OK, NONE))
     world.manager.check_integrity()
     assert on_disk(world, first) == on_disk(world, second) == 0
     assert world.disk.journal[0] == {}
@@ -177,7 +178,7 @@ def test_a_reset_before_and_within_the_seal() -> None:
 
 def test_without_disks_stores_go_to_host_memory() -> None:
     world, keys = make_world(), chain(2)
-    world.manager.disk.go_down("a test")
+    world.manager.take_down(DISK, "a test")
     (op,) = plan(world, keys).graph.ops  # type: ignore[union-attr]
     assert op.kind is OpKind.D2H
 
@@ -188,6 +189,5 @@ def test_a_tail_is_stored_with_its_tokens() -> None:
     stripes(world, op)
     (seal,) = seals(world)
     end_seal(world, seal)
-    assert world.manager.disk.index.any_partial
     ((_, _, tokens, _),) = world.disk.journal[0].values()
     assert tokens == 2

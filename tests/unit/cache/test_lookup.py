@@ -7,6 +7,7 @@ import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.cache.trails import Trail
 from flexkv.errors import ContractError
 from tests.unit.cache.host_world import end, ids, keys, make, store
@@ -29,7 +30,9 @@ def test_queues_are_bounded_and_a_promise_reserves_its_places() -> None:
 
 def test_asking_again_replaces_the_lease_and_expiry_ends_it() -> None:
     now = [0.0]
-    manager = LocalCacheManager([GroupSpec(4, 8)], ManagerLimits(lease_s=10), clock=lambda: now[0])
+    manager = LocalCacheManager(
+        [GroupSpec(4, 8)], ManagerLimits(lease_s=10), tiers=unit_tiers(), clock=lambda: now[0]
+    )
     manager.grow(0, 8)
     chain = keys(4)
     store(manager, chain)

@@ -7,6 +7,7 @@ import pytest
 
 from flexkv.cache.base import CacheListener, GroupPolicy, GroupSpec, Keys, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import BlockRangeError, ConfigError, ContractError, KeySchemeError
 from flexkv.transfer.graph import OpStatus
 from tests.unit.cache.host_world import end, hit, ids, keys, make, store
@@ -119,15 +120,15 @@ def test_bad_calls_change_nothing() -> None:
 )
 def test_bad_settings_are_named(groups: tuple[GroupSpec, ...], limits: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        LocalCacheManager(groups, ManagerLimits(**limits))  # type: ignore[arg-type]
+        LocalCacheManager(groups, ManagerLimits(**limits), tiers=unit_tiers())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="allowed are: lru"):
-        LocalCacheManager([GroupSpec(4, 8)], policy="random")
+        LocalCacheManager([GroupSpec(4, 8)], tiers=unit_tiers(), policy="random")
 
 
 def test_integrity_check_sees_a_lost_lease() -> None:
     manager, chain = make(), keys(4)
     store(manager, chain)
     manager.match("a", [chain], 0)
-    manager._leases.pop("a")
+    manager._requests.pop_lease("a")
     with pytest.raises(ContractError, match="1 pins and 0 leases"):
         manager.check_integrity()

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flexkv.cache.disk.base import DiskLimits, GdsUse
+from flexkv.cache.base import OpRole
 from flexkv.cache.op_log import WORDS
-from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain, written
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.transfer.graph import OpId, OpResult, OpStatus
+from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.host_world import end, ids, keys, make, store
 
-GDS = DiskLimits(gds_loads=GdsUse.ALWAYS, gds_stores=True)
+GDS = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True)
 Lines = Callable[[int], list[str]]
 
 
@@ -28,9 +29,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     ]
 
 
-def test_every_kind_of_op_has_its_words() -> None:
-    assert set(WORDS) == set(OpKind)
-    assert len(set(WORDS.values())) == len(OpKind)
+def test_every_role_of_an_op_has_its_words() -> None:
+    assert set(WORDS) == set(OpRole)
+    assert len(set(WORDS.values())) == len(OpRole)
 
 
 def test_a_failed_load_is_named_at_the_default_level(lines: Lines) -> None:
@@ -88,7 +89,7 @@ def test_failed_loads_stores_and_seals_without_host_memory_are_named(lines: Line
     world.manager.complete(0, OpResult(stored.op_id, OpStatus.FAILED, failed, "no room", digests))
     (seal,) = world.take()
     world.lane.end(seal.op_id)
-    world.manager.disk.complete(
+    world.manager.complete_tier_op(
         OpResult(OpId(seal.op_id), OpStatus.FAILED, np.arange(3, dtype=np.int32), "torn")
     )
     assert lines(logging.INFO) == [
@@ -99,7 +100,7 @@ def test_failed_loads_stores_and_seals_without_host_memory_are_named(lines: Line
 
 def test_a_failed_load_straight_from_disk_is_named(lines: Lines) -> None:
     keys = chain(2)
-    world = written(keys, limits=DiskLimits(gds_loads=GdsUse.ALWAYS))
+    world = written(keys, limits=traffic(gds_loads=GdsUse.ALWAYS))
     world.look(keys)
     op = world.load(2)
     world.end_load(op, failed=[1])

@@ -8,6 +8,7 @@ import pytest
 from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.reserve import REFILL_PAGES, RESERVE_FROM_SLOTS, RESERVE_MAX_PAGES, reserve_pages
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
 
 NONE = np.empty(0, np.int32)
@@ -27,7 +28,9 @@ def keys(count: int, seed: int = 0) -> Keys:
 
 
 def make(slots: int, listener: CacheListener | None = None) -> LocalCacheManager:
-    manager = LocalCacheManager([GroupSpec(4, slots)], ManagerLimits(), clock=lambda: 0.0, listener=listener)
+    manager = LocalCacheManager(
+        [GroupSpec(4, slots)], ManagerLimits(), tiers=unit_tiers(), clock=lambda: 0.0, listener=listener
+    )
     manager.grow(0, slots)
     return manager
 

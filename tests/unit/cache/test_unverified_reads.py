@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import Keys, StorePlan
-from flexkv.cache.disk.base import DiskLimits, GdsUse
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain, written
+from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.test_disk_simulation import narrow_configs
 
 Coming = tuple[DiskWorld, Keys, TransferOp]
@@ -57,7 +57,7 @@ def test_blocks_whose_read_fails_are_stored(coming: Coming) -> None:
     end_store(world, plan, keys)
     assert world.match(keys).blocks == 4
     assert OpKind.DISK_WRITE in world.run(), "what was bad on disk is written again"
-    assert world.manager.disk.index.present(0, keys).all()
+    assert world.tier.present(0, keys).all()
 
 
 def test_blocks_stored_before_their_read_fails_are_written_to_disk_again(coming: Coming) -> None:
@@ -68,7 +68,7 @@ def test_blocks_stored_before_their_read_fails_are_written_to_disk_again(coming:
     (write,) = world.take()
     assert (write.kind, write.pages) == (OpKind.DISK_WRITE, 1)
     world.end(write)
-    assert world.manager.disk.index.present(0, keys).all()
+    assert world.tier.present(0, keys).all()
 
 
 def test_a_read_that_ends_well_leaves_the_store_as_it_is(coming: Coming) -> None:
@@ -92,7 +92,7 @@ def test_a_store_that_fails_leaves_what_is_on_disk(coming: Coming) -> None:
 
 def test_a_streamed_load_takes_its_pages_from_the_read_all_the_same() -> None:
     keys = chain(3)
-    world = written(keys, limits=DiskLimits(stream=True))
+    world = written(keys, limits=traffic(streams=True))
     assert world.look(keys).blocks == 3
     (read,) = world.take()
     op = world.load(3)
@@ -110,7 +110,7 @@ def test_a_streamed_load_takes_its_pages_from_the_read_all_the_same() -> None:
 def test_blocks_that_the_read_itself_fills_are_not_copied_back() -> None:
     """A step plans its stores before its load has ended. If that fails, the blocks are computed and offered again."""
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(stream=True))
+    world = written(keys, limits=traffic(streams=True))
     world.look(keys)
     (read,) = world.take()
     op = world.load(4)
@@ -152,7 +152,7 @@ def test_what_the_offer_has_already_is_not_evicted_for_the_rest() -> None:
 
 def test_a_page_that_a_gds_load_found_bad_is_written_again_from_host_memory() -> None:
     keys = chain(4)
-    world = written(keys, limits=DiskLimits(gds_loads=GdsUse.ALWAYS))
+    world = written(keys, limits=traffic(gds_loads=GdsUse.ALWAYS))
     world.look(keys)
     op = world.load(4)
     end_store(world, offer(world, keys), keys)
@@ -170,7 +170,7 @@ class TakesReadsForStored(LocalCacheManager):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        stores = self._routes.for_stores
+        stores = self._store_route()
         stores._take_over = lambda offer, room: 0  # type: ignore[attr-defined]
 
 

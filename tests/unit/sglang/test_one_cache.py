@@ -147,7 +147,7 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
     slab.write_bytes(content)
     other = start(trtllm(), "other")
     assert other.find(PAGES) == 0
-    assert other.cache.manager.disk.counts.failed_reads == 1
+    assert other.cache.manager.tiers[2].counts.failed_reads == 1
     assert other.find(PAGES[1:]) == 1
 
 
@@ -162,7 +162,7 @@ def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
     again.store(hashes_of("third", "fourth", "fifth", "sixth"), [1, 2, 3, 4])
     again.close()
     assert other.find(PAGES) == 0
-    assert other.cache.manager.disk.counts.failed_reads > 0
+    assert other.cache.manager.tiers[2].counts.failed_reads > 0
 
 
 def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_reader_that_breaks_fails_its_op(start: Start, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("flexkv.storage.sibling_reader.SiblingReader._bring", broken)
     assert other.find(PAGES) == 0
-    assert other.cache.manager.disk.counts.failed_reads > 0
+    assert other.cache.manager.tiers[2].counts.failed_reads > 0
     other.cache.manager.check_integrity()
 
 
@@ -216,11 +216,10 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
 
     monkeypatch.setattr(SiblingReader, "_bring", hang)
     assert other.find(PAGES) == 0
-    disk = other.cache.manager.disk
-    assert not disk.moving, "a read that hangs is waited for"
+    manager = other.cache.manager
+    assert not manager.moving, "a read that hangs is waited for"
     assert other.find(PAGES) == 0
-    assert disk.siblings is not None
-    assert not disk.siblings.present(0, other.keys(PAGES)).any()
+    assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
     # Its page comes at last, and is left: the slot may be another's by now.
     hangs.set()
@@ -244,9 +243,9 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
 
     monkeypatch.setattr(SiblingReader, "_bring", hang)
     assert other.cache.match("r", other.keys(PAGES), 0.05) == 0
-    assert other.cache.manager.disk.moving
+    assert other.cache.manager.moving
     other.cache.close()
-    assert not other.cache.manager.disk.moving, "what hangs was given up"
+    assert not other.cache.manager.moving, "what hangs was given up"
     # The host slots are gone by now, or another's.
     hangs.set()
     assert ended.wait(60)

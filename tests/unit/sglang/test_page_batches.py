@@ -13,7 +13,9 @@ import torch
 
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.errors import ClosedError
+from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpKind, OpResult, TransferGraph
+from tests.unit.cache.disk_world import disk_tier
 
 from .conftest import World, blocks, hashes_of
 
@@ -60,8 +62,8 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
     world = worlds(**settings)
     disk = world.cache._unit.disk
     assert disk is not None
-    held = HeldReads(disk._driver._plane)
-    disk._driver._plane = held
+    held = HeldReads(disk._driver._planes[DISK])
+    disk._driver._planes[DISK] = held
     batches = PageBatches(world.cache, LONG_S)
     yield world, batches, held
     held.go.set()
@@ -133,7 +135,7 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
     ends_s = time.monotonic() + LONG_S
     while True:
         with batches.lock:
-            if len(world.cache.manager.disk.index) == 4:
+            if len(disk_tier(world.cache.manager)) == 4:
                 break
         assert time.monotonic() < ends_s, "nothing is written"
         time.sleep(0.001)

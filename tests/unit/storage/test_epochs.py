@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec
-from flexkv.cache.disk.index import DiskIndex
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.epoch import read_epoch, write_epoch
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.number_file import DamagedNumberError
+from tests.unit.cache.disk_world import disk_tier
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, key_of
 
@@ -96,7 +97,8 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
     two.remove(0)
     world = two.open()
     assert world.unit.epoch == 1
-    index = DiskIndex([GroupSpec(BLOCK_TOKENS, 16)], world.unit, "lru", time.time)
+    manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, 16)], tiers=unit_tiers(world.unit))
+    index = disk_tier(manager)
     assert len(index) == 0
     assert world.unit.epoch == 2
     assert world.close()

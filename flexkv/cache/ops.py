@@ -1,19 +1,19 @@
-"""Ops that were planned and have not ended on every rank."""
+"""Ops that were planned and have not ended: on every rank, or on the plane of their tier."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import Completion, OpRole
 from flexkv.cache.checks import good_pages
-from flexkv.cache.leases import EntryIds
+from flexkv.cache.ids import HUB, EntryIds, TierId
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import (
-    WITHOUT_SLOTS,
     Blame,
     BlockIds,
     OpId,
@@ -26,38 +26,93 @@ from flexkv.transfer.graph import (
 
 
 @dataclass(slots=True, kw_only=True)
-class InflightOp:
-    """One op between its plan and its last rank's report. All arrays have one element a page.
+class Op:
+    """One op between its plan and its end. All arrays have one element a page.
 
     Attributes:
-        plan: the op as the ranks have it.
-        entries: its pages' index entries, each pinned once by the op: of the disk index where `in_disk_index`.
-        first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
+        plan: the op as it was handed out.
+        role: what it is for.
+        tier: whose pages `entries` are.
+        entries: its pages' index entries in that tier, each pinned once by the op.
         epoch: the manager's epoch when it was planned.
-        begun_s: the clock when it was planned; kept for loads in front of a disk tier.
-        ahead: pages of its role that were in flight then.
-        digests: of GDS_WRITE, of each rank that has reported some, its run digests of every page.
+        begun_s: the clock when it was planned.
+        ahead: pages that were in flight in its way then.
+    """
+
+    plan: TransferOp
+    role: OpRole
+    tier: TierId = HUB
+    entries: EntryIds
+    epoch: int
+    begun_s: float = 0.0
+    ahead: int = 0
+
+    @property
+    def op_id(self) -> OpId:
+        return self.plan.op_id
+
+    @property
+    def kind(self) -> OpKind:
+        return self.plan.kind
+
+    @property
+    def group(self) -> int:
+        return self.plan.group
+
+    @property
+    def pages(self) -> int:
+        return len(self.entries)
+
+
+@dataclass(slots=True, kw_only=True)
+class FetchOp(Op):
+    """Brings pages of a tier to host slots.
+
+    Attributes:
+        host: the pages' entries in host memory, pending, each pinned once by the op.
+        waiters: requests that wait for it.
+    """
+
+    host: EntryIds
+    waiters: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class WriteOp(Op):
+    """Takes pages of host memory to a tier.
+
+    Attributes:
+        host: the pages' entries in host memory, each pinned once by the op.
+        leaving: the pages leave host memory when it has ended.
+    """
+
+    host: EntryIds
+    leaving: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RankOp(Op):
+    """A load or a store: moves pages between engine blocks and a tier, and every rank reports it.
+
+    Attributes:
+        first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
+        digests: of pages stored straight to a tier, of each rank that has reported some, its run digests of every page.
         waits_for: loads of the same request that were in flight when this store was planned.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
         damaged: failed pages whose content may be at fault, as far as ranks say.
-        withheld: of a load from disk, failed pages that a disk did not give; it is counted, and the page is kept.
-        astray: of a load from disk, the disk or the way from it failed pages, not what they hold.
+        withheld: of a load from another tier than host memory, failed pages that the tier did not give; it is counted,
+            and the page is kept.
+        astray: of such a load, the tier or the way from it failed pages, not what they hold.
         barred: pages that must not be published.
         load: number of the load that it is a part of: that of the load's first op.
         abandoned: of a load, its request has ended, and nobody waits for it.
     """
 
-    plan: TransferOp
     request_id: str
-    role: OpRole
-    entries: EntryIds
     first_block: int
     positions: NDArray[np.integer]
-    epoch: int
     waits_for: tuple[OpId, ...] = ()
-    begun_s: float = 0.0
-    ahead: int = 0
     digests: dict[int, RunDigests] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
@@ -75,30 +130,18 @@ class InflightOp:
         self.failed, self.suspect, self.barred, self.damaged, self.withheld = marks
 
     @property
-    def op_id(self) -> OpId:
-        return self.plan.op_id
-
-    @property
-    def kind(self) -> OpKind:
-        return self.plan.kind
-
-    @property
-    def group(self) -> int:
-        return self.plan.group
-
-    @property
     def blocks(self) -> BlockIds:
         """The engine blocks of its pages."""
         return self.plan.blocks
 
     @property
-    def in_disk_index(self) -> bool:
-        """Whether its pages have no host slot, only places on disk."""
-        return self.plan.kind in WITHOUT_SLOTS
+    def straight(self) -> bool:
+        """Whether its pages have no host slot."""
+        return self.tier != HUB
 
     @property
     def coming(self) -> NDArray[np.bool_] | None:
-        """Pages that were on their way up from disk when it was planned; None when there were none."""
+        """Pages that were on their way to host memory when it was planned; None when there were none."""
         return self.plan.reads != 0 if len(self.plan.reads) else None
 
     @property
@@ -137,7 +180,7 @@ class InflightOp:
         bad = ~good
         self.failed |= bad
         self.damaged |= bad & (blamed <= Blame.PAGE)
-        if self.in_disk_index:
+        if self.straight:
             self.suspect |= bad & (blamed <= Blame.PAGE)
             self.withheld |= bad & (blamed == Blame.DISK)
             self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())
@@ -148,24 +191,50 @@ class InflightOp:
             self.reasons.append(f"rank {rank}: {result.reason}")
 
 
-class InflightTable:
-    """In-flight ops by number and by request, with the pages that loads and stores hold."""
+class OpTable:
+    """Ops in flight by number and by request, with the pages and ops of each role and tier."""
 
     def __init__(self) -> None:
-        self._ops: dict[OpId, InflightOp] = {}
-        self._by_request: dict[str, dict[OpId, InflightOp]] = {}
-        self.pages = {OpRole.LOAD: 0, OpRole.STORE: 0}
+        self._numbers = count(1)
+        self._ops: dict[OpId, Op] = {}
+        self._by_request: dict[str, dict[OpId, RankOp]] = {}
+        self._pages: dict[tuple[OpRole, TierId], int] = {}
+        self._counts: dict[tuple[OpRole, TierId], int] = {}
+        self._of_ranks = 0
+
+    def next_id(self) -> OpId:
+        """A number that no op of this manager has had."""
+        return OpId(next(self._numbers))
+
+    @property
+    def of_ranks(self) -> int:
+        """Ops that ranks have to report."""
+        return self._of_ranks
 
     def __len__(self) -> int:
         return len(self._ops)
 
-    def __iter__(self) -> Iterator[InflightOp]:
+    def __iter__(self) -> Iterator[Op]:
         return iter(self._ops.values())
 
     def __contains__(self, op_id: OpId) -> bool:
         return op_id in self._ops
 
-    def get(self, op_id: OpId) -> InflightOp:
+    def pages(self, role: OpRole, tier: TierId | None = None) -> int:
+        """Pages in flight in ops of a role, of one tier or of all."""
+        if tier is not None:
+            return self._pages.get((role, tier), 0)
+        return sum(pages for (of, _), pages in self._pages.items() if of is role)
+
+    def count(self, role: OpRole, tier: TierId) -> int:
+        """Ops of a role and tier in flight."""
+        return self._counts.get((role, tier), 0)
+
+    def any_of(self, role: OpRole) -> bool:
+        """Whether ops of a role are in flight."""
+        return any(of is role and ops for (of, _), ops in self._counts.items())
+
+    def get(self, op_id: OpId) -> Op:
         """
         Raises:
             ContractError: no such op is in flight.
@@ -175,35 +244,56 @@ class InflightTable:
             raise ContractError(f"op {op_id} is not in flight: never planned, or ended on every rank")
         return op
 
-    def of_request(self, request_id: str, role: OpRole) -> list[InflightOp]:
+    def fetch(self, op_id: OpId) -> FetchOp | None:
+        """The fetch of that number; None when it has ended."""
+        op = self._ops.get(op_id)
+        return op if isinstance(op, FetchOp) else None
+
+    def of_request(self, request_id: str, role: OpRole) -> list[RankOp]:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
 
     def loads_of(self, request_id: str) -> tuple[OpId, ...]:
         """The request's loads: what it stores now may have been computed from their targets."""
         return tuple(op.op_id for op in self.of_request(request_id, OpRole.LOAD))
 
-    def add(self, op: InflightOp) -> None:
+    def add(self, op: Op) -> None:
         self._ops[op.op_id] = op
-        self._by_request.setdefault(op.request_id, {})[op.op_id] = op
-        self.pages[op.role] += len(op.entries)
+        kind = (op.role, op.tier)
+        self._pages[kind] = self._pages.get(kind, 0) + op.pages
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if isinstance(op, RankOp):
+            self._by_request.setdefault(op.request_id, {})[op.op_id] = op
+            self._of_ranks += 1
 
-    def remove(self, op: InflightOp) -> None:
+    def remove(self, op: Op) -> None:
         del self._ops[op.op_id]
+        kind = (op.role, op.tier)
+        self._pages[kind] -= op.pages
+        self._counts[kind] -= 1
+        if not isinstance(op, RankOp):
+            return
+        self._of_ranks -= 1
         of_request = self._by_request[op.request_id]
         del of_request[op.op_id]
         if not of_request:
             del self._by_request[op.request_id]
-        self.pages[op.role] -= len(op.entries)
 
     def check_integrity(self) -> None:
         """
         Raises:
             ContractError: the tables or page counts disagree.
         """
+        of_ranks = [op for op in self if isinstance(op, RankOp)]
         by_request = sorted(op_id for ops in self._by_request.values() for op_id in ops)
-        if by_request != sorted(self._ops) or not all(self._by_request.values()):
+        if by_request != sorted(op.op_id for op in of_ranks) or not all(self._by_request.values()):
             raise ContractError("in-flight ops by request disagree with those by number")
-        for role, pages in self.pages.items():
-            actual = sum(len(op.entries) for op in self if op.role is role)
-            if actual != pages:
-                raise ContractError(f"{pages} {role.value} pages are counted in flight, {actual} are")
+        if len(of_ranks) != self._of_ranks:
+            raise ContractError(f"{self._of_ranks} ops of ranks are counted in flight, {len(of_ranks)} are")
+        for (role, tier), pages in self._pages.items():
+            mine = [op for op in self if (op.role, op.tier) == (role, tier)]
+            actual = sum(op.pages for op in mine)
+            if (actual, len(mine)) != (pages, self._counts[role, tier]):
+                raise ContractError(
+                    f"{pages} pages of {self._counts[role, tier]} {role.value} ops of tier {tier} are counted in "
+                    f"flight, {actual} of {len(mine)} are"
+                )

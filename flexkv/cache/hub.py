@@ -1,0 +1,138 @@
+"""The pages in host memory: which keys are in which slots, which are on their way there, and who hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import CacheListener, GroupSpec, Keys
+from flexkv.cache.ids import NO_ENTRY, EntryIds
+from flexkv.cache.reserve import reserve_pages
+from flexkv.cache.stats import ManagerStats
+from flexkv.transfer.graph import OpId, ReadIds, SlotIds
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """Pages that a fetch is to bring, at `positions` of the keys that were offered.
+
+    Attributes:
+        entries: pending, pinned once for the fetch and once for who waits for it.
+        whole: every key got a slot.
+    """
+
+    positions: NDArray[np.uint32]
+    entries: EntryIds
+    slots: SlotIds
+    whole: bool
+
+
+class Hub:
+    """The host slots of one unit.
+
+    Args:
+        policy: eviction policy of every group's slots; allowed is "lru".
+        counts: of the manager; evictions are counted there.
+        listener: is told what becomes visible and what leaves.
+
+    Attributes:
+        index: keys to slots. Whoever changes it tells the hub what became visible and what was evicted.
+        tokens: per group, valid tokens of the page in each slot, int32 [slots]; right only where `tracks_tokens`.
+        tracks_tokens: other tiers want to know the tokens of pages.
+        any_partial: some page may have other than `block_tokens` tokens.
+        on_evicted: is told of blocks that were evicted to make room, before the listener.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+
+    def __init__(
+        self, specs: Sequence[GroupSpec], policy: str, counts: ManagerStats, listener: CacheListener | None
+    ) -> None:
+        self.index = BlockIndex([spec.slots for spec in specs], policy)
+        self.tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in specs]
+        self._fillers = [np.zeros(spec.slots, np.int64) for spec in specs]
+        self._block_tokens = [spec.block_tokens for spec in specs]
+        self.tracks_tokens = False
+        self.any_partial = False
+        self.on_evicted: Callable[[int, Keys], object] | None = None
+        self._counts = counts
+        self._listener = listener
+
+    # --- what is on its way ---
+
+    def insert_coming(self, group: int, keys: Keys, most: int, fetch: OpId) -> Inserted:
+        """Gives a slot to those of `keys` that have none, for at most `most` of them; `fetch` is to fill them."""
+        positions, entries, slots, evicted, known, dropped = self.index.insert(group, keys, most)
+        self.evicted(group, evicted)
+        self._fillers[group][slots] = fetch
+        self.index.pin_coming(entries)
+        return Inserted(positions, entries, slots, not dropped and not known)
+
+    def fillers(self, group: int, entries: EntryIds) -> ReadIds:
+        """Of each entry the fetch that fills it, or 0: of one that is there, or that a store fills."""
+        fillers: ReadIds = self._fillers[group][self.index.slots_of(entries)]
+        fillers[self.index.ready(entries).view(np.bool_)] = 0
+        return fillers
+
+    def filled_by_store(self, group: int, slots: SlotIds, tokens: int) -> None:
+        """A store was given these slots, for pages of so many valid tokens each."""
+        if self.tracks_tokens:
+            self._fillers[group][slots] = 0
+            self.tokens[group][slots] = tokens
+            self.any_partial |= tokens != self._block_tokens[group]
+
+    def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
+        """A fetch has brought pages of so many valid tokens each; None where all are whole."""
+        if tokens is not None:
+            self.any_partial = True
+        if self.any_partial:
+            self.tokens[group][slots] = self._block_tokens[group] if tokens is None else tokens
+
+    # --- what is there ---
+
+    def there(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys are visible, bool [keys]."""
+        found: NDArray[np.bool_] = self.index.find(group, keys) != NO_ENTRY
+        return found
+
+    def ready(self, entries: EntryIds) -> NDArray[np.bool_]:
+        """Which entries may be hit, bool [entries]; not NO_ENTRY."""
+        ready = np.zeros(len(entries), np.bool_)
+        known = entries != NO_ENTRY
+        ready[known] = self.index.ready(entries[known]).view(np.bool_)
+        return ready
+
+    def published(self, group: int, entries: EntryIds) -> None:
+        """Blocks became visible: stored, or brought from another tier."""
+        if self._listener:
+            self._listener.on_publish(group, self.index.keys_of(entries))
+
+    def evicted(self, group: int, keys: Keys) -> None:
+        """Blocks left to make room."""
+        if not len(keys):
+            return
+        self._counts.evicted_blocks += len(keys)
+        if self.on_evicted is not None:
+            self.on_evicted(group, keys)
+        if self._listener:
+            self._listener.on_evict(group, keys)
+
+    def remove(self, group: int, entries: EntryIds) -> int:
+        """Makes blocks misses, visible or not; leased slots are freed with their last lease. Returns how many."""
+        was_ready = self.index.ready(entries) if self._listener else None
+        keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
+        removed = int(np.count_nonzero(self.index.remove(entries)))
+        if self._listener and keys is not None and len(keys):
+            self._listener.on_evict(group, keys)
+        return removed
+
+    def refill_reserve(self, group: int, most: int) -> None:
+        """Evicts up to `most` blocks where fewer slots are free than `reserve_pages` says."""
+        missing = reserve_pages(self.index.up_slots(group)) - self.index.free_slots(group)
+        if missing > 0:
+            self.evicted(group, self.index.evict(group, min(missing, most)))

@@ -1,0 +1,24 @@
+"""Ops that were planned for the tiers' own planes and have not been handed out."""
+
+from __future__ import annotations
+
+from flexkv.cache.ids import TierId
+from flexkv.transfer.graph import TransferGraph, TransferOp
+
+
+class Outbox:
+    """In the order in which they were planned, which is that of their submission."""
+
+    def __init__(self) -> None:
+        self._graphs: list[tuple[TierId, TransferGraph]] = []
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def put(self, tier: TierId, op: TransferOp) -> None:
+        self._graphs.append((tier, TransferGraph((op,))))
+
+    def take(self) -> list[tuple[TierId, TransferGraph]]:
+        """Those since the last call."""
+        graphs, self._graphs = self._graphs, []
+        return graphs

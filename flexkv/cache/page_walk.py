@@ -1,0 +1,139 @@
+"""How far the tiers together can restore a prefix, and where each of its pages lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.tier import Tier
+from flexkv.transfer.graph import SlotIds
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Pages of one group in a row that one tier has, each leased there once.
+
+    Attributes:
+        coming: of the hub, they are on their way there.
+    """
+
+    tier: TierId
+    entries: EntryIds
+    slots: SlotIds
+    coming: bool = False
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pages can be loaded from host memory now."""
+        return self.tier == HUB and not self.coming
+
+    def part(self, first: int, end: int) -> PageRun:
+        return PageRun(self.tier, self.entries[first:end], self.slots[first:end], self.coming)
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """How many flags are set before the first that is not."""
+    return len(flags) if flags.all() else int(np.argmin(flags))
+
+
+class PageWalk:
+    """Walks keys from tier to tier: host memory where it has the page, else the first tier that has it, as far as it
+    goes. Leases what it finds.
+
+    Args:
+        tiers: of the manager, by number.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], hub: Hub) -> None:
+        self._tiers = tiers
+        self._hub = hub
+
+    def walk(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
+        """The pages of the leading keys that are there; `usable` tiers are asked besides the hub.
+
+        A page that a store is filling ends the walk: what it holds may never be published.
+        """
+        entries, slots = self._hub.index.match_and_pin(group, keys)
+        runs = [PageRun(HUB, entries, slots)] if len(entries) else []
+        if not usable:
+            return runs
+        at = len(entries)
+        while at < len(keys):
+            run = self._next(group, keys[at:], usable, first=not runs)
+            if run is None:
+                break
+            runs.append(run)
+            at += len(run)
+        return runs
+
+    def _next(self, group: int, keys: Keys, usable: Sequence[TierId], first: bool) -> PageRun | None:
+        index = self._hub.index
+        if not first:
+            entries, slots = index.match_and_pin(group, keys)
+            if len(entries):
+                return PageRun(HUB, entries, slots)
+        if index.find(group, keys[:1], ready_only=False)[0] != NO_ENTRY:
+            return self._coming(group, keys)
+        for number in usable:
+            tier = self._tiers[number]
+            found = tier.leading(group, keys)
+            if len(found):
+                return PageRun(number, found, tier.presence.pin(found))
+        return None
+
+    def _coming(self, group: int, keys: Keys) -> PageRun | None:
+        """The leading pages that fetches are bringing; None where a store fills the first."""
+        index = self._hub.index
+        known = index.find(group, keys, ready_only=False)
+        known = known[: leading(known != NO_ENTRY)]
+        coming = known[: leading(self._hub.fillers(group, known) != 0)]
+        if not len(coming):
+            return None
+        return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
+
+    def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
+        """Where each of `keys` lies, which all are somewhere; the first that is nowhere, or that a store fills, ends
+        the list."""
+        runs: list[PageRun] = []
+        at = 0
+        while at < len(keys):
+            run = self._next(group, keys[at:], usable, first=False)
+            if run is None:
+                break
+            runs.append(run)
+            at += len(run)
+        return runs
+
+    def present(self, group: int, keys: Keys, usable: Sequence[TierId]) -> NDArray[np.bool_]:
+        """Which of the keys are in host memory or in one of the `usable` tiers, bool [keys]."""
+        present = self._hub.there(group, keys)
+        for number in usable:
+            present = present | self._tiers[number].present(group, keys)
+        return present
+
+    def release(self, runs: Sequence[PageRun]) -> None:
+        """Ends the leases of runs."""
+        for run in runs:
+            self._tiers[run.tier].presence.unpin(run.entries)
+
+    def cut(self, runs: Sequence[PageRun], pages: int) -> list[PageRun]:
+        """The leading `pages` of runs; the leases of the others end."""
+        kept: list[PageRun] = []
+        left = pages
+        for run in runs:
+            kept_pages = min(left, len(run))
+            if kept_pages:
+                kept.append(run if kept_pages == len(run) else run.part(0, kept_pages))
+            if kept_pages < len(run):
+                self.release([run.part(kept_pages, len(run))])
+            left -= kept_pages
+        return kept

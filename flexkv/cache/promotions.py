@@ -1,0 +1,289 @@
+"""Pages on their way from other tiers to host memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys, OpRole
+from flexkv.cache.checks import good_pages
+from flexkv.cache.cost import CostModel
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.ops import FetchOp, OpTable
+from flexkv.cache.outbox import Outbox
+from flexkv.cache.page_walk import PageRun, PageWalk, leading
+from flexkv.cache.tier import Tier
+from flexkv.transfer.graph import NO_PLACES, NO_READS, Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds
+
+
+@dataclass(slots=True)
+class WantedPages:
+    """Pages of one group that a request would have in host memory.
+
+    Attributes:
+        runs: where they lie, all of `keys` or the leading ones; leased there.
+    """
+
+    group: int
+    keys: Keys
+    runs: list[PageRun]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPages:
+    """Pages in host memory, or on their way there, each pinned once for who wanted them.
+
+    Attributes:
+        fetches: of each page the op that brings it, or 0.
+    """
+
+    entries: EntryIds
+    slots: SlotIds
+    fetches: ReadIds
+
+    def first(self, pages: int) -> FetchedPages:
+        return FetchedPages(self.entries[:pages], self.slots[:pages], self.fetches[:pages])
+
+
+NOTHING_FETCHED = FetchedPages(NO_ENTRIES, NO_PLACES, NO_READS)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of wanted pages.
+
+    Attributes:
+        pages: of each part, the leading ones.
+        ops: fetches that bring some of them, with their tiers.
+    """
+
+    pages: list[FetchedPages]
+    ops: dict[OpId, TierId]
+
+
+@dataclass(slots=True)
+class FetchPlan:
+    """Pages that one op is to fetch."""
+
+    op_id: OpId
+    keys: list[Keys] = field(default_factory=list)
+    entries: list[EntryIds] = field(default_factory=list)
+    host: list[EntryIds] = field(default_factory=list)
+    slots: list[SlotIds] = field(default_factory=list)
+    pages: int = 0
+
+    def add(self, keys: Keys, entries: EntryIds, host: EntryIds, slots: SlotIds) -> None:
+        self.keys.append(keys)
+        self.entries.append(entries)
+        self.host.append(host)
+        self.slots.append(slots)
+        self.pages += len(entries)
+
+
+class Promotions:
+    """Plans fetches and takes their ends.
+
+    Contract with both indexes: while a fetch is in flight its host entries are pending and pinned, so that nobody else
+    is given their slots, and its entries in the tier are pinned, so that their places are not rewritten. What was
+    verified is published in host memory; what was not is forgotten in its tier.
+
+    Args:
+        tiers: of the manager, by number.
+        forgotten: is told, with the tier, of pages that were forgotten there, because it did not hold them.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        hub: Hub,
+        walk: PageWalk,
+        ops: OpTable,
+        outbox: Outbox,
+        cost: CostModel,
+        clock: Callable[[], float],
+        forgotten: Callable[[TierId, int, Keys], object],
+    ) -> None:
+        self._tiers = tiers
+        self._hub = hub
+        self._walk = walk
+        self._ops = ops
+        self._outbox = outbox
+        self._cost = cost
+        self._clock = clock
+        self._forgotten = forgotten
+
+    def room(self, tier: TierId) -> int:
+        """Pages that may be fetched from a tier besides those in flight."""
+        facts = self._tiers[tier].facts
+        if self._ops.count(OpRole.FETCH, tier) >= facts.fetch_ops:
+            return 0
+        return max(0, facts.fetch_pages - self._ops.pages(OpRole.FETCH, tier))
+
+    def fetch(
+        self, wanted: Sequence[WantedPages], layerwise: bool, epoch: int, aligned: bool = True
+    ) -> Fetched:
+        """Fetches what is not in host memory and not on its way there, as far as there is room.
+
+        The leases of `wanted` end, or are the fetches' own.
+
+        Args:
+            layerwise: by ranges of layers, from tiers that can.
+            aligned: the parts are the same blocks of every group.
+        """
+        ops: dict[OpId, TierId] = {}
+        pages = [self._fetch_part(part, layerwise, epoch) for part in wanted]
+        if aligned:
+            blocks = min(len(fetched.entries) for fetched in pages)
+            for fetched in pages:
+                self._hub.index.unpin(fetched.entries[blocks:])
+            pages = [fetched.first(blocks) for fetched in pages]
+        for fetched in pages:
+            for number in np.unique(fetched.fetches[fetched.fetches != 0]).tolist():
+                if (op := self._ops.fetch(OpId(number))) is not None:
+                    ops[op.op_id] = op.tier
+        return Fetched(pages, ops)
+
+    def tiers_of(self, fetches: ReadIds) -> set[TierId]:
+        """The tiers that fetches bring pages of."""
+        ops = (self._ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
+        return {op.tier for op in ops if op is not None}
+
+    def _fetch_part(self, part: WantedPages, layerwise: bool, epoch: int) -> FetchedPages:
+        plans: dict[TierId, FetchPlan] = {}
+        brought: list[FetchedPages] = []
+        runs, at, again = deque(part.runs), 0, True
+        while runs:
+            run = runs.popleft()
+            keys = part.keys[at : at + len(run)]
+            if run.tier == HUB:
+                fetches = self._hub.fillers(part.group, run.entries)
+                brought.append(FetchedPages(run.entries, run.slots, fetches))
+                at += len(run)
+                continue
+            plan = plans.setdefault(run.tier, FetchPlan(self._ops.next_id()))
+            fetched = self._give_slots(part.group, keys, run, plan)
+            brought.append(fetched)
+            reach = len(fetched.entries)
+            at += reach
+            if reach == len(run):
+                continue
+            # A hole: what follows cannot be used. Where it holds the slots that the hole needs, they are to be had now.
+            self._walk.release(runs)
+            runs.clear()
+            if again and self.room(run.tier) > plan.pages:
+                again = False
+                runs.extend(self._gap(part.group, keys[reach:], run.tier))
+        for tier, plan in plans.items():
+            if plan.pages:
+                self._order(tier, part.group, plan, layerwise, epoch)
+        if len(brought) == 1:
+            return brought[0]
+        if not brought:
+            return NOTHING_FETCHED
+        return FetchedPages(
+            np.concatenate([fetched.entries for fetched in brought]),
+            np.concatenate([fetched.slots for fetched in brought]),
+            np.concatenate([fetched.fetches for fetched in brought]),
+        )
+
+    def _gap(self, group: int, keys: Keys, tier: TierId) -> list[PageRun]:
+        """The leading pages that host memory lacks, as a run of their tier."""
+        gap = leading(self._hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
+        entries = self._tiers[tier].leading(group, keys[:gap])
+        if not len(entries):
+            return []
+        return [PageRun(tier, entries, self._tiers[tier].presence.pin(entries))]
+
+    def _give_slots(self, group: int, keys: Keys, run: PageRun, plan: FetchPlan) -> FetchedPages:
+        """Gives pages of a tier a host slot, as far as there is room, and enters them in `plan`; returns the leading
+        ones that are in host memory or on their way there."""
+        index = self._hub.index
+        room = max(0, self.room(run.tier) - plan.pages)
+        given = self._hub.insert_coming(group, keys, room, plan.op_id)
+        if given.whole:
+            plan.add(keys, run.entries, given.entries, given.slots)
+            return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
+        # Some had no room, or are in host memory: there behind a gap, or being stored.
+        new = np.zeros(len(keys), np.bool_)
+        new[given.positions] = True
+        if len(given.positions):
+            plan.add(keys[new], run.entries[new], given.entries, given.slots)
+        self._tiers[run.tier].presence.unpin(run.entries[~new])
+        found = index.find(group, keys, ready_only=False)
+        found = found[: leading(found != NO_ENTRY)]
+        fetches = self._hub.fillers(group, found)
+        reach = leading(index.ready(found).view(np.bool_) | (fetches != 0))
+        index.pin_coming(found[:reach][~new[:reach]])
+        index.unpin(given.entries[given.positions >= reach])
+        return FetchedPages(found[:reach], index.slots_of(found[:reach]), fetches[:reach])
+
+    def _order(self, tier: TierId, group: int, plan: FetchPlan, layerwise: bool, epoch: int) -> None:
+        source = self._tiers[tier].source
+        assert source is not None
+        entries, host = _joined(plan.entries), _joined(plan.host)
+        transfer = source.plan_fetch(
+            plan.op_id, group, _joined(plan.keys), entries, _joined(plan.slots), layerwise
+        )
+        op = FetchOp(
+            plan=transfer,
+            role=OpRole.FETCH,
+            tier=tier,
+            entries=entries,
+            host=host,
+            epoch=epoch,
+            begun_s=self._clock(),
+            ahead=self._ops.pages(OpRole.FETCH, tier),
+        )
+        self._ops.add(op)
+        self._outbox.put(tier, transfer)
+
+    def complete(self, op: FetchOp, result: OpResult, current: bool) -> None:
+        """A fetch has ended; it is in flight no more.
+
+        Args:
+            current: there was no reset since it was planned.
+        """
+        tier = self._tiers[op.tier]
+        source = tier.source
+        assert source is not None
+        now_s = self._clock()
+        if result.status is OpStatus.OK:
+            self._cost.fetch(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+        good = good_pages(result, op.pages)
+        suspect = _suspect(good, result) if current else np.zeros_like(good)
+        tier.counts.failed_reads += int(np.count_nonzero(suspect))
+        tier.counts.unread += int(np.count_nonzero(~good & ~suspect)) if current else len(good)
+        if not current:
+            good = np.zeros_like(good)
+        self._hub.filled_by_fetch(op.group, op.plan.slots, source.tokens_of(op.plan))
+        published = self._hub.index.finish(op.host, good.view(np.uint8)).view(np.bool_)
+        there = op.host if published.all() else op.host[published]
+        tier.counts.read += len(there)
+        lost = tier.presence.keys_of(op.entries[suspect])
+        source.end_fetch(op.plan, op.entries, suspect)
+        if len(there):
+            self._hub.published(op.group, there)
+        if len(lost):
+            self._forgotten(op.tier, op.group, lost)
+
+
+def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
+    """Pages that were not what was asked for. A fetch that was never begun, or a page of one that was not, says nothing
+    about what lies in the tier."""
+    if result.status is not OpStatus.FAILED:
+        return np.zeros_like(good)
+    suspect: NDArray[np.bool_] = ~good & (result.blamed(len(good)) <= Blame.DISK)
+    return suspect
+
+
+Array = TypeVar("Array", bound=np.generic)
+
+
+def _joined(parts: list[NDArray[Array]]) -> NDArray[Array]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

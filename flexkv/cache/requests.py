@@ -1,0 +1,143 @@
+"""What the manager keeps for each request: the lease of its last lookup, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flexkv.cache.ids import EntryIds, TierId
+from flexkv.cache.leases import Lease
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import OpId
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request whose lookup found more behind host memory than in it.
+
+    Attributes:
+        since_s: the clock when it began to wait for each tier.
+        ends_s: the clock until which it waits at most.
+        ops: fetches that have not ended.
+        held: group and host entries that are fetched for it, or that follow them, pinned once each, until its next
+            lookup has leased them.
+        skipped: tiers that it goes on without: that took too long, or is computed sooner.
+    """
+
+    since_s: dict[TierId, float] = field(default_factory=dict)
+    ends_s: float = 0.0
+    ops: dict[OpId, TierId] = field(default_factory=dict)
+    held: list[tuple[int, EntryIds]] = field(default_factory=list)
+    skipped: set[TierId] = field(default_factory=set)
+
+
+class RequestTable:
+    """The lookup leases by request, oldest first, with the pages they reserve; and the waits."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        self.waits: dict[str, Wait] = {}
+        self.reserved_pages = 0
+
+    # --- leases ---
+
+    def leases(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def lease(self, request_id: str) -> Lease | None:
+        return self._leases.get(request_id)
+
+    def add_lease(self, request_id: str, lease: Lease) -> None:
+        """The request must have none."""
+        assert request_id not in self._leases
+        self._leases[request_id] = lease
+        self.reserved_pages += lease.pages
+
+    def pop_lease(self, request_id: str) -> Lease | None:
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self.reserved_pages -= lease.pages
+        return lease
+
+    def leased_before(self, since_s: float) -> list[str]:
+        """Requests whose lease was made before `since_s`. Costs no more than those, as leases are kept in order."""
+        expired = []
+        for request_id, lease in self._leases.items():
+            if lease.since_s >= since_s:
+                break
+            expired.append(request_id)
+        return expired
+
+    def leased(self) -> list[str]:
+        """The requests that have a lease."""
+        return list(self._leases)
+
+    # --- waits ---
+
+    def wait(self, request_id: str, ops: Iterable[tuple[OpId, TierId, float]], now_s: float) -> list[TierId]:
+        """The request waits for these fetches: number, tier, and how long it waits for that tier.
+
+        Returns:
+            Tiers that it did not wait for before.
+        """
+        wait = self.waits.setdefault(request_id, Wait())
+        new = []
+        for op_id, tier, wait_s in ops:
+            wait.ops[op_id] = tier
+            if tier not in wait.since_s:
+                wait.since_s[tier] = now_s
+                new.append(tier)
+            wait.ends_s = max(wait.ends_s, wait.since_s[tier] + wait_s)
+        return new
+
+    def skip(self, request_id: str, tiers: Iterable[TierId]) -> None:
+        """The request goes on without these tiers, until its wait is dropped."""
+        self.waits.setdefault(request_id, Wait()).skipped.update(tiers)
+
+    def skipped(self, request_id: str) -> set[TierId]:
+        wait = self.waits.get(request_id)
+        return set() if wait is None else wait.skipped
+
+    def hold(self, request_id: str, group: int, entries: EntryIds) -> None:
+        """Entries of host memory, pinned once for the request, until `take_held`."""
+        if len(entries):
+            self.waits.setdefault(request_id, Wait()).held.append((group, entries))
+
+    def take_held(self, request_id: str) -> Sequence[tuple[int, EntryIds]]:
+        """What was held; the pins are the caller's to end."""
+        wait = self.waits.get(request_id)
+        if wait is None:
+            return ()
+        held, wait.held = wait.held, []
+        return held
+
+    def held(self) -> Iterator[tuple[int, EntryIds]]:
+        """All that is held, by group."""
+        return (held for wait in self.waits.values() for held in wait.held)
+
+    def is_waiting(self, request_id: str, now_s: float) -> bool:
+        """Whether the request waits for a fetch and has not done so for too long. O(1)."""
+        wait = self.waits.get(request_id)
+        return wait is not None and bool(wait.ops) and now_s <= wait.ends_s
+
+    def fetch_ended(self, request_id: str, op_id: OpId) -> None:
+        wait = self.waits.get(request_id)
+        if wait is not None:
+            wait.ops.pop(op_id, None)
+
+    def drop_wait(self, request_id: str) -> Wait | None:
+        """The request waits no more. Nothing may be held."""
+        return self.waits.pop(request_id, None)
+
+    def waiting_before(self, ends_s: float) -> list[str]:
+        """Requests that were to stop waiting before `ends_s`."""
+        return [request_id for request_id, wait in self.waits.items() if wait.ends_s < ends_s]
+
+    def check_integrity(self) -> None:
+        """
+        Raises:
+            ContractError: another number of pages is counted than is leased.
+        """
+        pages = sum(lease.pages for lease in self.leases())
+        if pages != self.reserved_pages:
+            raise ContractError(f"{self.reserved_pages} pages are counted as reserved, not {pages}")

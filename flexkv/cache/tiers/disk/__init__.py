@@ -1,0 +1,1 @@
+"""The unit's own disks, or SSD folders striped over several."""

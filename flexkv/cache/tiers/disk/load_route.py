@@ -1,0 +1,160 @@
+"""Loads from the unit's own disks to engine blocks, with no page of host memory between (docs/gds.md).
+
+Contract with the tier: from the promise to the end of the load on every rank its entries are leased, so that nobody
+writes their places. Each rank verifies what it brings against the tags; a page that fails is named to the engine, which
+computes it, and is forgotten on disk where its place held something else (`Blame`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flexkv.cache.base import NO_BLOCK, OpRole
+from flexkv.cache.ids import EntryIds
+from flexkv.cache.leases import GroupLease, Lease, StraightPages
+from flexkv.cache.ops import RankOp
+from flexkv.cache.routes import StraightLoads
+from flexkv.observe import get_logger
+from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds, TransferOp
+
+if TYPE_CHECKING:
+    from flexkv.cache.tier import TierContext
+    from flexkv.cache.tiers.disk.tier import DiskTier
+
+logger = get_logger(__name__)
+
+REST_S = 60.0
+"""After a rank's lane or a disk failed pages, no page is loaded this way for so long: what hangs may end, the manager's
+own lane judges the disk, and each try costs a request its hit."""
+
+
+class GdsUse(Enum):
+    """When pages on disk are loaded without a page of host memory."""
+
+    NEVER = "never"
+    WHERE_FASTER = "where_faster"
+    """Than through host memory, as both were measured lately."""
+    ALWAYS = "always"
+
+
+class GdsLoads(StraightLoads):
+    """GDS_READ: plans loads of what a promise has on the disks, and takes their ends. How long they take is measured.
+
+    Args:
+        use: not NEVER.
+    """
+
+    def __init__(self, disk: DiskTier, context: TierContext, use: GdsUse) -> None:
+        self._disk = disk
+        self._context = context
+        self._use = use
+        self._rests_until_s = -np.inf
+
+    @property
+    def pages(self) -> int:
+        return self._context.ops.pages(OpRole.LOAD, self._context.tier)
+
+    # --- promises ---
+
+    def wants(self, pages: int, queued_fetches: int) -> bool:
+        now_s = self._context.clock()
+        if now_s < self._rests_until_s:
+            return False
+        if self._use is GdsUse.ALWAYS:
+            return True
+        return self._context.cost.straight_is_faster(
+            self._context.tier, pages, self.pages, queued_fetches, now_s
+        )
+
+    def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
+        return StraightPages(self._context.tier, entries, places, self._disk.tags_of(group, places))
+
+    def release(self, group: GroupLease) -> None:
+        if group.straight is not None:
+            self._disk.presence.unpin(group.straight.entries)
+
+    # --- loads ---
+
+    def begin(
+        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
+    ) -> list[TransferOp]:
+        ops, begun_s = self._context.ops, self._context.clock()
+        plans = []
+        for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
+            pages = group.straight
+            if pages is None:
+                continue
+            in_host = len(group.entries)
+            target = target[in_host:]
+            kept = np.flatnonzero(target != NO_BLOCK)
+            used = pages.at(kept)
+            if len(used) < len(pages):
+                self._disk.presence.unpin(pages.at(np.setdiff1d(np.arange(len(pages)), kept)).entries)
+            if not len(used):
+                continue
+            plan = TransferOp(
+                ops.next_id(),
+                OpKind.GDS_READ,
+                number,
+                Priority.LOAD,
+                target[kept],
+                NO_PLACES,
+                places=used.places,
+                tags=used.tags,
+            )
+            ops.add(
+                RankOp(
+                    plan=plan,
+                    tier=self._context.tier,
+                    request_id=request_id,
+                    role=OpRole.LOAD,
+                    entries=used.entries,
+                    first_block=group.first_block,
+                    positions=kept + in_host,
+                    epoch=epoch,
+                    begun_s=begun_s,
+                    ahead=self.pages,
+                )
+            )
+            plans.append(plan)
+        return plans
+
+    def astray(self, reason: str) -> None:
+        self._rest(reason)
+
+    def end(self, op: RankOp, current: bool) -> None:
+        if not current:
+            # What the places held was forgotten by the reset; a failure says nothing about what is there now.
+            op.suspect[:] = op.withheld[:] = False
+        elif op.suspect.all():
+            # Perhaps not the disk's fault but the way's: then the next ones would go as these did.
+            self._rest("; ".join(op.reasons) or "all of a load failed")
+        now_s = self._context.clock()
+        if not op.failed.any():
+            self._context.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+        counts = self._disk.counts
+        counts.gds_read += int(np.count_nonzero(~op.failed))
+        # What a disk does not give is kept: the manager's own lane judges the disk. The operator hears of it at once.
+        of_disk = op.suspect | op.withheld
+        counts.failed_reads += int(np.count_nonzero(of_disk))
+        counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
+        lost = self._disk.presence.keys_of(op.entries[op.suspect])
+        self._disk.end_use(op.group, op.entries, op.plan.places, op.suspect)
+        if len(lost):
+            self._context.forgotten(op.tier, op.group, lost)
+
+    def _rest(self, reason: str) -> None:
+        """A rank's lane or a disk failed, or nothing was brought: for a while pages go through host memory."""
+        now_s = self._context.clock()
+        if now_s >= self._rests_until_s:
+            logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)
+        self._rests_until_s = max(self._rests_until_s, now_s + REST_S)
+
+    def stop(self, reason: str) -> None:
+        if self._rests_until_s < np.inf:
+            logger.warning("disk.gds=auto: blocks on disk are loaded through host memory: %s", reason)
+        self._rests_until_s = np.inf

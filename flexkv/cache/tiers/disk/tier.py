@@ -1,0 +1,187 @@
+"""The unit's own disks: pages that are there, and those on their way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.cache.ids import NO_ENTRY, EntryIds
+from flexkv.cache.tier import Plane, Sink, TierContext, TierFacts
+from flexkv.cache.tiers.disk.load_route import GdsLoads, GdsUse
+from flexkv.cache.tiers.disk.store_route import GdsStores
+from flexkv.cache.tiers.stored_tier import StoredTier
+from flexkv.errors import ConfigError
+from flexkv.observe import get_logger, unix_now_s
+from flexkv.storage.base import DiskTier as Volumes
+from flexkv.storage.base import Places
+from flexkv.storage.tags import NEVER, make_tags, tag_fields
+from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, PageTags, Priority, SlotIds, TransferOp
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTraffic:
+    """How one unit uses its disks.
+
+    Attributes:
+        facts: bounds and modes.
+        ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
+        gds_loads: when whole blocks are loaded from disk without a page of host memory. Only for an engine that
+            computes what a load did not bring, whose workers have the lane for it.
+        gds_stores: blocks are stored on disk without a page of host memory, and not in host memory.
+    """
+
+    facts: TierFacts = TierFacts("disk")  # noqa: RUF009 - frozen
+    ttl_s: int | None = None
+    gds_loads: GdsUse = GdsUse.NEVER
+    gds_stores: bool = False
+
+
+class DiskTier(StoredTier, Sink):
+    """Reads and writes pages of the unit's own folders, by way of host memory or straight.
+
+    Args:
+        volumes: the open folders; closed with the tier.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None where the caller does.
+        unix_s: wall clock for times to live.
+
+    Raises:
+        ConfigError: a time to live that is not positive.
+
+    Attributes:
+        durable_pages: written so that they would survive a crash.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        volumes: Volumes,
+        traffic: DiskTraffic,
+        plane: Plane | None = None,
+        unix_s: Callable[[], float] = unix_now_s,
+    ) -> None:
+        if traffic.ttl_s is not None and not traffic.ttl_s > 0:
+            raise ConfigError(f"disk ttl_s={traffic.ttl_s}; allowed are values above 0")
+        super().__init__(context, volumes, traffic.facts, unix_s)
+        self.volumes = volumes
+        self.plane = plane
+        self.sink = self
+        self.durable_pages = 0
+        self._ttl_s = traffic.ttl_s
+        self._any_expires |= traffic.ttl_s is not None
+        if traffic.gds_loads is not GdsUse.NEVER:
+            self.straight = self.loads = GdsLoads(self, context, traffic.gds_loads)
+        if traffic.gds_stores:
+            self.stores = GdsStores(self, context, traffic.facts.write_pages)
+
+    # --- writes ---
+
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        return np.asarray(self.presence.find(group, keys, ready_only=False) != NO_ENTRY)
+
+    def room(self, group: int) -> int:
+        return self.presence.up_slots(group)
+
+    def plan_write(
+        self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
+    ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
+        positions, entries, places, tags = self.begin_write(group, keys, tokens, len(keys))
+        if not len(positions):
+            return positions, entries, None
+        return (
+            positions,
+            entries,
+            TransferOp(
+                op_id,
+                OpKind.DISK_WRITE,
+                group,
+                Priority.STORE,
+                NO_BLOCKS,
+                slots[positions],
+                places=places,
+                tags=tags,
+            ),
+        )
+
+    def begin_write(
+        self, group: int, keys: Keys, tokens: NDArray[np.int32], room: int
+    ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
+        """Gives a place to keys that have none, evicting what is used least, for at most `room` of them.
+
+        Returns:
+            Positions in `keys` of those that got one, their entries (leased until `end_write`), places and tags.
+        """
+        positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
+        self.counts.evicted += len(evicted)
+        former = self._fields(group, places)["generation"]
+        if former.any():
+            # Before the place is written, so that no crash leaves an index that still believes in its old content.
+            self.pages.record_evict(group, places[former != 0], former[former != 0])
+        expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
+        generations = self.volumes.next_generations(len(places))
+        tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
+        self._any_partial |= bool((tokens[positions] != self._block_tokens).any())
+        self._tags[group][places] = tag_fields(tags)
+        return positions, entries, places, tags
+
+    def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
+        """Which of these entries, leased since `begin_write`, are still to become visible, bool [entries]."""
+        return np.asarray(
+            self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
+        )
+
+    def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        places, keys = self.presence.slots_of(entries), self.presence.keys_of(entries)
+        published = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
+        there = places[published]
+        if len(there):
+            tags = self._fields(group, there)
+            self.volumes.record_publish(
+                group,
+                keys[published],
+                there,
+                tags["generation"].copy(),
+                tags["tokens"].astype(np.int32),
+                tags["expiry"].copy(),
+            )
+        return published
+
+    def used(self, group: int, keys: Keys) -> None:
+        entries = self.presence.find(group, keys)
+        entries = entries[entries != NO_ENTRY]
+        if len(entries):
+            self.presence.touch(entries)
+            self.pages.record_use(group, self.presence.slots_of(entries))
+
+    # --- what lies below ---
+
+    def poll(self, now_s: float) -> None:
+        events = self.volumes.poll()
+        self.durable_pages += sum(len(pages.places) for pages in events.durable)
+        for lost in events.lost:
+            logger.error(
+                "disk %s is out of use, what it held is computed again: %s", lost.folder, lost.reason
+            )
+            self.lose(lost.disk)
+        if events.lost and not any(self.volumes.alive):
+            self.go_down("no disk is left")
+
+    @property
+    def unflushed(self) -> bool:
+        return self.volumes.owes
+
+    def durable(self) -> bool:
+        stats = self.volumes.stats()
+        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here. What journals
+        # had no room for is given to them here, too, and lags from then on.
+        self.poll(time.monotonic())
+        return not (stats.journal_lag_s > 0 or stats.owed_pages)
+
+    def close(self, deadline_s: float) -> bool:
+        return self.volumes.close(deadline_s)

@@ -1,0 +1,110 @@
+"""Loads from host slots to engine blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import NO_BLOCK, OpRole
+from flexkv.cache.leases import GroupLease, Lease
+from flexkv.cache.ops import RankOp
+from flexkv.cache.routes import LoadRoute
+from flexkv.cache.stats import ManagerStats
+from flexkv.cache.tier import TierContext
+from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds, TransferOp
+
+
+class HostLoads(LoadRoute):
+    """H2D: what host memory has, or what is on its way there.
+
+    Args:
+        counts: of the manager; what failed loads make forgotten is counted there.
+    """
+
+    def __init__(self, context: TierContext, counts: ManagerStats) -> None:
+        self._context = context
+        self._hub = context.hub
+        self._counts = counts
+
+    def begin(
+        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
+    ) -> list[TransferOp]:
+        ops = self._context.ops
+        begun_s = self._context.clock() if self._context.others() else 0.0
+        plans = []
+        for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
+            target = target[: len(group.entries)]
+            kept = np.flatnonzero(target != NO_BLOCK)
+            if len(kept) < len(group.entries):
+                self._hub.index.unpin(np.delete(group.entries, kept))
+            if not len(kept):
+                continue
+            plan = TransferOp(
+                ops.next_id(),
+                OpKind.H2D,
+                number,
+                Priority.LOAD,
+                target[kept],
+                group.slots[kept],
+                reads=_fetches_of(group, kept),
+            )
+            ops.add(
+                RankOp(
+                    plan=plan,
+                    request_id=request_id,
+                    role=OpRole.LOAD,
+                    entries=group.entries[kept],
+                    first_block=group.first_block,
+                    positions=kept,
+                    epoch=epoch,
+                    begun_s=begun_s,
+                    ahead=ops.pages(OpRole.LOAD),
+                )
+            )
+            if len(plan.reads):
+                self._counts.streamed_pages += int(np.count_nonzero(plan.reads))
+            plans.append(plan)
+        return plans
+
+    def release(self, group: GroupLease) -> None:
+        self._hub.index.unpin(group.entries)
+
+    def astray(self, reason: str) -> None:
+        """Nothing to decide: there is no other way from host memory."""
+
+    def end(self, op: RankOp, current: bool) -> None:
+        index = self._hub.index
+        if not current:
+            # A reset forgot what it loaded; under the same keys there may be other pages by now.
+            index.unpin(op.entries)
+            return
+        coming = op.coming
+        if coming is not None:
+            # What never came is judged by its fetch, which may not have been reported yet.
+            op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
+        if others := self._context.others():
+            keys = index.keys_of(op.entries)
+            damaged, good = keys[op.suspect & op.damaged], keys[~op.suspect]
+            for tier in others:
+                if len(damaged) and tier.facts.copies_unchecked:
+                    # What is wrong with the page may have been written there too.
+                    tier.forget(op.group, damaged)
+                if tier.sink is not None:
+                    tier.sink.used(op.group, good)
+            if not op.failed.any() and coming is None:
+                now_s = self._context.clock()
+                self._context.cost.load.see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+        if op.suspect.any():
+            removed = self._hub.remove(op.group, op.entries[op.suspect])
+            self._counts.forgotten_blocks += removed
+        index.unpin(op.entries)
+
+
+def _fetches_of(group: GroupLease, kept: NDArray[np.intp]) -> ReadIds:
+    """The fetches that bring the pages of a load; empty when all of them are there."""
+    if group.fetches is None:
+        return NO_READS
+    fetches = group.fetches[kept]
+    return fetches if fetches.any() else NO_READS

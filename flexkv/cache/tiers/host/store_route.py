@@ -1,0 +1,95 @@
+"""Stores from engine blocks to host slots."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import OpRole, StorePlan
+from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds
+from flexkv.cache.ops import RankOp
+from flexkv.cache.routes import StoreOffer, StoreRoute
+from flexkv.cache.tier import TierContext
+from flexkv.cache.trails import TrailTable
+from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
+
+
+class HostStores(StoreRoute):
+    """D2H: what is stored is visible in host memory when every rank has copied it.
+
+    Args:
+        trails: are told which blocks a request stored.
+    """
+
+    def __init__(self, context: TierContext, trails: TrailTable) -> None:
+        self._context = context
+        self._hub = context.hub
+        self._ops = context.ops
+        self._trails = trails
+
+    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+        group, blocks = offer.group, offer.blocks
+        without_slot = self._take_over(offer, room)
+        positions, entries, slots, evicted, known, dropped = self._hub.index.insert(group, offer.keys, room)
+        self._hub.evicted(group, evicted)
+        stored = positions.view(np.int32)
+        known, dropped = known - without_slot, dropped + without_slot
+        if not len(stored):
+            return StorePlan(None, stored, known, dropped)
+        self._hub.filled_by_store(group, slots, offer.tokens)
+        all_new = len(stored) == len(blocks)
+        sources = blocks if all_new else blocks[positions]
+        plan = TransferOp(self._ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
+        offer.begun(self._ops, HUB, plan, entries, positions, epoch)
+        self._trails.of(offer.request_id)[group].put_at(offer.first_block, positions, entries)
+        return StorePlan(TransferGraph((plan,)), stored, known, dropped)
+
+    def _take_over(self, offer: StoreOffer, room: int) -> int:
+        """Makes blocks unknown that a fetch is to bring, so that the offer stores them.
+
+        Until it has been verified nobody knows whether a fetch brings its page, and the engine offers a block once. Of
+        such a block the store's slot becomes the key's own; the fetch goes on in its slot for the loads that wait for
+        it, and is not published. If the store fails, the page is in its tier still, unless both have failed.
+
+        Returns:
+            How many find no slot, and stay the fetch's.
+        """
+        if not self._ops.any_of(OpRole.FETCH):
+            return 0
+        index, group = self._hub.index, offer.group
+        entries = index.find(group, offer.keys, ready_only=False)
+        unverified = self._unverified(offer, entries)
+        if not len(unverified):
+            return 0
+        unknown = int(np.count_nonzero(entries == NO_ENTRY))
+        missing = min(room, unknown + len(unverified)) - index.free_slots(group)
+        if missing > 0:
+            there = entries[entries != NO_ENTRY]
+            ready = there[index.ready(there).view(np.bool_)]
+            # Not what the offer has already, to make room for the rest of it.
+            index.pin(ready)
+            self._hub.evicted(group, index.evict(group, missing))
+            index.unpin(ready)
+        taken = max(0, min(room, index.free_slots(group)) - unknown)
+        self._hub.remove(group, entries[unverified[:taken]])
+        return max(0, len(unverified) - taken)
+
+    def _unverified(self, offer: StoreOffer, entries: EntryIds) -> NDArray[np.intp]:
+        """Positions of offered blocks that a fetch is bringing, and whose content is not from there."""
+        group = offer.group
+        there = np.flatnonzero(entries != NO_ENTRY)
+        coming: NDArray[np.intp] = there[self._hub.fillers(group, entries[there]) != 0]
+        loading = [op.plan.blocks for op in self._ops if op.role is OpRole.LOAD and op.group == group]
+        if len(coming) and loading:
+            # These engine blocks get what the fetch brings: where it fails they are computed, and offered again.
+            coming = coming[~np.isin(offer.blocks[coming], np.concatenate(loading))]
+        return coming
+
+    def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
+        self._hub.remove(op.group, op.entries[pages])
+
+    def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        published = self._hub.index.finish(op.entries, good.view(np.uint8)).view(np.bool_)
+        if published.any():
+            self._hub.published(op.group, op.entries[published])
+        return published

@@ -1,0 +1,43 @@
+"""Host memory as a tier: its pages lie in the hub, and routes lead from and to engine blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.cache.ids import EntryIds
+from flexkv.cache.tier import Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.tiers.host.load_route import HostLoads
+from flexkv.cache.tiers.host.store_route import HostStores
+
+
+class HostTier(Tier):
+    """The first tier of every manager."""
+
+    facts = TierFacts("host memory")
+
+    def __init__(self, context: TierContext) -> None:
+        self._hub = context.hub
+        self.presence = context.hub.index
+        self.counts = TierCounts()
+        self.loads = HostLoads(context, context.stats)
+        self.stores = HostStores(context, context.trails)
+
+    def leading(self, group: int, keys: Keys) -> EntryIds:
+        return self.presence.match_prefix(group, keys)
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        return self._hub.there(group, keys)
+
+    def forget(self, group: int, keys: Keys) -> int:
+        return self._hub.remove(group, self.presence.find(group, keys, ready_only=False))
+
+    def begin_reset(self) -> None:
+        self.presence.clear()
+
+    def finish_reset(self, ends_s: float) -> None:
+        """Nothing survives the process."""
+
+    def poll(self, now_s: float) -> None:
+        """Nothing lies below."""

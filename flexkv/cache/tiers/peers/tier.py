@@ -1,0 +1,59 @@
+"""Pages of other units' folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from flexkv.cache.base import Keys
+from flexkv.cache.ids import EntryIds
+from flexkv.cache.tier import Plane, TierContext, TierFacts
+from flexkv.cache.tiers.stored_tier import StoredTier
+from flexkv.observe import get_logger, unix_now_s
+from flexkv.storage.base import StoredPages
+from flexkv.transfer.graph import OpId, SlotIds, TransferOp
+
+logger = get_logger(__name__)
+
+
+class PeerPlane(Plane, Protocol):
+    """What reads and converts peers' pages."""
+
+    @property
+    def down_reason(self) -> str:
+        """Why no more is read, or nothing. Asked now and then, so that a disk that hangs is found."""
+
+
+class PeerTier(StoredTier):
+    """Folders of other units. What is forgotten is forgotten in this process; the folders are their owners'.
+
+    Args:
+        pages: of all of them.
+        plane: None where the caller moves the pages.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        pages: StoredPages,
+        facts: TierFacts,
+        plane: PeerPlane | None = None,
+        unix_s: Callable[[], float] = unix_now_s,
+    ) -> None:
+        super().__init__(context, pages, facts, unix_s)
+        self.plane = plane
+        self._reader = plane
+
+    def plan_fetch(
+        self, op_id: OpId, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, layerwise: bool
+    ) -> TransferOp:
+        # Page by page: each is converted as a whole.
+        return super().plan_fetch(op_id, group, keys, entries, slots, layerwise=False)
+
+    def poll(self, now_s: float) -> None:
+        if self._reader is None or self.down or not (reason := self._reader.down_reason):
+            return
+        self.down = reason
+        logger.error("pages of other units' folders are out of use: %s", reason)
+        for volume in range(self.pages.disks):
+            self.lose(volume)

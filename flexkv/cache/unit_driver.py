@@ -1,0 +1,159 @@
+"""Carries ops between a manager and the planes of its tiers, without ever waiting for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from flexkv.cache.ids import TierId
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import Plane
+from flexkv.errors import FlexKVError
+from flexkv.observe import get_logger
+from flexkv.transfer.graph import OpKind, OpResult, SlotIds, TransferGraph
+
+logger = get_logger(__name__)
+
+WATCH_EVERY_S = 0.25
+"""How often the tiers are asked for news while nothing moves."""
+
+SAY_LEFT_EVERY_S = 60.0
+"""How often at most the log says that pages are computed although a tier has them."""
+
+FLUSH_SHARE = 0.7
+"""Of a close's time, how much is for beginning writes; the rest is for ending them and making them durable."""
+
+CLOSE_LOOK_S = 0.002
+"""How often a close looks whether the writes have ended."""
+
+
+class UnitDriver:
+    """Called by the thread that drives the manager, whenever it has a moment. Closes the tiers and their planes.
+
+    Args:
+        manager: whose tiers but the first have planes.
+        fail_read: tells loads that wait for a fetch (host slots and number) that it will never be made. Of fetches that
+            were submitted, the plane says itself how they end.
+    """
+
+    def __init__(
+        self,
+        manager: LocalCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        fail_read: Callable[[SlotIds, int], None] = lambda slots, read: None,
+    ) -> None:
+        self._manager = manager
+        self._behind = manager.tiers[1:]
+        self._planes: dict[TierId, Plane] = {
+            TierId(number): tier.plane for number, tier in enumerate(manager.tiers) if tier.plane is not None
+        }
+        self._clock = clock
+        self._fail_read = fail_read
+        self._watch_at_s = 0.0
+        self._say_left_at_s = 0.0
+        self._given_up_pages = 0
+        self._closed: bool | None = None
+        """What the close said; None before it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to submit or to wait for, or to be made durable by further calls of `poll`."""
+        return self._closed is None and (self._manager.busy or any(tier.unflushed for tier in self._behind))
+
+    def poll(self) -> None:
+        """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
+        if self._closed is not None:
+            return
+        if self._manager.moving:
+            self._take_results()
+        for tier, graph in self._manager.poll_work():
+            self._submit(tier, graph)
+        now_s = self._clock()
+        if now_s >= self._watch_at_s:
+            self._watch_at_s = now_s + WATCH_EVERY_S
+            self._watch(now_s)
+
+    def look_durable(self) -> bool:
+        """Whether all that was written until now would survive a crash; asks the tiers for news first."""
+        return all(tier.durable() for tier in self._behind)
+
+    def _submit(self, tier: TierId, graph: TransferGraph) -> None:
+        name = self._manager.tiers[tier].facts.name
+        reason = f"the queue of the {name} tier is full"
+        try:
+            if self._planes[tier].submit(graph) is not None:
+                return
+        except FlexKVError as error:
+            # The engine can live without the tier: what it holds is a miss from now on.
+            reason = f"{type(error).__name__}: {error}"
+            self._manager.take_down(tier, reason)
+        for op in graph.ops:
+            if op.kind is OpKind.DISK_READ:
+                self._fail_read(op.slots, op.op_id)
+            self._manager.complete_tier_op(OpResult.cancelled(op.op_id, op.pages, reason))
+
+    def _take_results(self) -> None:
+        for plane in self._planes.values():
+            while results := plane.poll():
+                for result in results:
+                    self._manager.complete_tier_op(result)
+
+    def _watch(self, now_s: float) -> None:
+        for tier in self._behind:
+            tier.poll(now_s)
+        self._say_left(now_s)
+
+    def _say_left(self, now_s: float) -> None:
+        lookup = self._manager.lookup
+        left = lookup.last_left
+        if left is None or now_s < self._say_left_at_s:
+            return
+        lookup.last_left, self._say_left_at_s = None, now_s + SAY_LEFT_EVERY_S
+        logger.info(
+            "pages of the %s tier are left to the engine, which computes them sooner: of the last lookup %d, in about "
+            "%.3f s instead of %.3f s (compute_if_faster)",
+            self._manager.tiers[left.tier].facts.name,
+            left.pages,
+            left.compute_s,
+            left.fetch_s,
+        )
+
+    def close(self, deadline_s: float) -> bool:
+        """Writes what waits and what only host memory has, ends the planes, and makes all of it durable.
+
+        False: after `deadline_s` seconds something still moved, or was not written, or not durable. What was not
+        written is lost, and nothing else. New writes begin within `FLUSH_SHARE` of the time only, so that those under
+        way can end and become durable. Further calls say the same again.
+        """
+        if self._closed is not None:
+            return self._closed
+        ends_s = time.monotonic() + deadline_s
+        flush_ends_s = time.monotonic() + FLUSH_SHARE * deadline_s
+        self._manager.offer_all()
+        self._manager.flush_writes()
+        self.poll()
+        while self._manager.busy and time.monotonic() < ends_s:
+            if time.monotonic() < flush_ends_s:
+                self._manager.flush_writes()
+            else:
+                self._give_up_writes(deadline_s)
+            time.sleep(CLOSE_LOOK_S)
+            self.poll()
+        self._give_up_writes(deadline_s)  # one look may have lasted to the end
+        # All of them are closed, whatever one says.
+        ended = [plane.close(max(0.0, ends_s - time.monotonic())) for plane in self._planes.values()]
+        self._take_results()
+        durable = [tier.close(max(0.0, ends_s - time.monotonic())) for tier in reversed(self._behind)]
+        whole = all(ended) and all(durable)
+        self._closed = whole and not self._given_up_pages
+        if not whole:
+            logger.warning(
+                "the tiers behind host memory did not end within %.1f s: what was not durable is computed again",
+                deadline_s,
+            )
+        return self._closed
+
+    def _give_up_writes(self, deadline_s: float) -> None:
+        if left := self._manager.give_up_writes():
+            self._given_up_pages += left
+            logger.warning("%d pages of host memory were not written within %.1f s", left, deadline_s)

@@ -1,0 +1,244 @@
+"""Pages on their way from host memory to one tier."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys, OpRole
+from flexkv.cache.checks import good_pages
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import NO_ENTRY, EntryIds, TierId
+from flexkv.cache.ops import OpTable, WriteOp
+from flexkv.cache.outbox import Outbox
+from flexkv.cache.tier import Sink, Tier, WriteMode
+from flexkv.transfer.graph import OpResult, SlotIds
+
+LEAVE_PAGES = 256
+"""Pages that are made to leave host memory at once, at most; bounds the time a step spends on it to tens of us."""
+
+LEAVE_SHARE = 16
+"""One host slot in so many is kept free where pages are written only as they leave, so that a store finds slots
+without throwing away what no tier has yet."""
+
+
+class WriteQueue:
+    """Plans a tier's writes and takes their ends.
+
+    Contract with both indexes: while a write is in flight its host entries are pinned, so that the slots it reads keep
+    their bytes, and its entries in the tier are pending and pinned, so that nobody reads or rewrites their places.
+
+    Args:
+        tier: with a sink.
+    """
+
+    def __init__(self, tier_id: TierId, tier: Tier, hub: Hub, ops: OpTable, outbox: Outbox) -> None:
+        assert tier.sink is not None
+        self._tier_id = tier_id
+        self._tier = tier
+        self._sink: Sink = tier.sink
+        self._facts = tier.facts
+        self._hub = hub
+        self._ops = ops
+        self._outbox = outbox
+        self._waiting: deque[tuple[int, Keys]] = deque()
+        self._waiting_pages = 0
+        self._leaving_pages: dict[int, int] = {}
+
+    @property
+    def waiting_pages(self) -> int:
+        """Pages that wait for their write to be planned."""
+        return self._waiting_pages
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be written, and can be."""
+        return not self._tier.down and self._waiting_pages > 0
+
+    def offer(self, group: int, keys: Keys) -> None:
+        """These pages became visible in host memory."""
+        if self._tier.down or self._facts.write in (WriteMode.EVICT, WriteMode.OFF):
+            return
+        if self._waiting_pages + len(keys) > self._facts.waiting_pages:
+            self._tier.counts.dropped_writes += len(keys)
+            return
+        self._waiting.append((group, keys))
+        self._waiting_pages += len(keys)
+
+    def poll(self, groups: int, epoch: int) -> None:
+        """Plans what may be written now. O(pages planned)."""
+        if self._tier.down:
+            self.reset()
+            return
+        if self._facts.write is WriteMode.BACK:
+            idle = not self._in_flight(OpRole.FETCH) and not self._in_flight(OpRole.WRITE)
+            # More than half full, it no longer waits for a quiet moment.
+            idle |= 2 * self._waiting_pages > self._facts.waiting_pages
+            self._drain(LEAVE_PAGES if idle else 0, epoch)
+        else:
+            self._drain(self._facts.write_pages, epoch)
+        if self._facts.write in (WriteMode.BACK, WriteMode.EVICT):
+            for group in range(groups):
+                self._make_room(group, epoch)
+
+    def _in_flight(self, role: OpRole) -> int:
+        return self._ops.count(role, self._tier_id)
+
+    def offer_all(self, groups: int) -> None:
+        """Offers what is in host memory, not leased and not in the tier, in whatever mode.
+
+        What was used last goes first, each chain from its start, and no more than the tier holds; the rest counts as
+        dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
+        is called.
+        """
+        if self._tier.down:
+            return
+        self._keep_leased_waiting()
+        for group in range(groups):
+            keys = self._unleased(group)
+            room = self._sink.room(group)
+            self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys[room:])))
+            keys = keys[:room]
+            known = self._sink.known(group, keys)
+            # So that what is written now displaces others and not these.
+            self._sink.used(group, keys[known])
+            keys = keys[~known]
+            if len(keys):
+                self._waiting.append((group, keys))
+                self._waiting_pages += len(keys)
+
+    def unwritten(self, groups: int) -> int:
+        """Pages in host memory that the tier lacks; those that somebody leases, or that are on their way, count."""
+        written = 0
+        for group in range(groups):
+            written += int(np.count_nonzero(self._tier.present(group, self._unleased(group))))
+        return len(self._hub.index) - written
+
+    def give_up_waiting(self) -> int:
+        """Forgets what waits; returns how many pages that are."""
+        pages = self._waiting_pages
+        self.reset()
+        self._tier.counts.lost += pages
+        return pages
+
+    def flush(self, epoch: int) -> None:
+        """Plans what waits, whatever the mode, as far as the bounds allow."""
+        self._drain(self._facts.write_pages, epoch)
+
+    def complete(self, op: WriteOp, result: OpResult) -> None:
+        good = good_pages(result, op.pages)
+        written = self._sink.end_write(op.group, op.entries, good)
+        self._tier.counts.written += int(np.count_nonzero(written))
+        self._tier.counts.failed_writes += int(np.count_nonzero(~good))
+        if op.leaving:
+            self._leaving_pages[op.group] -= op.pages
+            self._leave(op.group, op.host)
+        else:
+            self._hub.index.unpin(op.host)
+
+    def reset(self) -> None:
+        """Forgets what waits; writes in flight end by themselves."""
+        self._waiting.clear()
+        self._waiting_pages = 0
+
+    # --- internals ---
+
+    def _unleased(self, group: int) -> Keys:
+        """The visible pages in host memory that nobody leases, used last first."""
+        index = self._hub.index
+        entries = index.take_coldest(group, index.up_slots(group))
+        keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
+        index.unpin(entries)
+        return keys
+
+    def _keep_leased_waiting(self) -> None:
+        """What nobody leases, or has left host memory, does not wait any more."""
+        index = self._hub.index
+        waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
+        for group, keys in waiting:
+            entries = index.find(group, keys)
+            there = entries != NO_ENTRY
+            leased = keys[there][index.pins_of(entries[there]) > 0]
+            if len(leased):
+                self._waiting.append((group, leased))
+                self._waiting_pages += len(leased)
+
+    def _room(self) -> int:
+        if self._in_flight(OpRole.WRITE) >= self._facts.fetch_ops:
+            return 0
+        return self._facts.write_pages - self._ops.pages(OpRole.WRITE, self._tier_id)
+
+    def _drain(self, most: int, epoch: int) -> None:
+        while self._waiting and (room := min(self._room(), most)) > 0:
+            group, keys = self._waiting.popleft()
+            if len(keys) > room:
+                self._waiting.appendleft((group, keys[room:]))
+                keys = keys[:room]
+            self._waiting_pages -= len(keys)
+            most -= len(keys)
+            self._write_unknown(group, keys, epoch)
+
+    def _write_unknown(self, group: int, keys: Keys, epoch: int) -> None:
+        """Writes those of `keys` that are in host memory and not in the tier."""
+        keys = keys[~self._sink.known(group, keys)]
+        entries = self._hub.index.find(group, keys)
+        there = entries != NO_ENTRY
+        if there.any():
+            slots = self._hub.index.pin(entries[there])
+            left = self._write(group, keys[there], entries[there], slots, epoch, leaving=False)
+            self._hub.index.unpin(left)
+
+    def _write(
+        self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, epoch: int, leaving: bool
+    ) -> EntryIds:
+        """Plans a write of pinned pages; returns the entries that found no place, still pinned."""
+        tokens: NDArray[np.int32] = self._hub.tokens[group][slots]
+        op_id = self._ops.next_id()
+        positions, stored, plan = self._sink.plan_write(op_id, group, keys, slots, tokens)
+        without = np.ones(len(keys), np.bool_)
+        without[positions] = False
+        if plan is not None:
+            self._ops.add(
+                WriteOp(
+                    plan=plan,
+                    role=OpRole.WRITE,
+                    tier=self._tier_id,
+                    entries=stored,
+                    host=entries[positions],
+                    epoch=epoch,
+                    leaving=leaving,
+                )
+            )
+            self._outbox.put(self._tier_id, plan)
+        self._tier.counts.dropped_writes += int(np.count_nonzero(without))
+        return entries[without]
+
+    def _make_room(self, group: int, epoch: int) -> None:
+        """Writes what is to leave host memory next and is not in the tier, and releases what is."""
+        index = self._hub.index
+        leaving = self._leaving_pages.get(group, 0)
+        missing = -(-index.up_slots(group) // LEAVE_SHARE) - index.free_slots(group) - leaving
+        count = min(missing, self._room(), LEAVE_PAGES)
+        if count <= 0:
+            return
+        entries = index.take_coldest(group, count)
+        known = self._sink.known(group, index.keys_of(entries))
+        self._leave(group, entries[known])
+        entries = entries[~known]
+        if len(entries):
+            keys, slots = index.keys_of(entries), index.slots_of(entries)
+            left = self._write(group, keys, entries, slots, epoch, leaving=True)
+            self._leaving_pages[group] = leaving + len(entries) - len(left)
+            self._leave(group, left)
+
+    def _leave(self, group: int, entries: EntryIds) -> None:
+        """Unpins pages and evicts those that nobody else leases."""
+        index = self._hub.index
+        alone = entries[index.pins_of(entries) == 1]
+        keys = index.keys_of(alone)
+        removed = index.remove(alone).view(np.bool_)
+        index.unpin(entries)
+        if removed.any():
+            self._hub.evicted(group, keys[removed])
