@@ -647,9 +647,28 @@ class BlockIndex:
     def unpin(self, entries: NDArray[np.uint32]) -> None: ...
     def touch(self, entries: NDArray[np.uint32]) -> None: ...
     def insert(
-        self, group: int, keys: NDArray[np.uint8], max_new: int
+        self, group: int, keys: NDArray[np.uint8], max_new: int, filler: int = 0, leases: int = 0
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
-        """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped."""
+        """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped.
+
+        Args:
+            filler: the op that fills the new blocks, for which lookups may wait; 0: nobody may.
+            leases: pins on each new entry beside that of the insert, which `finish` leaves.
+        """
+
+    def fillers(self, entries: NDArray[np.uint32]) -> NDArray[np.int64]:
+        """Of each entry that is pending, the op that fills it; 0 for all others."""
+
+    def set_expiry(self, entries: NDArray[np.uint32], expiries: NDArray[np.uint64]) -> None:
+        """From when on, in Unix seconds, blocks are misses for a TierLookup; 0: never.
+
+        Raises:
+            ContractError: an entry is not in use. Nothing is set.
+        """
+
+    def expiries(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]: ...
+    def count_ready(self, entries: NDArray[np.uint32]) -> int:
+        """How many of the leading entries are ready; the caller leases them."""
 
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
         """Evicts up to `count` blocks that nobody leases; returns their keys."""
@@ -678,6 +697,98 @@ class BlockIndex:
     @property
     def evictions(self) -> int: ...
     def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...
+
+class Found:
+    """What a lookup over all tiers found, each page leased in its tier. Made by `TierLookup.look`.
+
+    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Arrays are read-only views of its memory;
+    pages are numbered from the start of the lookup on.
+    """
+
+    @property
+    def blocks(self) -> int:
+        """That every group can restore."""
+    @property
+    def ready_blocks(self) -> int:
+        """The leading ones of these that are ready in host memory."""
+    @property
+    def cut(self) -> bool:
+        """The room ended the prefix, and the next block is found too."""
+    @property
+    def leased(self) -> bool:
+        """False after `release` and `detach`."""
+    @property
+    def groups(self) -> int: ...
+    @property
+    def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]:
+        """Tier, group and entries of pages that are misses because their time is over: their owner removes them."""
+    def entries(self, group: int) -> NDArray[np.uint32]:
+        """Of each page, in the index of its tier."""
+    def slots(self, group: int) -> NDArray[np.int32]: ...
+    def runs(self, group: int) -> NDArray[np.int32]:
+        """Where the pages lie, int32 [runs, 4]: tier, state (0 ready, 1 being filled by an op), first page, pages."""
+    def detach(self) -> None:
+        """The pages were taken over by who ends their leases with the indexes' `unpin`.
+
+        Raises:
+            ContractError: the lease was ended or taken over before.
+        """
+
+class TierLookup:
+    """One lookup over the indexes of all tiers, host memory first. Contracts: csrc/index/tier_lookup.h.
+
+    Args:
+        presences: at most 32; each another index of `groups` groups.
+
+    Raises:
+        ConfigError: no tier, or too many. ContractError: an index named twice, or with another number of groups.
+    """
+
+    def __init__(self, presences: Sequence[BlockIndex], groups: int) -> None: ...
+    @property
+    def tiers(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    def look(
+        self,
+        keys: Sequence[NDArray[np.uint8]],
+        start_block: int,
+        room_pages: int,
+        tiers_mask: int,
+        now_s: int,
+        coming: bool = True,
+    ) -> Found:
+        """Leases the longest prefix after `start_block` that every group can restore.
+
+        Args:
+            keys: per group, of the whole request.
+            room_pages: of all groups together at most; negative is none.
+            tiers_mask: bit t: tier t may be used.
+            now_s: Unix time; what expires then or earlier is a miss.
+            coming: host pages that ops are filling count. Otherwise another tier may have them. Host pages that are
+                being stored end the prefix.
+
+        Raises:
+            BlockRangeError, ContractError, KeySchemeError: nothing is leased.
+        """
+
+    def trim(self, found: Found, blocks: int) -> None:
+        """Ends the leases on all but the first `blocks` blocks.
+
+        Raises:
+            BlockRangeError: more than were found. ContractError: `found` is not leased, or another lookup's.
+        """
+
+    def release(self, found: Found) -> None:
+        """Ends all leases. `found` has no page any more."""
+
+    def count_ready(self, found: Found) -> int:
+        """How many leading blocks are ready in host memory now. `found` is leased, by itself or by who detached it."""
+
+    def present(
+        self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int
+    ) -> NDArray[np.uint8]:
+        """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
 
 # --- gds ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "bindings/aligned_array.h"
 #include "bindings/bindings.h"
+#include "bindings/index_arguments.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
 #include "index/block_index.h"
@@ -20,29 +21,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-using Bytes = py::array_t<uint8_t, py::array::c_style>;
-using Entries = py::array_t<EntryId, py::array::c_style>;
-using Slots = py::array_t<int32_t, py::array::c_style>;
-
-std::span<const BlockKey> keys_of(const py::array& keys) {
-  if (!py::isinstance<py::array_t<uint8_t>>(keys) || keys.ndim() != 2 || keys.shape(1) != kKeyBytes ||
-      !(keys.flags() & py::array::c_style)) {
-    throw KeySchemeError("block keys are " + py::str(keys.dtype()).cast<std::string>() + " of " +
-                         std::to_string(keys.ndim()) +
-                         " dimensions; needed is a C-contiguous uint8 array of shape [blocks, 16]");
-  }
-  // Views of key chains and fresh arrays are aligned; a slice of foreign memory may not be.
-  if (reinterpret_cast<uintptr_t>(keys.data()) % alignof(BlockKey) != 0) {
-    throw KeySchemeError("block keys do not lie on an 8-byte boundary");
-  }
-  return {static_cast<const BlockKey*>(keys.data()), static_cast<size_t>(keys.shape(0))};
-}
-
-std::span<const EntryId> entries_of(const Entries& entries) {
-  if (entries.ndim() != 1) throw ContractError("entries must have one dimension");
-  require_aligned<ContractError>(entries, "entries");
-  return {entries.data(), static_cast<size_t>(entries.shape(0))};
-}
+using Expiries = py::array_t<uint64_t, py::array::c_style>;
 
 py::ssize_t length_of(const Entries& entries) { return static_cast<py::ssize_t>(entries_of(entries).size()); }
 
@@ -70,8 +49,9 @@ py::array_t<T> array_over(std::vector<T>&& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(held.size()), held.data(), base);
 }
 
-py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new) {
-  Inserted done = index.insert(group, keys_of(keys), max_new);
+py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new, int64_t filler,
+                 uint32_t leases) {
+  Inserted done = index.insert(group, keys_of(keys), max_new, filler, leases);
   return py::make_tuple(array_over(std::move(done.positions)), array_over(std::move(done.entries)),
                         array_over(std::move(done.slots)), array_of(done.evicted), done.known, done.dropped);
 }
@@ -87,10 +67,10 @@ void bind_index(py::module_& m) {
         return in_a_row({slots.data(), static_cast<size_t>(slots.shape(0))});
       },
       py::arg("slots").noconvert());
-  NativeBinding<BlockIndex>(m, "BlockIndex")
+  NativeBinding<BlockIndex, std::shared_ptr<BlockIndex>>(m, "BlockIndex")
       .def(py::init([](const List<uint32_t>& group_slots, const std::string& policy) {
              std::random_device random;
-             return std::make_unique<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random());
+             return std::make_shared<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random());
            }),
            py::arg("group_slots"), py::arg("policy") = "lru")
       .def("grow", &BlockIndex::grow, py::arg("group"), py::arg("slots"))
@@ -163,7 +143,40 @@ void bind_index(py::module_& m) {
       .def(
           "touch", [](BlockIndex& index, const Entries& entries) { index.touch(entries_of(entries)); },
           py::arg("entries").noconvert())
-      .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"))
+      .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"), py::arg("filler") = 0,
+           py::arg("leases") = 0)
+      .def(
+          "fillers",
+          [](const BlockIndex& index, const Entries& entries) {
+            py::array_t<int64_t> fillers(length_of(entries));
+            index.copy_fillers(entries_of(entries), fillers.mutable_data());
+            return fillers;
+          },
+          py::arg("entries").noconvert())
+      .def(
+          "set_expiry",
+          [](BlockIndex& index, const Entries& entries, const Expiries& expiries) {
+            if (expiries.ndim() != 1 || expiries.shape(0) != length_of(entries)) {
+              throw ContractError("set_expiry: one expiry an entry is needed");
+            }
+            require_aligned<ContractError>(expiries, "set_expiry: expiries");
+            index.set_expiry(entries_of(entries), expiries.data());
+          },
+          py::arg("entries").noconvert(), py::arg("expiries").noconvert())
+      .def(
+          "expiries",
+          [](const BlockIndex& index, const Entries& entries) {
+            Expiries expiries(length_of(entries));
+            index.copy_expiries(entries_of(entries), expiries.mutable_data());
+            return expiries;
+          },
+          py::arg("entries").noconvert())
+      .def(
+          "count_ready",
+          [](const BlockIndex& index, const Entries& entries) {
+            return index.count_ready(entries_of(entries));
+          },
+          py::arg("entries").noconvert())
       .def(
           "evict",
           [](BlockIndex& index, uint32_t group, size_t count) { return array_of(index.evict(group, count)); },

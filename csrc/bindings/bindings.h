@@ -10,6 +10,7 @@ void bind_gds_lane(pybind11::module_& m);  // after bind_transfer and bind_stora
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
+void bind_lookup(pybind11::module_& m);  // after bind_index: it takes block indexes
 void bind_pool(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);
 void bind_storage(pybind11::module_& m);  // after bind_transfer: its lane is a Lane

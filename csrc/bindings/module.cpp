@@ -44,6 +44,7 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_index(m);
   flexkv::bind_keys(m);
   flexkv::bind_layout(m);
+  flexkv::bind_lookup(m);  // after bind_index: it takes block indexes
   flexkv::bind_pool(m);
   flexkv::bind_rope(m);
   flexkv::bind_transfer(m);

@@ -34,9 +34,11 @@ class PageConversion;
 class PageMover;
 class SlabFile;
 class SlotImage;
+class TierLookup;
 class TokenChain;
 class TransferEngine;
 struct FaultRule;
+struct Found;
 struct IoFaultRule;
 struct OpResult;
 
@@ -45,9 +47,9 @@ concept OneOf = (std::same_as<T, List> || ...);
 
 template <typename T>
 concept NativeClass =
-    OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover, GDSManager, GdsLane,
+    OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover, Found, GDSManager, GdsLane,
           HostMover, HostPool, IoFaultRule, IoFaults, KvView, Lane, OpResult, PageCodec, PageConversion,
-          PageMover, SlabFile, SlotImage, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
+          PageMover, SlabFile, SlotImage, TierLookup, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
 
 // Binds T as pybind11::class_ does; a class that is missing above does not compile.
 template <NativeClass T, typename... More>

@@ -16,10 +16,27 @@
 #include "index/block_key.h"
 #include "index/entry_table.h"
 #include "index/eviction_policy.h"
+#include "index/huge_array.h"
 #include "index/key_map.h"
 #include "index/slot_pool.h"
 
 namespace flexkv {
+
+// What an index knows of a block at a given time.
+enum class Presence : uint8_t {
+  kAbsent,   // no entry
+  kReady,    // may be hit
+  kFilling,  // pending, and an op that is named fills it
+  kStoring,  // pending, with no filler: what it will hold may never be published
+  kExpired,  // ready, and its time is over: a miss, whose owner has to remove it
+};
+
+// A run of blocks that `pin_run` found. `expired`: the entry that ended it because its time is over, or
+// kNoEntry.
+struct PinnedRun {
+  size_t count = 0;
+  EntryId expired = kNoEntry;
+};
 
 // What `insert` did. Arrays of the same length describe the same block.
 struct Inserted {
@@ -45,6 +62,27 @@ class BlockIndex {
   // The same and `pin` in one pass: one more lease on each entry found; writes their slots.
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots);
 
+  // One more lease on each of the leading keys that are ready and have not expired, or (kFilling) that are
+  // being filled by ops; writes their entries and slots. Finds chains as fast as `match_and_pin`.
+  PinnedRun pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
+                    EntryId* entries, int32_t* slots);
+
+  // Of one key, or of an entry that `find` has just returned.
+  Presence presence(uint32_t group, const BlockKey& key, uint64_t now_s) const;
+  Presence presence(EntryId entry, uint64_t now_s) const;
+
+  // How many of the leading entries are ready. The caller leases them.
+  size_t count_ready(std::span<const EntryId> entries) const;
+
+  // One more lease on an entry that `find` has just returned; its slot. Throws ContractError when it has too
+  // many.
+  int32_t pin_one(EntryId entry);
+
+  // Takes back leases that nothing has happened since: unlike `unpin` it leaves the order of use as it is.
+  void take_back(std::span<const EntryId> entries) {
+    for (const EntryId id : entries) --table_[id].meta;
+  }
+
   // Entry of every key, ready or pending, or kNoEntry. Returns how many were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
@@ -68,7 +106,18 @@ class BlockIndex {
 
   // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At
   // most `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
-  Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new);
+  // `filler`: the op that fills the new entries, 0 for none that others may wait for. `leases`: more pins on
+  // each new entry, which `finish` leaves.
+  Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
+                  uint32_t leases = 0);
+
+  // Writes of each pending entry its filler, of all others 0.
+  void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
+
+  // From when on (Unix seconds, 0: never) the blocks are misses for those who ask with a time. All or none:
+  // an entry that is not in use throws ContractError.
+  void set_expiry(std::span<const EntryId> entries, const uint64_t* expiries);
+  void copy_expiries(std::span<const EntryId> entries, uint64_t* out) const;
 
   // Evicts up to `count` blocks that are not pinned; returns their keys.
   std::vector<BlockKey> evict(uint32_t group, size_t count);
@@ -129,18 +178,25 @@ class BlockIndex {
   bool is_block(EntryId id, uint32_t group, const BlockKey& key) const {
     return table_[id].key == key && table_[id].group() == group;
   }
-  bool is_ready(EntryId id, uint32_t group, const BlockKey& key) const {
-    return table_[id].key == key && table_[id].is_ready_in(group);
+  bool is_block_in(EntryId id, EntryState state, uint32_t group, const BlockKey& key) const {
+    return table_[id].key == key && table_[id].is_in(state, group);
   }
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` for as long as it agrees with `keys`; returns how far. `visit(i, id)` is
-  // called for each block found.
+  // Follows the chain after `at` for as long as it agrees with `keys` and its entries are in `state`; returns
+  // how far. `visit(i, id)` is called for each block found, and ends the walk before it by returning false.
   template <class Visit>
-  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
+  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId at,
+              Visit visit) const;
+  // The leading keys whose entries are in `state`. `visit` writes each to `entries`.
   template <class Visit>
-  size_t match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, Visit visit) const;
+  size_t match(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
+               Visit visit) const;
+  // `match` that pins what `passes(id)` lets through. All or none.
+  template <class Passes>
+  size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
+                       int32_t* slots, Passes passes);
   // Like the public one, ready or pending.
   size_t find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
   // Evicts until `keys` have a slot each, or `max_new` of those that are unknown.
@@ -155,9 +211,14 @@ class BlockIndex {
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
-  // Undoes what a refused lease has added to these so far.
-  void take_back(std::span<const EntryId> entries) {
-    for (const EntryId id : entries) --table_[id].meta;
+  bool is_known(EntryId id) const { return id >= table_.first() && id < table_.end(); }
+  bool is_expired(EntryId id, uint64_t now_s) const {
+    return expiries_ && (*expiries_)[id] != 0 && (*expiries_)[id] <= now_s;
+  }
+  // What is noted of an entry's block starts anew.
+  void clear_notes(EntryId id, int64_t filler) {
+    if (fillers_) (*fillers_)[id] = filler;
+    if (expiries_) (*expiries_)[id] = 0;
   }
   void free_entry(EntryId id) {
     groups_[table_[id].group()].pool.give_back(table_[id].slot);
@@ -177,6 +238,10 @@ class BlockIndex {
   KeyMap map_;
   std::vector<Group> groups_;
   uint64_t evictions_ = 0;
+  // By entry, made when first used: an index without them costs nothing. Of an entry that is pending the op
+  // that fills it; of one in use the time from which on it is a miss. 0: none.
+  std::unique_ptr<HugeArray<int64_t>> fillers_;
+  std::unique_ptr<HugeArray<uint64_t>> expiries_;
 };
 
 }  // namespace flexkv

@@ -35,7 +35,7 @@ void BlockIndex::pin_found(uint32_t group, std::span<const BlockKey> keys, const
   for (size_t i = 0; i < keys.size(); ++i) {
     const EntryId id = entries[i];
     if (i + kPinAhead < keys.size()) table_.prefetch(entries[i + kPinAhead]);
-    if (id < table_.first() || id >= table_.end() || !is_ready(id, group, keys[i]) ||
+    if (!is_known(id) || !is_block_in(id, EntryState::kReady, group, keys[i]) ||
         table_[id].pins() == Entry::kMaxPins) {
       take_back({entries, i});
       throw ContractError("pin_found: entry " + std::to_string(id) +
@@ -61,6 +61,15 @@ void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
     ++table_[id].meta;
     slots[i] = static_cast<int32_t>(table_[id].slot);
   }
+}
+
+int32_t BlockIndex::pin_one(EntryId entry) {
+  if (table_[entry].pins() == Entry::kMaxPins) {
+    throw ContractError("entry " + std::to_string(entry) + " has " + std::to_string(Entry::kMaxPins) +
+                        " leases; it cannot have more");
+  }
+  ++table_[entry].meta;
+  return static_cast<int32_t>(table_[entry].slot);
 }
 
 void BlockIndex::unpin(std::span<const EntryId> entries) {

@@ -21,8 +21,9 @@ constexpr EntryId kWalkAhead = 32;
 }  // namespace
 
 template <class Visit>
-size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const {
-  const uint32_t ready = Entry::pack(EntryState::kReady, group, 0);
+size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId at,
+                        Visit visit) const {
+  const uint32_t wanted = Entry::pack(state, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
     // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
@@ -33,22 +34,22 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
       if (entry.older != at + 1) break;
       const Entry& next = (&entry)[1];
       const uint64_t differs = (next.key.low ^ keys[i].low) | (next.key.high ^ keys[i].high) |
-                               ((next.meta & ~Entry::kMaxPins) ^ ready);
+                               ((next.meta & ~Entry::kMaxPins) ^ wanted);
       if (differs) break;
       __builtin_prefetch(&entry + kWalkAhead);
-      visit(i, at + 1);
+      if (!visit(i, at + 1)) return i;
     }
     if (i == keys.size()) break;
     const EntryId next = table_[at].older;
-    if (!near(at, next) || !is_ready(next, group, keys[i])) break;
-    visit(i++, next);
+    if (!near(at, next) || !is_block_in(next, state, group, keys[i]) || !visit(i, next)) break;
+    ++i;
     at = next;
   }
   return i;
 }
 
 template <class Visit>
-size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
                          Visit visit) const {
   group_at(group);
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
@@ -74,16 +75,17 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId
     bool chained = false;
     while (i < end && !chained) {
       const EntryId found = lookup(group, keys[i], hashes[i % hashes.size()]);
-      if (found == kNoEntry || !table_[found].is_ready_in(group)) return i;
+      if (found == kNoEntry || !table_[found].is_in(state, group)) return i;
       chained =
           batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
-      visit(i++, found);
+      if (!visit(i, found)) return i;
+      ++i;
     }
     batch = std::min(2 * batch, kProbeBatch);
     if (chained) {
       const size_t from = i;
-      const size_t walked = walk(group, keys.subspan(from), entries[from - 1],
-                                 [&](size_t k, EntryId id) { visit(from + k, id); });
+      const size_t walked = walk(group, keys.subspan(from), state, entries[from - 1],
+                                 [&](size_t k, EntryId id) { return visit(from + k, id); });
       i += walked;
       if (walked > 0) batch = 1;
     }
@@ -92,17 +94,23 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId
 }
 
 size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
-  return match(group, keys, entries, [entries](size_t i, EntryId id) { entries[i] = id; });
+  return match(group, keys, EntryState::kReady, entries, [entries](size_t i, EntryId id) {
+    entries[i] = id;
+    return true;
+  });
 }
 
-size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
-                                 int32_t* slots) {
+template <class Passes>
+size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryState state,
+                                 EntryId* entries, int32_t* slots, Passes passes) {
   bool overflow = false;
-  const size_t found = match(group, keys, entries, [&](size_t i, EntryId id) {
+  const size_t found = match(group, keys, state, entries, [&](size_t i, EntryId id) {
+    if (!passes(id)) return false;
     Entry& entry = table_[id];
     entries[i] = id;
     slots[i] = static_cast<int32_t>(entry.slot);
     overflow |= (++entry.meta & Entry::kMaxPins) == 0;
+    return true;
   });
   if (overflow) {
     take_back({entries, found});
@@ -110,6 +118,35 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
                         " leases; it cannot have more");
   }
   return found;
+}
+
+size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                                 int32_t* slots) {
+  return match_and_pin(group, keys, EntryState::kReady, entries, slots, [](EntryId) { return true; });
+}
+
+PinnedRun BlockIndex::pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
+                              EntryId* entries, int32_t* slots) {
+  if (wanted == Presence::kFilling) {
+    if (!fillers_) return {};
+    const size_t count = match_and_pin(group, keys, EntryState::kPending, entries, slots,
+                                       [&](EntryId id) { return (*fillers_)[id] != 0; });
+    return {count, kNoEntry};
+  }
+  if (wanted != Presence::kReady) throw ContractError("pin_run: only what is ready or filled can be pinned");
+  if (!expiries_) return {match_and_pin(group, keys, entries, slots), kNoEntry};
+  PinnedRun run;
+  run.count = match_and_pin(group, keys, EntryState::kReady, entries, slots, [&](EntryId id) {
+    if (!is_expired(id, now_s)) return true;
+    run.expired = id;
+    return false;
+  });
+  return run;
+}
+
+Presence BlockIndex::presence(uint32_t group, const BlockKey& key, uint64_t now_s) const {
+  group_at(group);
+  return presence(lookup(group, key, map_.hash(key)), now_s);
 }
 
 size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool ready_only,

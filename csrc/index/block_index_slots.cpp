@@ -36,6 +36,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     entry.key = keys[i];
     entry.slot = slot;
     entry.meta = Entry::pack(EntryState::kReady, group, 0);
+    clear_notes(id, 0);
     entry.newer = last;
     if (last != kNoEntry) table_[last].older = id;
     if (first == kNoEntry) first = id;

@@ -9,6 +9,16 @@
 #include "index/probe_batch.h"
 
 namespace flexkv {
+namespace {
+
+void check_leases(const char* call, uint32_t leases) {
+  if (leases <= Entry::kMaxPins / 2) return;
+  throw ContractError(std::string(call) + ": " + std::to_string(leases) + " leases; allowed are 0 to " +
+                      std::to_string(Entry::kMaxPins / 2));
+}
+
+}  // namespace
+
 void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                            std::vector<BlockKey>& evicted) {
   Group& owner = group_at(group);
@@ -32,8 +42,14 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
   unpin(held);
 }
 
-Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new) {
+Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler,
+                            uint32_t leases) {
   Group& owner = group_at(group);
+  check_leases("insert", leases);
+  if (filler < 0) {
+    throw ContractError("insert: filler " + std::to_string(filler) + "; allowed are 0 (none) and more");
+  }
+  if (filler != 0 && !fillers_) fillers_ = std::make_unique<HugeArray<int64_t>>(table_.size());
   Inserted result;
   const size_t most = std::min(keys.size(), max_new);
   if (owner.pool.free() < most) make_room(group, keys, max_new, result.evicted);
@@ -81,7 +97,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.slot = *slot;
     entry.newer = at;
     entry.older = after;
-    entry.meta = Entry::pack(EntryState::kPending, group, 1);
+    entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
+    clear_notes(id, filler);
     table_[at].older = id;
     table_[after].newer = id;
     at = id;
@@ -120,10 +137,7 @@ void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* o
 
 void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published,
                         uint32_t leases) {
-  if (leases > Entry::kMaxPins / 2) {
-    throw ContractError("finish: " + std::to_string(leases) + " leases; allowed are " +
-                        std::to_string(Entry::kMaxPins / 2));
-  }
+  check_leases("finish", leases);
   check_finish(entries, ok, leases);
   std::vector<EntryId> let_go;  // that nobody leases in place of who filled them
   for (size_t i = 0; i < entries.size(); ++i) {

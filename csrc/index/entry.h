@@ -37,10 +37,12 @@ struct alignas(32) Entry {
   EntryState state() const { return static_cast<EntryState>(meta >> (kPinBits + kGroupBits)); }
   void set_state(EntryState state) { meta = pack(state, group(), pins()); }
 
-  // A hit for this group: ready, with any number of pins.
-  bool is_ready_in(uint32_t in_group) const {
-    return (meta & ~kMaxPins) == pack(EntryState::kReady, in_group, 0);
+  // In this state, for this group, with any number of pins.
+  bool is_in(EntryState in_state, uint32_t in_group) const {
+    return (meta & ~kMaxPins) == pack(in_state, in_group, 0);
   }
+  // A hit for this group.
+  bool is_ready_in(uint32_t in_group) const { return is_in(EntryState::kReady, in_group); }
 };
 static_assert(sizeof(Entry) == 32);
 

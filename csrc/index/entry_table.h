@@ -22,6 +22,8 @@ class EntryTable {
   const Entry& operator[](EntryId id) const { return entries_[id]; }
   void prefetch(EntryId id) const { entries_.prefetch(id); }
 
+  // Heads and entries: every id is below.
+  size_t size() const { return entries_.size(); }
   // Ids below this one are heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
   // Ids from this one on were never in use.

@@ -42,6 +42,9 @@ NOT_MADE = {
 NEED_A_GPU = ("HostPool.pin",)
 """Calls that are refused with a ConfigError here, however they are made."""
 
+NO_CONSTRUCTOR = ("Found.__init__",)
+"""Of classes whose objects come from calls of others."""
+
 
 class World:
     """Objects of one case, made when they are first asked for and then shared by its calls."""
@@ -151,6 +154,36 @@ def _entries(world: World) -> object:
     return world.kept["entries"].copy()
 
 
+def _lookup(world: World) -> c_ext.TierLookup:
+    host, behind = world.get("BlockIndex"), c_ext.BlockIndex([16, 16])
+    for index in (host, behind):
+        index.grow(0, 16)
+        index.grow(1, 16)
+    world.kept["behind"] = behind
+    return c_ext.TierLookup([host, behind], 2)
+
+
+def _look(world: World) -> dict[str, object]:
+    """Of each group a page that is ready in host memory, one that is filled there, and one in the tier behind."""
+    world.get("TierLookup")
+    host, behind = world.get("BlockIndex"), world.kept["behind"]
+    offered = []
+    for group in range(2):
+        keys = _keys(3, seed=next(world.numbers))
+        for index, first in ((host, 0), (behind, 2)):
+            entries = index.insert(group, keys[first : first + 1], 1)[1]
+            index.finish(entries, np.ones(len(entries), np.uint8))
+            index.set_expiry(entries, np.full(len(entries), 100, np.uint64))
+        host.insert(group, keys[1:2], 1, 7)
+        offered.append(keys)
+    return {"keys": offered, "start_block": 0, "room_pages": 8, "tiers_mask": 3, "now_s": 1}
+
+
+def _found_pages(world: World) -> c_ext.Found:
+    arguments: dict[str, Any] = _look(world)
+    return world.get("TierLookup").look(**arguments)  # type: ignore[no-any-return]
+
+
 def _manager(world: World) -> c_ext.GDSManager:
     return c_ext.GDSManager({0: [world.path()]}, 1, threads_per_device=1, gpu_device_id=-1, io="threads")
 
@@ -162,6 +195,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "EngineKeyChain": lambda _: c_ext.EngineKeyChain(bytes(32), 0),
     "FaultRule": lambda _: c_ext.FaultRule(0, nth_op=1000),
     "FaultyMover": lambda world: c_ext.FaultyMover(world.get("CountingMover"), [world.get("FaultRule")]),
+    "Found": _found_pages,
     "GDSManager": _manager,
     "GdsLane": lambda world: c_ext.GdsLane([world.get("PageCodec")], 0, [[world.get("SlabFile").row]]),
     "HostMover": lambda _: c_ext.HostMover(),
@@ -173,6 +207,7 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "PageConversion": lambda _: c_ext.PageConversion(*_conversion()),
     "SlabFile": _slab,
     "SlotImage": lambda _: c_ext.SlotImage([STRIPE, STRIPE], 64),
+    "TierLookup": _lookup,
     "TokenChain": lambda _: c_ext.TokenChain(4),
     "TransferEngine": _engine,
 }
@@ -297,6 +332,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "BlockIndex.pin_coming": _ready,
     "BlockIndex.pin_found": _found,
     "BlockIndex.retire": lambda _: {"group": 0, "gone": np.zeros(16, np.uint8)},
+    "BlockIndex.set_expiry": lambda world: {"entries": _entries(world), "expiries": np.ones(4, np.uint64)},
     "BlockIndex.touch": _ready,
     "BlockIndex.unpin": _leased,
     "DiskLane.take_out": lambda _: {"disk": 0, "reason": "why"},
@@ -335,6 +371,11 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "SlabFile.__init__": _fresh_slab,
     "SlotImage.__init__": lambda _: {"stripe_bytes": [STRIPE, STRIPE]},
     "SlotImage.__eq__": lambda world: {"arg0": world.fresh("SlotImage")},
+    "TierLookup.__init__": lambda world: {
+        "presences": [world.get("BlockIndex"), c_ext.BlockIndex([16, 16])],
+        "groups": 2,
+    },
+    "TierLookup.look": _look,
     "TokenChain.__init__": lambda _: {"block_tokens": 4, "seed": bytes(32)},
     "TransferEngine.__init__": lambda world: {
         "mover": world.get("CountingMover"),
@@ -400,6 +441,7 @@ BY_NAME: dict[str, Callable[[World], object]] = {
     "keys": lambda _: _keys(),
     "kind": lambda _: 0,
     "lo": lambda _: 0,
+    "now_s": lambda _: 1,
     "max_results": lambda _: 8,
     "now": lambda _: 1,
     "ops": lambda world: [world.op()],
@@ -414,6 +456,7 @@ BY_NAME: dict[str, Callable[[World], object]] = {
     "stripe": lambda _: bytearray(STRIPE),
     "stuck_s": lambda _: 30.0,
     "tag": lambda _: bytes(TAG_BYTES),
+    "tiers_mask": lambda _: 3,
     "ticket": lambda world: world.ticket(),
     "tokens": lambda _: [1, 2, 3, 4],
     "written": lambda _: 1,

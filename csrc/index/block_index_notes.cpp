@@ -1,0 +1,66 @@
+// What BlockIndex notes of some blocks beside their entries: who fills a pending one, when a ready one expires,
+// and what follows from it for whoever asks.
+#include <string>
+
+#include "base/error.h"
+#include "index/block_index.h"
+
+namespace flexkv {
+
+Presence BlockIndex::presence(EntryId id, uint64_t now_s) const {
+  if (!is_known(id)) return Presence::kAbsent;
+  switch (table_[id].state()) {
+    case EntryState::kReady:
+      return is_expired(id, now_s) ? Presence::kExpired : Presence::kReady;
+    case EntryState::kPending:
+      return fillers_ && (*fillers_)[id] != 0 ? Presence::kFilling : Presence::kStoring;
+    default:
+      return Presence::kAbsent;
+  }
+}
+
+size_t BlockIndex::count_ready(std::span<const EntryId> entries) const {
+  size_t count = 0;
+  while (count < entries.size() && is_known(entries[count]) &&
+         table_[entries[count]].state() == EntryState::kReady) {
+    ++count;
+  }
+  return count;
+}
+
+void BlockIndex::copy_fillers(std::span<const EntryId> entries, int64_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_known(entries[i])) {
+      throw ContractError("fillers: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    const bool pending = table_[entries[i]].state() == EntryState::kPending;
+    out[i] = pending && fillers_ ? (*fillers_)[entries[i]] : 0;
+  }
+}
+
+void BlockIndex::set_expiry(std::span<const EntryId> entries, const uint64_t* expiries) {
+  bool any = false;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_known(entries[i]) || table_[entries[i]].state() == EntryState::kFree) {
+      throw ContractError("set_expiry: entry " + std::to_string(entries[i]) + " is not in use");
+    }
+    any |= expiries[i] != 0;
+  }
+  if (!expiries_) {
+    if (!any) return;
+    expiries_ = std::make_unique<HugeArray<uint64_t>>(table_.size());
+  }
+  for (size_t i = 0; i < entries.size(); ++i) (*expiries_)[entries[i]] = expiries[i];
+}
+
+void BlockIndex::copy_expiries(std::span<const EntryId> entries, uint64_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_known(entries[i])) {
+      throw ContractError("expiries: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    const bool in_use = table_[entries[i]].state() != EntryState::kFree;
+    out[i] = in_use && expiries_ ? (*expiries_)[entries[i]] : 0;
+  }
+}
+
+}  // namespace flexkv
