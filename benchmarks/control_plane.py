@@ -275,6 +275,68 @@ def bench_index(rounds: int) -> list[Row]:
     return rows
 
 
+def full_index(keys: Keys) -> c_ext.BlockIndex:
+    """An index with these blocks, requests of them stored together."""
+    index = c_ext.BlockIndex([len(keys)])
+    index.grow(0, len(keys))
+    flags = np.ones(REQUEST_BLOCKS, np.uint8)
+    for at in range(0, len(keys), REQUEST_BLOCKS):
+        index.finish(index.insert(0, keys[at : at + REQUEST_BLOCKS], REQUEST_BLOCKS)[1], flags)
+    return index
+
+
+def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
+    """A request of which `blocks` blocks in turn are the first ones left of either chain."""
+    parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
+    return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))
+
+
+def bench_tier_lookup(rounds: int) -> list[Row]:
+    """The native lookup over host memory and up to two tiers behind it, 1M blocks each, beside `match_and_pin` of host
+    memory alone: all of a round on the same keys in turn, so that their minima can be compared."""
+    tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
+    indexes = [full_index(keys) for keys in tiers]
+    host, lookups = indexes[0], {n: c_ext.TierLookup(indexes[:n], 1) for n in (1, 3)}
+    chains = CACHED_BLOCKS // REQUEST_BLOCKS
+    room = 2 * REQUEST_BLOCKS
+    watches: dict[str, Stopwatch] = {}
+
+    def look(name: str, chain: Keys, blocks: int, behind: int = 3) -> c_ext.Found:
+        watch = watches.setdefault(name, Stopwatch())
+        found = watch.time(lookups[behind].look, [chain], 0, room, 2**behind - 1, 0)
+        assert found.blocks == blocks
+        return found
+
+    for number in range(rounds):
+        at = number * 37 % chains * REQUEST_BLOCKS
+        in_host, on_disk = (keys[at : at + REQUEST_BLOCKS] for keys in tiers[:2])
+        # Whoever comes first finds the keys cold: each in turn.
+        plain = watches.setdefault("match and lease 8,192 of one index", Stopwatch())
+        for way in sorted((0, 1, 3), key=lambda way: (way + number) % 4):
+            if way == 0:
+                host.unpin(plain.time(host.match_and_pin, 0, in_host)[0])
+                continue
+            name = f"the same by a lookup over {way} tier{'s' if way > 1 else ''}"
+            found = look(name, in_host, REQUEST_BLOCKS, way)
+            again = watches.setdefault("count how many of them are ready now", Stopwatch())
+            assert again.time(lookups[way].count_ready, found) == REQUEST_BLOCKS
+            lookups[way].release(found)
+        half = REQUEST_BLOCKS // 2
+        mixed = {
+            "a lookup of 8,192, half in host memory and half behind it": in_turns(in_host, on_disk, half),
+            "a lookup of 8,192, tiers in turn every 64 blocks": in_turns(in_host, on_disk, 64),
+            "a lookup of 8,192, tiers in turn every block": in_turns(in_host, on_disk, 1),
+        }
+        for name, chain in mixed.items():
+            lookups[3].release(look(name, chain, REQUEST_BLOCKS))
+        look(
+            "a lookup of 8,192 of which none of 3 tiers has the first",
+            random_keys(REQUEST_BLOCKS, 20_000 + number),
+            0,
+        )
+    return [watch.row(name, None) for name, watch in watches.items()]
+
+
 def bench_keys(rounds: int) -> list[Row]:
     """Token hashing and namespaced keys, first and incremental."""
     tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
@@ -307,6 +369,7 @@ def main() -> None:
         *manager_rows,
         *bench_disk_lookup(arguments.rounds),
         *bench_index(arguments.rounds),
+        *bench_tier_lookup(arguments.rounds),
         *bench_keys(arguments.rounds),
     ]
     print(f"{'us':<66}{'target':>8}{'median':>9}{'min':>9}{'cpu med':>9}{'cpu min':>9}")

@@ -785,9 +785,7 @@ class TierLookup:
     def count_ready(self, found: Found) -> int:
         """How many leading blocks are ready in host memory now. `found` is leased, by itself or by who detached it."""
 
-    def present(
-        self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int
-    ) -> NDArray[np.uint8]:
+    def present(self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int) -> NDArray[np.uint8]:
         """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
 
 # --- gds ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of what was found are
-// made when they are asked for, over its own memory.
+// Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of what was found
+// are made when they are asked for, over its own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 

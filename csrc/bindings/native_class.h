@@ -46,10 +46,10 @@ template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
 
 template <typename T>
-concept NativeClass =
-    OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover, Found, GDSManager, GdsLane,
-          HostMover, HostPool, IoFaultRule, IoFaults, KvView, Lane, OpResult, PageCodec, PageConversion,
-          PageMover, SlabFile, SlotImage, TierLookup, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
+concept NativeClass = OneOf<T, BlockIndex, CountingMover, DiskLane, EngineKeyChain, FaultRule, FaultyMover,
+                            Found, GDSManager, GdsLane, HostMover, HostPool, IoFaultRule, IoFaults, KvView,
+                            Lane, OpResult, PageCodec, PageConversion, PageMover, SlabFile, SlotImage,
+                            TierLookup, TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
 
 // Binds T as pybind11::class_ does; a class that is missing above does not compile.
 template <NativeClass T, typename... More>

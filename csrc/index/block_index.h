@@ -184,19 +184,18 @@ class BlockIndex {
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` for as long as it agrees with `keys` and its entries are in `state`; returns
-  // how far. `visit(i, id)` is called for each block found, and ends the walk before it by returning false.
-  template <class Visit>
-  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId at,
-              Visit visit) const;
-  // The leading keys whose entries are in `state`. `visit` writes each to `entries`.
-  template <class Visit>
-  size_t match(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
-               Visit visit) const;
+  // Follows the chain after `at` for as long as it agrees with `keys` and its entries are in `kState`;
+  // returns how far. `visit(i, id)` is called for each block found, and ends the walk before it by returning
+  // false.
+  template <EntryState kState, class Visit>
+  size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
+  // The leading keys whose entries are in `kState`. `visit` writes each to `entries`.
+  template <EntryState kState, class Visit>
+  size_t match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, Visit visit) const;
   // `match` that pins what `passes(id)` lets through. All or none.
-  template <class Passes>
-  size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
-                       int32_t* slots, Passes passes);
+  template <EntryState kState, class Passes>
+  size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots,
+                       Passes passes);
   // Like the public one, ready or pending.
   size_t find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
   // Evicts until `keys` have a slot each, or `max_new` of those that are unknown.

@@ -20,10 +20,9 @@ constexpr EntryId kWalkAhead = 32;
 
 }  // namespace
 
-template <class Visit>
-size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId at,
-                        Visit visit) const {
-  const uint32_t wanted = Entry::pack(state, group, 0);
+template <EntryState kState, class Visit>
+size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const {
+  const uint32_t wanted = Entry::pack(kState, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
     // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
@@ -41,15 +40,15 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntrySta
     }
     if (i == keys.size()) break;
     const EntryId next = table_[at].older;
-    if (!near(at, next) || !is_block_in(next, state, group, keys[i]) || !visit(i, next)) break;
+    if (!near(at, next) || !is_block_in(next, kState, group, keys[i]) || !visit(i, next)) break;
     ++i;
     at = next;
   }
   return i;
 }
 
-template <class Visit>
-size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryState state, EntryId* entries,
+template <EntryState kState, class Visit>
+size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                          Visit visit) const {
   group_at(group);
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
@@ -75,7 +74,7 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntrySt
     bool chained = false;
     while (i < end && !chained) {
       const EntryId found = lookup(group, keys[i], hashes[i % hashes.size()]);
-      if (found == kNoEntry || !table_[found].is_in(state, group)) return i;
+      if (found == kNoEntry || !table_[found].is_in(kState, group)) return i;
       chained =
           batch == 1 || (i > begin && table_[entries[i - 1]].older == found && near(entries[i - 1], found));
       if (!visit(i, found)) return i;
@@ -84,8 +83,8 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntrySt
     batch = std::min(2 * batch, kProbeBatch);
     if (chained) {
       const size_t from = i;
-      const size_t walked = walk(group, keys.subspan(from), state, entries[from - 1],
-                                 [&](size_t k, EntryId id) { return visit(from + k, id); });
+      const size_t walked = walk<kState>(group, keys.subspan(from), entries[from - 1],
+                                         [&](size_t k, EntryId id) { return visit(from + k, id); });
       i += walked;
       if (walked > 0) batch = 1;
     }
@@ -94,17 +93,17 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntrySt
 }
 
 size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
-  return match(group, keys, EntryState::kReady, entries, [entries](size_t i, EntryId id) {
+  return match<EntryState::kReady>(group, keys, entries, [entries](size_t i, EntryId id) {
     entries[i] = id;
     return true;
   });
 }
 
-template <class Passes>
-size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryState state,
-                                 EntryId* entries, int32_t* slots, Passes passes) {
+template <EntryState kState, class Passes>
+size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
+                                 int32_t* slots, Passes passes) {
   bool overflow = false;
-  const size_t found = match(group, keys, state, entries, [&](size_t i, EntryId id) {
+  const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
     entries[i] = id;
@@ -122,21 +121,21 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
 
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots) {
-  return match_and_pin(group, keys, EntryState::kReady, entries, slots, [](EntryId) { return true; });
+  return match_and_pin<EntryState::kReady>(group, keys, entries, slots, [](EntryId) { return true; });
 }
 
 PinnedRun BlockIndex::pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
                               EntryId* entries, int32_t* slots) {
   if (wanted == Presence::kFilling) {
     if (!fillers_) return {};
-    const size_t count = match_and_pin(group, keys, EntryState::kPending, entries, slots,
-                                       [&](EntryId id) { return (*fillers_)[id] != 0; });
+    const size_t count = match_and_pin<EntryState::kPending>(
+        group, keys, entries, slots, [&](EntryId id) { return (*fillers_)[id] != 0; });
     return {count, kNoEntry};
   }
   if (wanted != Presence::kReady) throw ContractError("pin_run: only what is ready or filled can be pinned");
   if (!expiries_) return {match_and_pin(group, keys, entries, slots), kNoEntry};
   PinnedRun run;
-  run.count = match_and_pin(group, keys, EntryState::kReady, entries, slots, [&](EntryId id) {
+  run.count = match_and_pin<EntryState::kReady>(group, keys, entries, slots, [&](EntryId id) {
     if (!is_expired(id, now_s)) return true;
     run.expired = id;
     return false;

@@ -1,5 +1,5 @@
-// What BlockIndex notes of some blocks beside their entries: who fills a pending one, when a ready one expires,
-// and what follows from it for whoever asks.
+// What BlockIndex notes of some blocks beside their entries: who fills a pending one, when a ready one
+// expires, and what follows from it for whoever asks.
 #include <string>
 
 #include "base/error.h"

@@ -64,6 +64,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
+  const bool noted = fillers_ || expiries_;
   for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
     for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
       hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
@@ -98,7 +99,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.newer = at;
     entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
-    clear_notes(id, filler);
+    if (noted) clear_notes(id, filler);
     table_[at].older = id;
     table_[after].newer = id;
     at = id;

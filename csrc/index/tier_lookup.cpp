@@ -59,7 +59,6 @@ TierLookup::TierLookup(std::vector<std::shared_ptr<BlockIndex>> presences, size_
                           " have the same index");
     }
   }
-  window_.resize(tiers_.size() * kWindow);
 }
 
 void TierLookup::check_mask(uint32_t mask) const {
@@ -114,8 +113,7 @@ bool TierLookup::has_next(std::span<const std::span<const BlockKey>> keys, const
       if (!is_masked(terms.tiers_mask, tier)) continue;
       const Presence presence = tiers_[tier]->presence(group, keys[group][at], terms.now_s);
       if (tier == 0 && presence == Presence::kStoring) return false;
-      found = presence == Presence::kReady ||
-              (tier == 0 && terms.coming && presence == Presence::kFilling);
+      found = presence == Presence::kReady || (tier == 0 && terms.coming && presence == Presence::kFilling);
     }
     if (!found) return false;
   }
@@ -175,7 +173,8 @@ void TierLookup::release(Found& found) {
 
 size_t TierLookup::count_ready(const Found& found) const {
   check_made_here(found);
-  if (found.lease == FoundLease::kReleased) throw ContractError("count_ready: the pages were released before");
+  if (found.lease == FoundLease::kReleased)
+    throw ContractError("count_ready: the pages were released before");
   size_t blocks = found.blocks;
   for (const FoundGroup& group : found.groups) {
     size_t ready = 0;
@@ -198,11 +197,10 @@ void TierLookup::present(uint32_t group, std::span<const BlockKey> keys, uint32_
     const auto window = keys.subspan(begin, std::min(kWindow, keys.size() - begin));
     for (size_t tier = 0; tier < tiers_.size(); ++tier) {
       if (!is_masked(tiers_mask, tier)) continue;
-      EntryId* const entries = found_in(tier);
-      tiers_[tier]->find(group, window, false, entries);
+      tiers_[tier]->find(group, window, false, candidates_.data());
       for (size_t i = 0; i < window.size(); ++i) {
-        if (out[begin + i] != 0 || entries[i] == kNoEntry) continue;
-        if (tiers_[tier]->presence(entries[i], now_s) == Presence::kReady) {
+        if (out[begin + i] != 0 || candidates_[i] == kNoEntry) continue;
+        if (tiers_[tier]->presence(candidates_[i], now_s) == Presence::kReady) {
           out[begin + i] = static_cast<uint8_t>(tier + 1);
         }
       }

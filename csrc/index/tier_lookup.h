@@ -1,10 +1,11 @@
-// One lookup over all tiers: the longest prefix that every group can restore from them, leased page by page in
-// the tier where it was found. Each tier keeps an index of its own, because a chain is walked fast only where
-// its entries lie in sequence.
+// One lookup over all tiers: the longest prefix that every group can restore from them, leased page by page
+// in the tier where it was found. Each tier keeps an index of its own, because a chain is walked fast only
+// where its entries lie in sequence.
 //
 // Groups restore whole prefixes: block i is of use only with all blocks before it. Not thread-safe, as the
 // indexes are not.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -63,7 +64,6 @@ class TierLookup {
   bool is_masked(uint32_t mask, size_t tier) const { return (mask >> tier & 1) != 0; }
   void check_mask(uint32_t mask) const;
   void check_made_here(const Found& found) const;
-  EntryId* found_in(size_t tier) { return window_.data() + tier * kWindow; }
 
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms, Found& found);
   size_t take_run(Search& search);
@@ -81,7 +81,9 @@ class TierLookup {
   std::vector<std::shared_ptr<BlockIndex>> tiers_;
   size_t groups_;
   uint64_t number_;
-  std::vector<EntryId> window_;  // per tier, what `find` gave for the keys of a window
+  // Of a window: the keys that no tier so far has, and what `find` gave for them.
+  std::array<BlockKey, kWindow> missing_;
+  std::array<EntryId, kWindow> candidates_;
 };
 
 }  // namespace flexkv

@@ -1,7 +1,11 @@
 // How TierLookup finds the pages of one group: runs of chains in turn, or batches of probes where the tiers
 // take turns too often for that.
 #include <algorithm>
+#include <array>
 #include <memory>
+#include <numeric>
+#include <utility>
+#include <vector>
 
 #include "index/tier_lookup.h"
 
@@ -59,8 +63,10 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
   while (into.pages < keys.size()) {
     if (short_runs == kShortRunsInARow) {
       const size_t wanted = std::min(kWindow, keys.size() - into.pages);
+      const size_t runs = into.runs.size();
       if (take_window(search) < wanted) break;
-      short_runs = 0;
+      // The next keys likely lie as these do.
+      if ((into.runs.size() - runs) * kShortRunPages <= wanted) short_runs = 0;
       search.ended_tier = kNoTier;
       continue;
     }
@@ -98,9 +104,8 @@ size_t TierLookup::take_run(Search& search, size_t tier, FoundState state) {
   FoundGroup& into = search.into;
   if (into.runs.size() == into.runs.capacity()) into.runs.reserve(std::max<size_t>(4, 2 * into.runs.size()));
   const Presence wanted = state == FoundState::kReady ? Presence::kReady : Presence::kFilling;
-  const PinnedRun run =
-      tiers_[tier]->pin_run(search.group, search.left(), wanted, search.terms.now_s,
-                            into.entries.get() + into.pages, into.slots.get() + into.pages);
+  const PinnedRun run = tiers_[tier]->pin_run(search.group, search.left(), wanted, search.terms.now_s,
+                                              into.entries.get() + into.pages, into.slots.get() + into.pages);
   if (run.count > 0) {
     search.append(tier, state, run.count);
     search.ended_tier = tier;
@@ -112,37 +117,54 @@ size_t TierLookup::take_run(Search& search, size_t tier, FoundState state) {
 
 size_t TierLookup::take_window(Search& search) {
   FoundGroup& into = search.into;
-  const auto window = search.left().first(std::min(kWindow, search.left().size()));
   const LookupTerms& terms = search.terms;
+  const auto window = search.left().first(std::min(kWindow, search.left().size()));
   into.runs.reserve(std::max(into.runs.size() + window.size(), 2 * into.runs.size()));
-  for (size_t tier = 0; tier < tiers_.size(); ++tier) {
-    if (is_masked(terms.tiers_mask, tier)) tiers_[tier]->find(search.group, window, false, found_in(tier));
-  }
-  for (size_t i = 0; i < window.size(); ++i) {
-    size_t chosen = kNoTier;
-    FoundState state = FoundState::kReady;
-    for (size_t tier = 0; tier < tiers_.size() && chosen == kNoTier; ++tier) {
-      if (!is_masked(terms.tiers_mask, tier) || found_in(tier)[i] == kNoEntry) continue;
-      const EntryId entry = found_in(tier)[i];
-      const Presence presence = tiers_[tier]->presence(entry, terms.now_s);
-      if (presence == Presence::kReady) {
-        chosen = tier;
-      } else if (presence == Presence::kExpired) {
-        search.note_expired(tier, entry);
-      } else if (tier == 0 && presence == Presence::kStoring) {
-        return i;
-      } else if (tier == 0 && presence == Presence::kFilling && terms.coming) {
-        chosen = tier;
-        state = FoundState::kComing;
+  EntryId* const entries = into.entries.get() + into.pages;
+  std::array<uint8_t, kWindow> tier_of;
+  std::array<FoundState, kWindow> state_of;
+  // Numbers of the keys that no tier so far has, ascending; a tier is asked for these alone.
+  std::array<uint16_t, kWindow> missing;
+  std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
+  size_t left = window.size();
+  size_t end = window.size();  // the prefix cannot go beyond
+  std::vector<std::pair<size_t, ExpiredPage>> expired;
+  for (size_t tier = 0; tier < tiers_.size() && left > 0; ++tier) {
+    if (!is_masked(terms.tiers_mask, tier)) continue;
+    for (size_t k = 0; k < left; ++k) missing_[k] = window[missing[k]];
+    tiers_[tier]->find(search.group, std::span(missing_).first(left), false, candidates_.data());
+    size_t still = 0;
+    for (size_t k = 0; k < left; ++k) {
+      const uint16_t i = missing[k];
+      const Presence presence = tiers_[tier]->presence(candidates_[k], terms.now_s);
+      if (tier == 0 && presence == Presence::kStoring) {
+        end = i;
+        break;
       }
+      const bool coming = tier == 0 && presence == Presence::kFilling && terms.coming;
+      if (coming || presence == Presence::kReady) {
+        tier_of[i] = static_cast<uint8_t>(tier);
+        state_of[i] = coming ? FoundState::kComing : FoundState::kReady;
+        entries[i] = candidates_[k];
+        continue;
+      }
+      if (presence == Presence::kExpired) {
+        expired.push_back({i, {static_cast<int32_t>(tier), search.group, candidates_[k]}});
+      }
+      missing[still++] = i;
     }
-    if (chosen == kNoTier) return i;
-    const EntryId entry = found_in(chosen)[i];
-    into.slots[into.pages] = tiers_[chosen]->pin_one(entry);
-    into.entries[into.pages] = entry;
-    search.append(chosen, state, 1);
+    left = still;
   }
-  return window.size();
+  if (left > 0) end = std::min<size_t>(end, missing[0]);
+  for (size_t i = 0; i < end; ++i) {
+    into.slots[into.pages] = tiers_[tier_of[i]]->pin_one(entries[i]);
+    search.append(tier_of[i], state_of[i], 1);
+  }
+  // What lies behind the end was looked at for nothing.
+  for (const auto& [i, page] : expired) {
+    if (i <= end) search.expired.push_back(page);
+  }
+  return end;
 }
 
 }  // namespace flexkv

@@ -112,14 +112,18 @@ class KeepsTrimmed(TierModel):
         super().end_lease(pages[1:] if len(pages) > 3 else pages)
 
 
+def run_controls(model: type[TierModel]) -> None:
+    for case in range(SMALL):
+        run(f"control/{case}", random.Random(case).randint(20, 600), model)
+
+
 @pytest.mark.parametrize(
     "model",
     [OtherOrder, HostLast, PastStores, RoomPerGroup, NeverExpires, StoresComing, NoWindows, KeepsTrimmed],
 )
 def test_control_a_broken_rule_is_seen(model: type[TierModel]) -> None:
-    with pytest.raises((AssertionError, ContractError, KeyError)):
-        for case in range(SMALL):
-            run(f"control/{case}", random.Random(case).randint(20, 600), model)
+    with pytest.raises((AssertionError, ContractError)):
+        run_controls(model)
 
 
 # --- one by one ---

@@ -31,7 +31,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a lookup is asked: `limit_pages` over all groups, a set of tiers, the time, and whether to take what comes."""
+    """What a lookup is asked. `room_pages`: over all groups. `coming`: pages that ops are filling count."""
 
     keys: Sequence[Sequence[bytes]]
     start: int
@@ -59,6 +59,10 @@ class Answer:
             rows.append((tier, state, first, count))
             first += count
         return rows
+
+
+def count_runs(pages: Sequence[tuple[Page, int]]) -> int:
+    return len(list(groupby((page.tier, state) for page, state in pages)))
 
 
 class TierModel:
@@ -121,10 +125,12 @@ class TierModel:
             if short == SHORT_RUNS:
                 one_by_one = (self._first(ask, group, key, expired) for key in left[:WINDOW])
                 window = [hit for hit in takewhile(lambda hit: hit is not None, one_by_one) if hit]
+                before = count_runs(found)
                 found += window
                 if len(window) < min(WINDOW, len(left)):
                     break
-                short = 0
+                if (count_runs(found) - before) * SHORT_PAGES <= len(window):
+                    short = 0
                 continue
             run = self._run(ask, group, left, expired)
             if not run:

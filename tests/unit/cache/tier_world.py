@@ -110,7 +110,9 @@ class TierWorld:
     def ask(self) -> Ask:
         rng = self.rng
         room = rng.choice((2**40, 2**40, self.groups * self.blocks // 2, rng.randint(-2, 40)))
-        tiers = range(self.tiers) if rng.random() < 0.7 else (t for t in range(self.tiers) if rng.random() < 0.7)
+        tiers = (
+            range(self.tiers) if rng.random() < 0.7 else (t for t in range(self.tiers) if rng.random() < 0.7)
+        )
         start = rng.choice((0, 0, rng.randint(0, self.blocks + 1)))
         rows = [r[: rng.randint(0, len(r))] if rng.random() < 0.1 else r for r in self.rows]
         return Ask(rows, start, room, frozenset(tiers), rng.choice((0, NOW)), rng.random() < 0.8)
