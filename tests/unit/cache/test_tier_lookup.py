@@ -119,7 +119,16 @@ def run_controls(model: type[TierModel]) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [OtherOrder, HostLast, PastStores, RoomPerGroup, NeverExpires, StoresComing, NoWindows, KeepsTrimmed],
+    [
+        OtherOrder,
+        HostLast,
+        PastStores,
+        RoomPerGroup,
+        NeverExpires,
+        StoresComing,
+        NoWindows,
+        KeepsTrimmed,
+    ],
 )
 def test_control_a_broken_rule_is_seen(model: type[TierModel]) -> None:
     with pytest.raises((AssertionError, ContractError)):
@@ -167,6 +176,24 @@ def test_pages_are_leased_where_they_lie() -> None:
     lookup.release(found)
     host.check_integrity(NONE)
     disk.check_integrity(NONE)
+
+
+def test_tiers_in_turn_are_asked_in_windows_until_their_runs_are_longer() -> None:
+    chain = keys(2000)
+    turns = 8 + 512  # eight short runs, and the window that follows them
+    host, disk = index_of(slots=2000), index_of(slots=2000)
+    for i in range(2000):
+        odd = i % 2 == 1
+        # Behind the first window the disk has every block, in the third one host memory has none.
+        if odd and i < turns + 512:
+            host.finish(host.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
+        if not odd or i >= turns:
+            disk.finish(disk.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
+    found = TierLookup([host, disk], 1).look([chain], 0, ALL, 3, 0)
+    runs = found.runs(0)
+    end = turns + 512
+    assert runs[: end - 1, 0].tolist() == [(i + 1) % 2 for i in range(end - 1)]
+    assert runs[end - 1 :].tolist() == [[0, 0, end - 1, 1], [1, 0, end, 2000 - end]]
 
 
 def test_a_result_that_is_dropped_leaves_its_leases() -> None:

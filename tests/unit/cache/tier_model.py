@@ -87,6 +87,9 @@ class TierModel:
     def is_short(self, run: Sequence[object]) -> bool:
         return len(run) < SHORT_PAGES
 
+    def stays_in_windows(self, runs: int, pages: int) -> bool:
+        return runs * SHORT_PAGES > pages
+
     def state(self, tier: int, group: int, key: bytes, now: int) -> State:
         page = self.pages.get((tier, group, key))
         if page is None:
@@ -129,7 +132,7 @@ class TierModel:
                 found += window
                 if len(window) < min(WINDOW, len(left)):
                     break
-                if (count_runs(found) - before) * SHORT_PAGES <= len(window):
+                if not self.stays_in_windows(count_runs(found) - before, len(window)):
                     short = 0
                 continue
             run = self._run(ask, group, left, expired)

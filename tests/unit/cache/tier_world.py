@@ -35,10 +35,13 @@ class TierWorld:
         self.keys: list[Keys] = [chains[0] if shared else chain for chain in chains]
         self.rows = [[row.tobytes() for row in keys] for keys in self.keys]
         self.held: list[tuple[Found, Answer]] = []
-        for tier, index in enumerate(self.indexes):
-            for group in range(self.groups):
+        for group in range(self.groups):
+            for index in self.indexes:
                 index.grow(group, 2 * blocks + 1)
-                if tier == 0 or rng.random() < 0.9:
+            if rng.random() < 0.4:
+                self._deal(group)
+            else:
+                for tier in range(self.tiers):
                     self._fill(tier, group)
 
     # --- pages ---
@@ -46,6 +49,8 @@ class TierWorld:
     def _fill(self, tier: int, group: int) -> None:
         """Parts of the chain, each in one state."""
         rng = self.rng
+        if tier > 0 and rng.random() < 0.1:
+            return
         shortest, longest = rng.choice(SEGMENTS)
         at = 0 if rng.random() < 0.7 else rng.randint(0, 8)
         parts: list[tuple[int, int]] = []
@@ -60,6 +65,16 @@ class TierWorld:
         for first, end in parts:
             state = rng.choice(("filling", "storing", "expires")) if rng.random() < faults else "ready"
             self.insert(tier, group, first, end, state)
+
+    def _deal(self, group: int) -> None:
+        """The whole chain in short parts, each to some of the tiers: what one lacks another has."""
+        rng, longest = self.rng, self.rng.choice((1, 3, 40))
+        at = 0
+        while at < self.blocks:
+            end = min(self.blocks, at + rng.randint(1, longest))
+            for tier in rng.sample(range(self.tiers), rng.randint(1, self.tiers)):
+                self.insert(tier, group, at, end, "ready" if rng.random() < 0.999 else "expires")
+            at = end
 
     def insert(self, tier: int, group: int, first: int, end: int, state: str) -> None:
         index, rows = self.indexes[tier], self.rows[group][first:end]
