@@ -652,7 +652,7 @@ class BlockIndex:
         """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped.
 
         Args:
-            filler: the op that fills the new blocks, for which lookups may wait; 0: nobody may.
+            filler: the op that fills the new blocks, for which requests may wait; 0: for these nobody may.
             leases: pins on each new entry beside that of the insert, which `finish` leaves.
         """
 
@@ -701,8 +701,8 @@ class BlockIndex:
 class Found:
     """What a lookup over all tiers found, each page leased in its tier. Made by `TierLookup.look`.
 
-    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Arrays are read-only views of its memory;
-    pages are numbered from the start of the lookup on.
+    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Entries and slots are read-only views of
+    its memory. Pages are numbered from the start of the lookup on.
     """
 
     @property

@@ -31,6 +31,8 @@ TAKES_AN_OBJECT = {
     "view": "engine.attach_view(0, {}, pool, 0, -1)",
     "pool": "engine.attach_view(0, view, {}, 0, -1)",
     "view of a gather": "c_ext.gather({}, 0, bytearray(4096))",
+    "index of a lookup": "c_ext.TierLookup([{}], 1)",
+    "result of a lookup": "c_ext.TierLookup([c_ext.BlockIndex([4])], 1).release({})",
 }
 OF_CLASS = {
     "engine": "Lane",
@@ -45,6 +47,8 @@ OF_CLASS = {
     "view": "KvView",
     "pool": "HostPool",
     "view of a gather": "KvView",
+    "index of a lookup": "BlockIndex",
+    "result of a lookup": "Found",
 }
 OTHERS = """
 runs = np.array([[0, 4096, 0]], np.int64)
