@@ -701,8 +701,8 @@ class BlockIndex:
 class Found:
     """What a lookup over all tiers found, each page leased in its tier. Made by `TierLookup.look`.
 
-    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Entries and slots are read-only views of
-    its memory. Pages are numbered from the start of the lookup on.
+    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Entries and slots are read-only views
+    of its memory. Pages are numbered from the start of the lookup on.
     """
 
     @property
