@@ -380,7 +380,7 @@ def test_a_lease_that_another_has_ended_is_named_and_the_others_end() -> None:
     host, disk = index_of(chain[:2]), index_of(chain[2:])
     lookup = TierLookup([host, disk], 1)
     found = lookup.look([chain], 0, ALL, 3, 0)
-    disk.unpin(found.entries(0)[2:].copy())
+    disk.unpin(found.entries(0)[2:])
     with pytest.raises(ContractError, match=r"release: tier 1: entry \d+ is not leased"):
         lookup.release(found)
     host.check_integrity(NONE)

@@ -166,7 +166,7 @@ class TierWorld:
         for group, pages in enumerate(answer.pages):
             entries = found.entries(group)
             for tier, _, first, count in found.runs(group).tolist():
-                self.indexes[tier].unpin(entries[first : first + count].copy())
+                self.indexes[tier].unpin(entries[first : first + count])
             self.model.end_lease([page for page, _ in pages])
 
     # --- checks ---
