@@ -13,7 +13,7 @@ from flexkv.cache.base import CacheListener, GroupSpec, Keys
 from flexkv.cache.ids import NO_ENTRY, EntryIds
 from flexkv.cache.reserve import reserve_pages
 from flexkv.cache.stats import ManagerStats
-from flexkv.transfer.graph import OpId, ReadIds, SlotIds
+from flexkv.transfer.graph import OpId, SlotIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ class Hub:
     ) -> None:
         self.index = BlockIndex([spec.slots for spec in specs], policy)
         self.tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in specs]
-        self._fillers = [np.zeros(spec.slots, np.int64) for spec in specs]
         self._block_tokens = [spec.block_tokens for spec in specs]
         self.tracks_tokens = False
         self.any_partial = False
@@ -67,22 +66,15 @@ class Hub:
 
     def insert_coming(self, group: int, keys: Keys, most: int, fetch: OpId) -> Inserted:
         """Gives a slot to those of `keys` that have none, for at most `most` of them; `fetch` is to fill them."""
-        positions, entries, slots, evicted, known, dropped = self.index.insert(group, keys, most)
+        positions, entries, slots, evicted, known, dropped = self.index.insert(
+            group, keys, most, filler=fetch, leases=1
+        )
         self.evicted(group, evicted)
-        self._fillers[group][slots] = fetch
-        self.index.pin_coming(entries)
         return Inserted(positions, entries, slots, not dropped and not known)
-
-    def fillers(self, group: int, entries: EntryIds) -> ReadIds:
-        """Of each entry the fetch that fills it, or 0: of one that is there, or that a store fills."""
-        fillers: ReadIds = self._fillers[group][self.index.slots_of(entries)]
-        fillers[self.index.ready(entries).view(np.bool_)] = 0
-        return fillers
 
     def filled_by_store(self, group: int, slots: SlotIds, tokens: int) -> None:
         """A store was given these slots, for pages of so many valid tokens each."""
         if self.tracks_tokens:
-            self._fillers[group][slots] = 0
             self.tokens[group][slots] = tokens
             self.any_partial |= tokens != self._block_tokens[group]
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.c_ext import Found, TierLookup
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
 from flexkv.cache.cost import CostModel
 from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, TierId
+from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.ops import OpTable
 from flexkv.cache.page_walk import PageRun, PageWalk
@@ -19,7 +20,10 @@ from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.cache.tier import Tier
-from flexkv.transfer.graph import NO_PLACES, OpId
+from flexkv.transfer.graph import OpId
+
+COMING = 1
+"""State of a run of `Found` whose pages an op is filling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Lookup:
         tiers: of the manager, by number.
         compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
         clock: seconds, never running backwards; the waits of requests are measured with it.
+        unix_s: wall clock for times to live.
+        epoch: the manager's.
 
     Attributes:
         last_left: the last choice to leave pages where they are and compute them.
@@ -69,6 +75,7 @@ class Lookup:
         cost: CostModel,
         compute_if_faster: bool,
         clock: Callable[[], float],
+        unix_s: Callable[[], float],
         epoch: Callable[[], int],
     ) -> None:
         self._specs = specs
@@ -83,6 +90,8 @@ class Lookup:
         self._compute_if_faster = compute_if_faster
         self._clock = clock
         self._epoch = epoch
+        self._wall_s = unix_s
+        self._native = TierLookup([tier.presence for tier in tiers], len(specs))
         self._behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
         self.last_left: LeftToEngine | None = None
 
@@ -105,6 +114,9 @@ class Lookup:
         if self._all_prefix:
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
         return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
+
+    def _unix_s(self) -> int:
+        return max(0, int(self._wall_s()))
 
     def _usable(self, request_id: str, now_s: float) -> list[TierId]:
         """The tiers that the request may be served from besides the hub."""
@@ -133,39 +145,34 @@ class Lookup:
         usable: Sequence[TierId],
         straight: bool,
     ) -> Looked:
-        groups = len(self._specs)
-        asked = max(0, min(map(len, keys)) - start)
-        most = blocks = min(asked, max(0, room_pages) // groups)
-        walked: list[list[PageRun]] = []
-        for group, group_keys in enumerate(keys):
-            runs = self._walk.walk(group, group_keys[start : start + blocks], usable)
-            walked.append(runs)
-            blocks = sum(map(len, runs))
-        if groups > 1:
-            walked = [self._walk.cut(runs, blocks) for runs in walked]
-        ready = min((len(runs[0]) if runs and runs[0].ready else 0) for runs in walked)
-        cut = blocks == most < asked and self._any_has(keys, start + most, usable)
-        lease = self._lease([_split(runs, ready)[0] for runs in walked], start, ready, cut)
-        rest = [_split(runs, ready)[1] for runs in walked]
+        mask = 1 << HUB
+        for tier in usable:
+            mask |= 1 << tier
+        found = self._native.look(keys, start, room_pages, mask, self._unix_s(), bool(usable))
+        for number, group, _ in found.expired:
+            # Asked key by key, the tier drops all of the request's pages whose time is over.
+            self._tiers[number].present(group, keys[group])
+        groups, ready, blocks = len(self._specs), found.ready_blocks, found.blocks
+        # The lease is the pages' from here on: each is unpinned in its own tier.
+        found.detach()
+        if ready == blocks:
+            rest: list[list[PageRun]] = []
+            shares = [
+                GroupLease(found.entries(group), found.slots(group), start, ready) for group in range(groups)
+            ]
+        else:
+            split = [_split(_runs_of(found, group), ready) for group in range(groups)]
+            shares = [GroupLease(share.entries, share.slots, start, ready) for share, _ in split]
+            rest = [runs for _, runs in split]
+        lease = Lease(tuple(shares), self._clock(), start, ready, cut=found.cut)
         if tail is not None and room_pages >= groups * ready + groups:
             self._add_tail(lease, tail, start + ready)
         if ready == blocks:
             fetches = 0
-            if tail is not None and usable and not cut:
+            if tail is not None and usable and not found.cut:
                 fetches = self._fetch_tail(request_id, tail, start + blocks, lease.tail_tokens, usable)
             return Looked(lease, fetches)
         return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
-
-    def _any_has(self, keys: Sequence[Keys], at: int, usable: Sequence[TierId]) -> bool:
-        return bool(self._walk.present(0, keys[0][at : at + 1], usable).any())
-
-    def _lease(self, runs: Sequence[Sequence[PageRun]], start: int, blocks: int, cut: bool = False) -> Lease:
-        groups = []
-        for of_group in runs:
-            entries = of_group[0].entries if of_group else NO_ENTRIES
-            slots = of_group[0].slots if of_group else NO_PLACES
-            groups.append(GroupLease(entries, slots, start, blocks))
-        return Lease(tuple(groups), self._clock(), start, blocks, cut=cut)
 
     def _take_rest(
         self,
@@ -376,12 +383,12 @@ class Lookup:
     def _tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
         """The tiers that the pages come from; those on their way too."""
         tiers: set[TierId] = set()
-        for group, runs in enumerate(rest):
+        for runs in rest:
             for run in runs:
                 if run.tier != HUB:
                     tiers.add(run.tier)
                 elif run.coming:
-                    tiers |= self._promotions.tiers_of(self._hub.fillers(group, run.entries))
+                    tiers |= self._promotions.tiers_of(self._hub.index.fillers(run.entries))
         return tiers
 
     def _worth_of(
@@ -456,13 +463,23 @@ class Lookup:
         self.last_left = LeftToEngine(tier, pages, fetch_s, self._cost.compute_s(tokens))
 
 
-def _split(runs: list[PageRun], pages: int) -> tuple[list[PageRun], list[PageRun]]:
+def _runs_of(found: Found, group: int) -> list[PageRun]:
+    """The pages of a group, run by run."""
+    entries, slots = found.entries(group), found.slots(group)
+    return [
+        PageRun(TierId(tier), entries[first : first + count], slots[first : first + count], state == COMING)
+        for tier, state, first, count in found.runs(group).tolist()
+    ]
+
+
+def _split(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
     """The first `pages` of runs, which all lie in the first run, and the rest."""
+    first = runs[0]
     if not pages:
-        return [], runs
-    if pages == len(runs[0]):
-        return runs[:1], runs[1:]
-    return [runs[0].part(0, pages)], [runs[0].part(pages, len(runs[0])), *runs[1:]]
+        return first.part(0, 0), runs
+    if pages == len(first):
+        return first, runs[1:]
+    return first.part(0, pages), [first.part(pages, len(first)), *runs[1:]]
 
 
 def _extend(lease: Lease, pages: Sequence[FetchedPages]) -> None:

@@ -46,6 +46,7 @@ from flexkv.cache.tier import Tier, TierContext, TierFactory
 from flexkv.cache.trails import TrailTable
 from flexkv.cache.write_queue import WriteQueue
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import BlockIds, OpResult, OpStatus, TransferGraph
 
 RESET_S = 30.0
@@ -64,6 +65,7 @@ class LocalCacheManager(CacheManager):
         clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
         listener: is told what becomes visible in host memory and what leaves it.
         compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
+        unix_s: wall clock for times to live.
 
     Attributes:
         hub: the pages in host memory.
@@ -85,12 +87,14 @@ class LocalCacheManager(CacheManager):
         clock: Callable[[], float] = time.monotonic,
         listener: CacheListener | None = None,
         compute_if_faster: bool = True,
+        unix_s: Callable[[], float] = unix_now_s,
     ) -> None:
         check_groups(groups)
         check_limits(limits)
         self._specs = tuple(groups)
         self._limits = limits
         self._clock = clock
+        self._unix_s = unix_s
         self._listener = listener
         self._counts = ManagerStats()
         self._requests = RequestTable()
@@ -129,6 +133,7 @@ class LocalCacheManager(CacheManager):
             self.cost,
             compute_if_faster,
             clock,
+            unix_s,
             lambda: self._epoch,
         )
 
@@ -143,6 +148,7 @@ class LocalCacheManager(CacheManager):
             outbox=self._outbox,
             cost=self.cost,
             clock=self._clock,
+            unix_s=self._unix_s,
             stats=self._counts,
             trails=self._trails,
             forgotten=self._forgotten,

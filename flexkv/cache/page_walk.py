@@ -1,4 +1,4 @@
-"""How far the tiers together can restore a prefix, and where each of its pages lies."""
+"""Where pages lie: runs of them in one tier, and lists of single pages looked for one after the other."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def leading(flags: NDArray[np.bool_]) -> int:
 
 
 class PageWalk:
-    """Walks keys from tier to tier: host memory where it has the page, else the first tier that has it, as far as it
-    goes. Leases what it finds.
+    """Finds pages in host memory, else in the first tier that has them, as far as it goes, and leases them.
+
+    For what is no prefix of the request; that is `c_ext.TierLookup`'s.
 
     Args:
         tiers: of the manager, by number.
@@ -57,30 +58,11 @@ class PageWalk:
         self._tiers = tiers
         self._hub = hub
 
-    def walk(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """The pages of the leading keys that are there; `usable` tiers are asked besides the hub.
-
-        A page that a store is filling ends the walk: what it holds may never be published.
-        """
-        entries, slots = self._hub.index.match_and_pin(group, keys)
-        runs = [PageRun(HUB, entries, slots)] if len(entries) else []
-        if not usable:
-            return runs
-        at = len(entries)
-        while at < len(keys):
-            run = self._next(group, keys[at:], usable, first=not runs)
-            if run is None:
-                break
-            runs.append(run)
-            at += len(run)
-        return runs
-
-    def _next(self, group: int, keys: Keys, usable: Sequence[TierId], first: bool) -> PageRun | None:
+    def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
         index = self._hub.index
-        if not first:
-            entries, slots = index.match_and_pin(group, keys)
-            if len(entries):
-                return PageRun(HUB, entries, slots)
+        entries, slots = index.match_and_pin(group, keys)
+        if len(entries):
+            return PageRun(HUB, entries, slots)
         if index.find(group, keys[:1], ready_only=False)[0] != NO_ENTRY:
             return self._coming(group, keys)
         for number in usable:
@@ -95,7 +77,7 @@ class PageWalk:
         index = self._hub.index
         known = index.find(group, keys, ready_only=False)
         known = known[: leading(known != NO_ENTRY)]
-        coming = known[: leading(self._hub.fillers(group, known) != 0)]
+        coming = known[: leading(index.fillers(known) != 0)]
         if not len(coming):
             return None
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
@@ -106,7 +88,7 @@ class PageWalk:
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):
-            run = self._next(group, keys[at:], usable, first=False)
+            run = self._next(group, keys[at:], usable)
             if run is None:
                 break
             runs.append(run)

@@ -162,7 +162,7 @@ class Promotions:
             run = runs.popleft()
             keys = part.keys[at : at + len(run)]
             if run.tier == HUB:
-                fetches = self._hub.fillers(part.group, run.entries)
+                fetches = self._hub.index.fillers(run.entries)
                 brought.append(FetchedPages(run.entries, run.slots, fetches))
                 at += len(run)
                 continue
@@ -217,7 +217,7 @@ class Promotions:
         self._tiers[run.tier].presence.unpin(run.entries[~new])
         found = index.find(group, keys, ready_only=False)
         found = found[: leading(found != NO_ENTRY)]
-        fetches = self._hub.fillers(group, found)
+        fetches = index.fillers(found)
         reach = leading(index.ready(found).view(np.bool_) | (fetches != 0))
         index.pin_coming(found[:reach][~new[:reach]])
         index.unpin(given.entries[given.positions >= reach])

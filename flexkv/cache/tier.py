@@ -154,6 +154,7 @@ class TierContext:
         ops: all that is in flight.
         outbox: takes ops that a tier plans by itself.
         clock: seconds, never running backwards.
+        unix_s: wall clock for times to live.
         stats: of the manager.
         trails: which blocks each request used.
         forgotten: is told, with the tier, of pages that were forgotten because it did not hold them.
@@ -168,6 +169,7 @@ class TierContext:
     outbox: Outbox
     cost: CostModel
     clock: Callable[[], float]
+    unix_s: Callable[[], float]
     stats: ManagerStats
     trails: TrailTable
     forgotten: Callable[[TierId, int, Keys], object]
@@ -257,7 +259,7 @@ class Tier(ABC):
 
     @abstractmethod
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are here, bool [keys]."""
+        """Which of the keys are here, bool [keys]. Drops those of them whose time is over (`BlockIndex.set_expiry`)."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from flexkv.cache.tier import Plane, TierFactory, TierFacts
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
-from flexkv.observe import unix_now_s
 from flexkv.storage.base import DiskTier as Volumes
 from flexkv.storage.base import StoredPages
 
@@ -21,7 +20,6 @@ def unit_tiers(
     peers: StoredPages | None = None,
     peer_facts: TierFacts = TierFacts("peers"),  # noqa: B008 - frozen
     peer_plane: PeerPlane | None = None,
-    unix_s: Callable[[], float] = unix_now_s,
 ) -> Sequence[TierFactory]:
     """The tiers of one unit, in the order in which a lookup asks them.
 
@@ -33,7 +31,7 @@ def unit_tiers(
     """
     tiers: list[TierFactory] = [HostTier]
     if volumes is not None:
-        tiers.append(partial(DiskTier, volumes=volumes, traffic=traffic, plane=plane, unix_s=unix_s))
+        tiers.append(partial(DiskTier, volumes=volumes, traffic=traffic, plane=plane))
     if peers is not None:
-        tiers.append(partial(PeerTier, pages=peers, facts=peer_facts, plane=peer_plane, unix_s=unix_s))
+        tiers.append(partial(PeerTier, pages=peers, facts=peer_facts, plane=peer_plane))
     return tiers

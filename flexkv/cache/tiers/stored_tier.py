@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +35,9 @@ class StoredTier(Tier, Source):
 
     Args:
         pages: what survives the process; also says how many places there are and what lies in them.
-        unix_s: wall clock for times to live.
     """
 
-    def __init__(
-        self, context: TierContext, pages: StoredPages, facts: TierFacts, unix_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, context: TierContext, pages: StoredPages, facts: TierFacts) -> None:
         self.facts = facts
         self.pages = pages
         self.counts = TierCounts()
@@ -49,7 +45,7 @@ class StoredTier(Tier, Source):
         if pages.epoch % 2:
             pages.reset(pages.epoch + 1)
         self.epoch = pages.epoch
-        self._unix_s = unix_s
+        self._unix_s = context.unix_s
         slots = [pages.slots(group) for group in range(len(context.specs))]
         self.presence = BlockIndex(slots, context.policy)
         self._tags = [np.zeros(n, TAG) for n in slots]
@@ -71,7 +67,10 @@ class StoredTier(Tier, Source):
             rows.keys[taken], self.epoch, rows.generations[taken], rows.tokens[taken], rows.expiries[taken]
         )
         self._tags[group][rows.places[taken]] = tag_fields(tags)
-        self._any_expires |= bool((rows.expiries != NEVER).any())
+        if bool((rows.expiries != NEVER).any()):
+            self._any_expires = True
+            entries = self.presence.find(group, rows.keys[taken])
+            self.presence.set_expiry(entries, rows.expiries[taken].astype(np.uint64))
         self._any_partial |= bool((rows.tokens != self._block_tokens).any())
 
     def __len__(self) -> int:

@@ -107,12 +107,16 @@ class LeasesNothing(LocalCacheManager):
             index.unpin(entries)
             return slots
 
-        def match_and_pin(group: int, keys: Any) -> Any:
-            entries = index.match_prefix(group, keys)
-            return entries, pin(entries)
+        def look(*args: Any) -> Any:
+            found = native.look(*args)
+            for group in range(len(self._specs)):
+                index.unpin(found.entries(group))
+            return found
 
+        native = self.lookup._native
+        self.lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
         self.hub.index = IndexProxy(  # type: ignore[assignment]
-            index, pin=pin, match_and_pin=match_and_pin, unpin=lambda entries: None
+            index, pin=pin, unpin=lambda entries: None
         )
 
 

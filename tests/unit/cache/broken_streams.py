@@ -9,7 +9,7 @@ import numpy as np
 
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import NO_READS, OpResult, TransferGraph
-from tests.unit.cache.broken_managers import rank_op
+from tests.unit.cache.broken_managers import IndexProxy, rank_op
 
 
 class LoadsWithoutWaiting(LocalCacheManager):
@@ -45,14 +45,12 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        hub = self.hub
-        self.hub.fillers = (  # type: ignore[method-assign]
-            lambda group, entries: np.where(
-                hub.index.ready(entries).view(np.bool_),
-                0,
-                hub._fillers[group][hub.index.slots_of(entries)] + 1,
-            )
-        )
+        index = self.hub.index
+
+        def insert(group: int, keys: Any, most: int, filler: int = 1 << 40, leases: int = 0) -> Any:
+            return index.insert(group, keys, most, filler, leases)
+
+        self.hub.index = IndexProxy(index, insert=insert)  # type: ignore[assignment]
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):

@@ -70,7 +70,8 @@ class DiskWorld:
             manager_limits,
             clock=lambda: self.now_s,
             compute_if_faster=compute_if_faster,
-            tiers=unit_tiers(self.disk, use, unix_s=lambda: self.now_s),
+            unix_s=lambda: self.now_s,
+            tiers=unit_tiers(self.disk, use),
         )
         self.host: list[list[Symbol]] = [[(-1, 0)] * spec.slots for spec in specs]
         self.lane = SimDiskLane(self.disk, self._get_slot, self._set_slot)

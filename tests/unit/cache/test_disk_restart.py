@@ -35,8 +35,9 @@ class Restarts:
         group = DiskGroup("test", (4096,), (np.array([[0, 4096, 0]]),), 4)
         options = DiskOptions(PLACES // 2 * IMAGE_BYTES + (64 << 10), preallocate=False)
         self.tier = DiskUnit.open(self._folders, DiskIdentity("test", bytes(32)), [group], options)
-        tiers = unit_tiers(self.tier, unix_s=lambda: self.now_s)
-        return disk_tier(LocalCacheManager([GroupSpec(4, PLACES)], tiers=tiers))
+        tiers = unit_tiers(self.tier)
+        manager = LocalCacheManager([GroupSpec(4, PLACES)], tiers=tiers, unix_s=lambda: self.now_s)
+        return disk_tier(manager)
 
     def close(self) -> None:
         if self.tier is not None:

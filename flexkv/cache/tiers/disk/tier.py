@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from flexkv.cache.tiers.disk.load_route import GdsLoads, GdsUse
 from flexkv.cache.tiers.disk.store_route import GdsStores
 from flexkv.cache.tiers.stored_tier import StoredTier
 from flexkv.errors import ConfigError
-from flexkv.observe import get_logger, unix_now_s
+from flexkv.observe import get_logger
 from flexkv.storage.base import DiskTier as Volumes
 from flexkv.storage.base import Places
 from flexkv.storage.tags import NEVER, make_tags, tag_fields
@@ -49,7 +48,6 @@ class DiskTier(StoredTier, Sink):
     Args:
         volumes: the open folders; closed with the tier.
         plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None where the caller does.
-        unix_s: wall clock for times to live.
 
     Raises:
         ConfigError: a time to live that is not positive.
@@ -64,11 +62,10 @@ class DiskTier(StoredTier, Sink):
         volumes: Volumes,
         traffic: DiskTraffic,
         plane: Plane | None = None,
-        unix_s: Callable[[], float] = unix_now_s,
     ) -> None:
         if traffic.ttl_s is not None and not traffic.ttl_s > 0:
             raise ConfigError(f"disk ttl_s={traffic.ttl_s}; allowed are values above 0")
-        super().__init__(context, volumes, traffic.facts, unix_s)
+        super().__init__(context, volumes, traffic.facts)
         self.volumes = volumes
         self.plane = plane
         self.sink = self
@@ -128,6 +125,8 @@ class DiskTier(StoredTier, Sink):
         tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
         self._any_partial |= bool((tokens[positions] != self._block_tokens).any())
         self._tags[group][places] = tag_fields(tags)
+        if self._any_expires:
+            self.presence.set_expiry(entries, np.full(len(entries), expiry, np.uint64))
         return positions, entries, places, tags
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:

@@ -78,7 +78,7 @@ class HostStores(StoreRoute):
         """Positions of offered blocks that a fetch is bringing, and whose content is not from there."""
         group = offer.group
         there = np.flatnonzero(entries != NO_ENTRY)
-        coming: NDArray[np.intp] = there[self._hub.fillers(group, entries[there]) != 0]
+        coming: NDArray[np.intp] = there[self._hub.index.fillers(entries[there]) != 0]
         loading = [op.plan.blocks for op in self._ops if op.role is OpRole.LOAD and op.group == group]
         if len(coming) and loading:
             # These engine blocks get what the fetch brings: where it fails they are computed, and offered again.

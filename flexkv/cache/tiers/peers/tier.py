@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from flexkv.cache.base import Keys
 from flexkv.cache.ids import EntryIds
 from flexkv.cache.tier import Plane, TierContext, TierFacts
 from flexkv.cache.tiers.stored_tier import StoredTier
-from flexkv.observe import get_logger, unix_now_s
+from flexkv.observe import get_logger
 from flexkv.storage.base import StoredPages
 from flexkv.transfer.graph import OpId, SlotIds, TransferOp
 
@@ -38,9 +37,8 @@ class PeerTier(StoredTier):
         pages: StoredPages,
         facts: TierFacts,
         plane: PeerPlane | None = None,
-        unix_s: Callable[[], float] = unix_now_s,
     ) -> None:
-        super().__init__(context, pages, facts, unix_s)
+        super().__init__(context, pages, facts)
         self.plane = plane
         self._reader = plane
 
