@@ -36,6 +36,9 @@ class PageRun:
         """Whether the pages can be loaded from host memory now."""
         return self.tier == HUB and not self.coming
 
+    def at(self, positions: NDArray[np.bool_]) -> PageRun:
+        return PageRun(self.tier, self.entries[positions], self.slots[positions], self.coming)
+
     def part(self, first: int, end: int) -> PageRun:
         return PageRun(self.tier, self.entries[first:end], self.slots[first:end], self.coming)
 

@@ -74,16 +74,18 @@ class FetchPlan:
     op_id: OpId
     keys: list[Keys] = field(default_factory=list)
     entries: list[EntryIds] = field(default_factory=list)
+    places: list[SlotIds] = field(default_factory=list)
     host: list[EntryIds] = field(default_factory=list)
     slots: list[SlotIds] = field(default_factory=list)
     pages: int = 0
 
-    def add(self, keys: Keys, entries: EntryIds, host: EntryIds, slots: SlotIds) -> None:
+    def add(self, keys: Keys, run: PageRun, host: EntryIds, slots: SlotIds) -> None:
         self.keys.append(keys)
-        self.entries.append(entries)
+        self.entries.append(run.entries)
+        self.places.append(run.slots)
         self.host.append(host)
         self.slots.append(slots)
-        self.pages += len(entries)
+        self.pages += len(run)
 
 
 class Promotions:
@@ -137,24 +139,27 @@ class Promotions:
             aligned: the parts are the same blocks of every group.
         """
         ops: dict[OpId, TierId] = {}
-        pages = [self._fetch_part(part, layerwise, epoch) for part in wanted]
+        pages = [self._fetch_part(part, layerwise, epoch, ops) for part in wanted]
         if aligned:
             blocks = min(len(fetched.entries) for fetched in pages)
             for fetched in pages:
                 self._hub.index.unpin(fetched.entries[blocks:])
             pages = [fetched.first(blocks) for fetched in pages]
-        for fetched in pages:
-            for number in np.unique(fetched.fetches[fetched.fetches != 0]).tolist():
-                if (op := self._ops.fetch(OpId(number))) is not None:
-                    ops[op.op_id] = op.tier
         return Fetched(pages, ops)
 
     def tiers_of(self, fetches: ReadIds) -> set[TierId]:
         """The tiers that fetches bring pages of."""
-        ops = (self._ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
-        return {op.tier for op in ops if op is not None}
+        return set(self._in_flight(fetches).values())
 
-    def _fetch_part(self, part: WantedPages, layerwise: bool, epoch: int) -> FetchedPages:
+    def _in_flight(self, fetches: ReadIds) -> dict[OpId, TierId]:
+        """Those of these fetches that have not ended, with their tiers."""
+        ops = (self._ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
+        return {op.op_id: op.tier for op in ops if op is not None}
+
+    def _fetch_part(
+        self, part: WantedPages, layerwise: bool, epoch: int, ops: dict[OpId, TierId]
+    ) -> FetchedPages:
+        """Enters in `ops` what brings the pages."""
         plans: dict[TierId, FetchPlan] = {}
         brought: list[FetchedPages] = []
         runs, at, again = deque(part.runs), 0, True
@@ -163,11 +168,13 @@ class Promotions:
             keys = part.keys[at : at + len(run)]
             if run.tier == HUB:
                 fetches = self._hub.index.fillers(run.entries)
+                if run.coming:
+                    ops |= self._in_flight(fetches)
                 brought.append(FetchedPages(run.entries, run.slots, fetches))
                 at += len(run)
                 continue
             plan = plans.setdefault(run.tier, FetchPlan(self._ops.next_id()))
-            fetched = self._give_slots(part.group, keys, run, plan)
+            fetched = self._give_slots(part.group, keys, run, plan, ops)
             brought.append(fetched)
             reach = len(fetched.entries)
             at += reach
@@ -181,6 +188,7 @@ class Promotions:
                 runs.extend(self._gap(part.group, keys[reach:], run.tier))
         for tier, plan in plans.items():
             if plan.pages:
+                ops[plan.op_id] = tier
                 self._order(tier, part.group, plan, layerwise, epoch)
         if len(brought) == 1:
             return brought[0]
@@ -200,20 +208,22 @@ class Promotions:
             return []
         return [PageRun(tier, entries, self._tiers[tier].presence.pin(entries))]
 
-    def _give_slots(self, group: int, keys: Keys, run: PageRun, plan: FetchPlan) -> FetchedPages:
+    def _give_slots(
+        self, group: int, keys: Keys, run: PageRun, plan: FetchPlan, ops: dict[OpId, TierId]
+    ) -> FetchedPages:
         """Gives pages of a tier a host slot, as far as there is room, and enters them in `plan`; returns the leading
         ones that are in host memory or on their way there."""
         index = self._hub.index
         room = max(0, self.room(run.tier) - plan.pages)
         given = self._hub.insert_coming(group, keys, room, plan.op_id)
         if given.whole:
-            plan.add(keys, run.entries, given.entries, given.slots)
+            plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
         # Some had no room, or are in host memory: there behind a gap, or being stored.
         new = np.zeros(len(keys), np.bool_)
         new[given.positions] = True
         if len(given.positions):
-            plan.add(keys[new], run.entries[new], given.entries, given.slots)
+            plan.add(keys[new], run.at(new), given.entries, given.slots)
         self._tiers[run.tier].presence.unpin(run.entries[~new])
         found = index.find(group, keys, ready_only=False)
         found = found[: leading(found != NO_ENTRY)]
@@ -221,6 +231,7 @@ class Promotions:
         reach = leading(index.ready(found).view(np.bool_) | (fetches != 0))
         index.pin_coming(found[:reach][~new[:reach]])
         index.unpin(given.entries[given.positions >= reach])
+        ops |= self._in_flight(fetches[:reach])
         return FetchedPages(found[:reach], index.slots_of(found[:reach]), fetches[:reach])
 
     def _order(self, tier: TierId, group: int, plan: FetchPlan, layerwise: bool, epoch: int) -> None:
@@ -228,7 +239,13 @@ class Promotions:
         assert source is not None
         entries, host = _joined(plan.entries), _joined(plan.host)
         transfer = source.plan_fetch(
-            plan.op_id, group, _joined(plan.keys), entries, _joined(plan.slots), layerwise
+            plan.op_id,
+            group,
+            _joined(plan.keys),
+            entries,
+            _joined(plan.places),
+            _joined(plan.slots),
+            layerwise,
         )
         op = FetchOp(
             plan=transfer,

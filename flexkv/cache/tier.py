@@ -180,12 +180,20 @@ class Source(ABC):
 
     @abstractmethod
     def plan_fetch(
-        self, op_id: OpId, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, layerwise: bool
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
     ) -> TransferOp:
         """An op that brings pages to host slots. Its tags say what each slot must hold.
 
         Args:
             entries: of `keys`, each leased by the lookup; the op takes the lease over.
+            places: of `entries`.
             layerwise: by ranges of layers, where the tier can.
         """
 

@@ -113,9 +113,15 @@ class StoredTier(Tier, Source):
     # --- fetches ---
 
     def plan_fetch(
-        self, op_id: OpId, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, layerwise: bool
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
     ) -> TransferOp:
-        places = self.presence.slots_of(entries)
         tags = self.tags_of(group, places)
         return TransferOp(
             op_id, OpKind.DISK_READ, group, Priority.LOAD, NO_BLOCKS, slots, layerwise, places, tags

@@ -95,8 +95,8 @@ class ReusesPlacesBeingRead(LocalCacheManager):
         super().__init__(*args, **kwargs)
         disk, plan_fetch = disk_tier(self), disk_tier(self).plan_fetch
 
-        def unpinned(op_id: Any, group: int, keys: Any, entries: Any, slots: Any, layerwise: bool) -> Any:
-            planned = plan_fetch(op_id, group, keys, entries, slots, layerwise)
+        def unpinned(op_id: Any, group: int, keys: Any, entries: Any, *rest: Any) -> Any:
+            planned = plan_fetch(op_id, group, keys, entries, *rest)
             disk.presence.unpin(entries)
             return planned
 

@@ -44,9 +44,8 @@ class ToyTier(Tier, Source, Sink):
         return self.presence.find(group, keys, ready_only=False) != NO_ENTRY
 
     def plan_fetch(
-        self, op_id: OpId, group: int, keys: Keys, entries: Any, slots: Any, layerwise: bool
+        self, op_id: OpId, group: int, keys: Keys, entries: Any, places: Any, slots: Any, layerwise: bool
     ) -> Any:
-        places = self.presence.slots_of(entries)
         return TransferOp(op_id, OpKind.DISK_READ, group, Priority.LOAD, NO_BLOCKS, slots, places=places)
 
     def end_fetch(self, plan: TransferOp, entries: Any, suspect: Any) -> None:

@@ -43,10 +43,17 @@ class PeerTier(StoredTier):
         self._reader = plane
 
     def plan_fetch(
-        self, op_id: OpId, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, layerwise: bool
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
     ) -> TransferOp:
         # Page by page: each is converted as a whole.
-        return super().plan_fetch(op_id, group, keys, entries, slots, layerwise=False)
+        return super().plan_fetch(op_id, group, keys, entries, places, slots, layerwise=False)
 
     def poll(self, now_s: float) -> None:
         if self._reader is None or self.down or not (reason := self._reader.down_reason):
