@@ -15,7 +15,7 @@ from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.ops import OpTable
-from flexkv.cache.page_walk import PageRun, PageWalk
+from flexkv.cache.page_walk import NO_PAGES, PageRun, PageWalk
 from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
@@ -90,7 +90,7 @@ class Lookup:
         self._compute_if_faster = compute_if_faster
         self._clock = clock
         self._epoch = epoch
-        self._wall_s = unix_s
+        self._unix_s = unix_s
         self._native = TierLookup([tier.presence for tier in tiers], len(specs))
         self._behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
         self.last_left: LeftToEngine | None = None
@@ -114,9 +114,6 @@ class Lookup:
         if self._all_prefix:
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
         return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
-
-    def _unix_s(self) -> int:
-        return max(0, int(self._wall_s()))
 
     def _usable(self, request_id: str, now_s: float) -> list[TierId]:
         """The tiers that the request may be served from besides the hub."""
@@ -145,34 +142,60 @@ class Lookup:
         usable: Sequence[TierId],
         straight: bool,
     ) -> Looked:
+        if len(self._specs) == 1:
+            lease, rest = self._find_in_one_group(keys, start, max(0, room_pages), usable)
+        else:
+            lease, rest = self._find_in_all_groups(keys, start, room_pages, usable)
+        end = start + lease.blocks
+        if tail is not None and room_pages >= len(self._specs) * (lease.blocks + 1):
+            self._add_tail(lease, tail, end)
+        if rest:
+            return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
+        if tail is None or lease.cut or not usable:
+            return Looked(lease)
+        return Looked(lease, self._fetch_tail(request_id, tail, end, lease.tail_tokens, usable))
+
+    def _find_in_one_group(
+        self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
+    ) -> tuple[Lease, list[list[PageRun]]]:
+        """Leases the prefix of the usual request: one pass over what host memory has of it, and a lookup over all tiers
+        for what follows, if there is any. Returns what may be promised, and the rest."""
+        offered = keys[0]
+        whole = len(offered) <= start + room_pages
+        if start or not whole:
+            offered = offered[start : start + room_pages]
+        entries, slots = self._hub.index.match_and_pin(0, offered)
+        ready = len(entries)
+        lease = Lease((GroupLease(entries, slots, start, ready),), self._clock(), start, ready)
+        if (ready == len(offered) and whole) or (ready < len(offered) and not usable):
+            return lease, []
+        found = self._find(keys, start + ready, room_pages - ready, usable)
+        lease.cut = found.cut
+        return lease, [_runs_of(found, 0)] if found.blocks else []
+
+    def _find_in_all_groups(
+        self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
+    ) -> tuple[Lease, list[list[PageRun]]]:
+        """The same over several groups, which restore the same blocks together."""
+        found = self._find(keys, start, room_pages, usable)
+        ready = found.ready_blocks
+        split = [_split(_runs_of(found, group), ready) for group in range(len(self._specs))]
+        shares = tuple(GroupLease(share.entries, share.slots, start, ready) for share, _ in split)
+        lease = Lease(shares, self._clock(), start, ready, cut=found.cut)
+        return lease, [runs for _, runs in split] if ready < found.blocks else []
+
+    def _find(self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]) -> Found:
+        """The prefix after `start`; each page is leased in its tier, and the lease the caller's."""
         mask = 1 << HUB
         for tier in usable:
             mask |= 1 << tier
-        found = self._native.look(keys, start, room_pages, mask, self._unix_s(), bool(usable))
+        now_s = max(0, int(self._unix_s()))
+        found = self._native.look(keys, start, room_pages, mask, now_s, bool(usable))
         for number, group, _ in found.expired:
             # Asked key by key, the tier drops all of the request's pages whose time is over.
             self._tiers[number].present(group, keys[group])
-        groups, ready, blocks = len(self._specs), found.ready_blocks, found.blocks
-        # The lease is the pages' from here on: each is unpinned in its own tier.
         found.detach()
-        if ready == blocks:
-            rest: list[list[PageRun]] = []
-            shares = [
-                GroupLease(found.entries(group), found.slots(group), start, ready) for group in range(groups)
-            ]
-        else:
-            split = [_split(_runs_of(found, group), ready) for group in range(groups)]
-            shares = [GroupLease(share.entries, share.slots, start, ready) for share, _ in split]
-            rest = [runs for _, runs in split]
-        lease = Lease(tuple(shares), self._clock(), start, ready, cut=found.cut)
-        if tail is not None and room_pages >= groups * ready + groups:
-            self._add_tail(lease, tail, start + ready)
-        if ready == blocks:
-            fetches = 0
-            if tail is not None and usable and not found.cut:
-                fetches = self._fetch_tail(request_id, tail, start + blocks, lease.tail_tokens, usable)
-            return Looked(lease, fetches)
-        return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
+        return found
 
     def _take_rest(
         self,
@@ -474,12 +497,12 @@ def _runs_of(found: Found, group: int) -> list[PageRun]:
 
 def _split(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
     """The first `pages` of runs, which all lie in the first run, and the rest."""
+    if not runs:
+        return NO_PAGES, []
     first = runs[0]
-    if not pages:
-        return first.part(0, 0), runs
     if pages == len(first):
         return first, runs[1:]
-    return first.part(0, pages), [first.part(pages, len(first)), *runs[1:]]
+    return first.part(0, pages), [first.part(pages, len(first)), *runs[1:]] if pages else runs
 
 
 def _extend(lease: Lease, pages: Sequence[FetchedPages]) -> None:

@@ -209,7 +209,7 @@ class LocalCacheManager(CacheManager):
             keys, tail = [group_keys[:start_block] for group_keys in keys], None
         straight = failed is None or not failed.straight
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
-        held = self._requests.take_held(request_id)
+        held = self._requests.take_held(request_id) if self._requests.waits else ()
         looked = self.lookup.look(request_id, keys, start_block, tail, self._room_for_loads(), straight)
         for _, entries in held:
             self.hub.index.unpin(entries)

@@ -200,6 +200,7 @@ class OpTable:
         self._by_request: dict[str, dict[OpId, RankOp]] = {}
         self._pages: dict[tuple[OpRole, TierId], int] = {}
         self._counts: dict[tuple[OpRole, TierId], int] = {}
+        self._all_pages = dict.fromkeys(OpRole, 0)
         self._of_ranks = 0
 
     def next_id(self) -> OpId:
@@ -222,9 +223,7 @@ class OpTable:
 
     def pages(self, role: OpRole, tier: TierId | None = None) -> int:
         """Pages in flight in ops of a role, of one tier or of all."""
-        if tier is not None:
-            return self._pages.get((role, tier), 0)
-        return sum(pages for (of, _), pages in self._pages.items() if of is role)
+        return self._all_pages[role] if tier is None else self._pages.get((role, tier), 0)
 
     def count(self, role: OpRole, tier: TierId) -> int:
         """Ops of a role and tier in flight."""
@@ -232,7 +231,7 @@ class OpTable:
 
     def any_of(self, role: OpRole) -> bool:
         """Whether ops of a role are in flight."""
-        return any(of is role and ops for (of, _), ops in self._counts.items())
+        return self._all_pages[role] > 0
 
     def get(self, op_id: OpId) -> Op:
         """
@@ -260,6 +259,7 @@ class OpTable:
         self._ops[op.op_id] = op
         kind = (op.role, op.tier)
         self._pages[kind] = self._pages.get(kind, 0) + op.pages
+        self._all_pages[op.role] += op.pages
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if isinstance(op, RankOp):
             self._by_request.setdefault(op.request_id, {})[op.op_id] = op
@@ -269,6 +269,7 @@ class OpTable:
         del self._ops[op.op_id]
         kind = (op.role, op.tier)
         self._pages[kind] -= op.pages
+        self._all_pages[op.role] -= op.pages
         self._counts[kind] -= 1
         if not isinstance(op, RankOp):
             return
@@ -289,6 +290,9 @@ class OpTable:
             raise ContractError("in-flight ops by request disagree with those by number")
         if len(of_ranks) != self._of_ranks:
             raise ContractError(f"{self._of_ranks} ops of ranks are counted in flight, {len(of_ranks)} are")
+        for role, pages in self._all_pages.items():
+            if pages != sum(count for (of, _), count in self._pages.items() if of is role):
+                raise ContractError(f"{pages} pages of {role.value} ops are counted in flight over all tiers")
         for (role, tier), pages in self._pages.items():
             mine = [op for op in self if (op.role, op.tier) == (role, tier)]
             actual = sum(op.pages for op in mine)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import Keys
 from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
 from flexkv.cache.tier import Tier
-from flexkv.transfer.graph import SlotIds
+from flexkv.transfer.graph import NO_PLACES, SlotIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class PageRun:
 
     def part(self, first: int, end: int) -> PageRun:
         return PageRun(self.tier, self.entries[first:end], self.slots[first:end], self.coming)
+
+
+NO_PAGES = PageRun(HUB, NO_ENTRIES, NO_PLACES)
 
 
 def leading(flags: NDArray[np.bool_]) -> int:

@@ -104,7 +104,7 @@ class ReusesPlacesBeingRead(LocalCacheManager):
             if suspect.any():
                 disk.remove(plan.group, entries[suspect])
 
-        disk.plan_fetch = unpinned  # type: ignore[method-assign]
+        disk.plan_fetch = unpinned  # type: ignore[assignment,method-assign]
         disk.end_fetch = end_fetch  # type: ignore[method-assign]
 
 

@@ -115,8 +115,13 @@ class LeasesNothing(LocalCacheManager):
 
         native = self.lookup._native
         self.lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
+
+        def match_and_pin(group: int, keys: Any) -> Any:
+            entries = index.match_prefix(group, keys)
+            return entries, pin(entries)
+
         self.hub.index = IndexProxy(  # type: ignore[assignment]
-            index, pin=pin, unpin=lambda entries: None
+            index, pin=pin, match_and_pin=match_and_pin, unpin=lambda entries: None
         )
 
 
