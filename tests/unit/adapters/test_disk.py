@@ -211,7 +211,8 @@ def test_two_engines_do_not_share_a_unit(make_disk_engine: Make, make_engine: Ma
 def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.ttl_s": 3600})
-    engine.side.unit.manager.lookup._unix_s = lambda: time.time() + 3601
+    manager = engine.side.unit.manager
+    disk_tier(manager)._unix_s = manager.lookup._unix_s = lambda: time.time() + 3601
     assert engine.run(make_request(PROMPT, "two")) == 0
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
 
