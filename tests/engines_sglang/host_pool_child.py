@@ -17,7 +17,7 @@ from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.host_pool import LAYOUTS
 from flexkv.adapters.sglang.identity import Place
-from flexkv.errors import GeometryError
+from flexkv.errors import ContractError, GeometryError
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -124,6 +124,31 @@ def refusal(pool: Any, **changed: Any) -> str:
     return ""
 
 
+def registered_again() -> dict[str, Any]:
+    """The same pool once more, then another of the same shape; what was stored before both."""
+    pool, other = (build_host_pool("mha fp16", "page_first") for _ in range(2))
+    storage = make_storage(pool)
+    try:
+        keys = hashes_of("a", "b")
+        storage.batch_set_v1(keys, slots(2, 5))
+        storage.register_mem_pool_host(pool)
+        found = storage.batch_exists(keys)
+        try:
+            storage.register_mem_pool_host(other)
+        except ContractError as error:
+            refused = str(error)
+        else:
+            refused = ""
+        return {
+            "same": found,
+            "other": refused,
+            "after both": storage.batch_exists(keys),
+            "pool": storage.mem_pool_host is pool,
+        }
+    finally:
+        storage.close()
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     import hicache_on_cpu  # type: ignore[import-not-found]
 
@@ -132,3 +157,4 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, layout in POOLS:
         yield f"{name} {layout}", round_trip(build_host_pool(name, layout))
     yield "refused", {"layout": refusal(build_host_pool("mha fp16", "page_first"), layout="page_unified")}
+    yield "registered again", registered_again()

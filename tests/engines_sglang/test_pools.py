@@ -62,3 +62,9 @@ def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -
 
 def test_another_layout_of_a_host_pool_is_refused(parts: Parts) -> None:
     assert "'page_unified'; allowed are layer_first" in parts["host_pool_child"]["refused"]["layout"]
+
+
+def test_a_storage_keeps_the_host_pool_that_it_has(parts: Parts) -> None:
+    again = parts["host_pool_child"]["registered again"]
+    assert "a second host pool, MHATokenToKVPoolHost of" in again.pop("other")
+    assert again == {"same": 2, "after both": 2, "pool": True}

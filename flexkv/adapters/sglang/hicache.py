@@ -53,11 +53,21 @@ class FlexKVHiCache(HiCacheStorage):
 
     @refusal_in_one_line(logger)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes SGLang's host pool.
+        """Takes SGLang's host pool. The same pool once more changes nothing.
 
         Raises:
             GeometryError: its layout is not one that can be moved piece by piece.
+            ContractError: another pool than the one that is registered. Its pages would be read and written in the
+                first one's memory.
         """
+        if self._batches is not None:
+            registered = self.mem_pool_host
+            if mem_pool_host is registered:
+                return
+            raise ContractError(
+                f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
+                f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
+            )
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
         from sglang.srt.runtime_context import get_server_args

@@ -166,8 +166,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         Raises:
             ClosedError: a copy did not end.
         """
-        if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
-            raise ClosedError("a copy has not ended: the memory that it reads or writes must not be released")
+        self._wait_for_copies("a copy has not ended: the memory that it reads or writes must not be released")
 
     def close(self) -> None:
         self._settle()
@@ -181,9 +180,17 @@ class FlexKVLinker(UnifiedCacheLinker):
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self._loads.reset()
-        if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
-            raise ClosedError("a store has not ended: the pages that it reads must not be written")
+        self._wait_for_copies("a store has not ended: the pages that it reads must not be written")
         self._offloads.reset()
+
+    def _wait_for_copies(self, failure: str) -> None:
+        """
+        Raises:
+            ClosedError: with the words of `failure`, when a copy does not end in twice the time after which it
+                counts as stuck.
+        """
+        if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
+            raise ClosedError(failure)
 
     # --- streams ---
 

@@ -80,8 +80,7 @@ class MiniEngine:
         )
         self.side.bind_block_pool(self.pool)
         if early_handshake:
-            handshakes = {worker.rank: worker.handshake() for worker in self.workers}
-            self.side.take_handshake({rank: said for rank, said in handshakes.items() if said is not None})
+            self.take_handshakes()
         self.live: dict[str, Live] = {}
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
@@ -90,6 +89,11 @@ class MiniEngine:
         self.counters = Counters()
         self._pending: dict[str, int] = {}
         self._held: list[Any] = []
+
+    def take_handshakes(self) -> None:
+        """Carries the handshake of every worker that has one to the scheduler's side."""
+        handshakes = {worker.rank: worker.handshake() for worker in self.workers}
+        self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
 
     # --- what the scheduler does ---
 
@@ -296,16 +300,21 @@ class MiniEngine:
 
     def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
         """Writes what the step computes; with `by_layer` one layer after the other, and says so of each."""
-        parts = []
-        for name, tokens in scheduled.items():
-            end = self.live[name].request.num_computed_tokens
-            parts.append((self.live[name], end - tokens, end))
+        parts = self._computed_parts(scheduled)
         if not by_layer:
             self.pools.write(worker.rank, parts)
             return
         for number, layer in enumerate(self.pools.write_by_layer(worker.rank, parts)):
             worker.layer_written(layer)
             self.after_layer(number)
+
+    def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
+        """Each request of the step, with the first position that it computes and the one past the last."""
+        parts = []
+        for name, tokens in scheduled.items():
+            end = self.live[name].request.num_computed_tokens
+            parts.append((self.live[name], end - tokens, end))
+        return parts
 
     def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:
         metadata: WorkerMetadata | None = None

@@ -50,8 +50,7 @@ class SleepingEngine(MiniEngine):
         self.pools.spoil()
         for worker in self.workers:
             worker.restore_kv_caches()
-        said = {worker.rank: worker.handshake() for worker in self.workers}
-        self.side.take_handshake({rank: item for rank, item in said.items() if item is not None})
+        self.take_handshakes()
 
     # --- a step, with its end deferred ---
 
@@ -66,12 +65,8 @@ class SleepingEngine(MiniEngine):
         sync = any(job.sync for job in orders.loads)
         if sync:
             worker.start_loads(orders)
-        parts = []
-        for name, tokens in scheduled.items():
-            end = self.live[name].request.num_computed_tokens
-            parts.append((self.live[name], end - tokens, end))
         layers = list(self.pools.write_by_layer(worker.rank, []))
-        writes = self.pools.write_by_layer(worker.rank, parts)
+        writes = self.pools.write_by_layer(worker.rank, self._computed_parts(scheduled))
         for _ in layers[:-1]:
             next(writes)
         if not sync:
