@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import Found, TierLookup
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
-from flexkv.cache.cost import CostModel
+from flexkv.cache.fetch_choice import FetchChoice
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
@@ -24,16 +24,6 @@ from flexkv.transfer.graph import OpId
 
 COMING = 1
 """State of a run of `Found` whose pages an op is filling."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftToEngine:
-    """A choice to compute, for the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to compute."""
-
-    tier: TierId
-    pages: int
-    fetch_s: float
-    compute_s: float
 
 
 @dataclass(slots=True)
@@ -54,13 +44,9 @@ class Lookup:
 
     Args:
         tiers: of the manager, by number.
-        compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
         clock: seconds, never running backwards; the waits of requests are measured with it.
         unix_s: wall clock for times to live.
         epoch: the manager's.
-
-    Attributes:
-        last_left: the last choice to leave pages where they are and compute them.
     """
 
     def __init__(
@@ -72,8 +58,7 @@ class Lookup:
         requests: RequestTable,
         walk: PageWalk,
         promotions: Promotions,
-        cost: CostModel,
-        compute_if_faster: bool,
+        choice: FetchChoice,
         clock: Callable[[], float],
         unix_s: Callable[[], float],
         epoch: Callable[[], int],
@@ -86,14 +71,12 @@ class Lookup:
         self._requests = requests
         self._walk = walk
         self._promotions = promotions
-        self._cost = cost
-        self._compute_if_faster = compute_if_faster
+        self._choice = choice
         self._clock = clock
         self._epoch = epoch
         self._unix_s = unix_s
         self._native = TierLookup([tier.presence for tier in tiers], len(specs))
         self._behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
-        self.last_left: LeftToEngine | None = None
 
     def look(
         self,
@@ -217,7 +200,7 @@ class Lookup:
         for tier in usable if promise and straight else ():
             if self._takes_straight(tier, rest, keys, first):
                 return self._promise_straight(request_id, lease, rest, tier)
-        rest, left = self._worth_of(rest, keys, first)
+        rest, left = self._choice.leading_worth(rest, keys, first)
         if left:
             self._requests.skip(request_id, self._behind)
         if not any(rest):
@@ -226,8 +209,10 @@ class Lookup:
             WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
             for group, runs in enumerate(rest)
         ]
-        streamed = promise and all(self._tiers[tier].facts.streams for tier in self._tiers_of(rest))
-        layerwise = streamed and all(self._tiers[tier].facts.stream_layers for tier in self._tiers_of(rest))
+        streamed = promise and all(self._tiers[tier].facts.streams for tier in self._choice.tiers_of(rest))
+        layerwise = streamed and all(
+            self._tiers[tier].facts.stream_layers for tier in self._choice.tiers_of(rest)
+        )
         fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
         if streamed:
             _extend(lease, fetched.pages)
@@ -259,16 +244,13 @@ class Lookup:
     def _promise_straight(
         self, request_id: str, lease: Lease, rest: Sequence[Sequence[PageRun]], tier: TierId
     ) -> Looked:
-        route, now_s = self._tiers[tier].straight, self._clock()
+        route = self._tiers[tier].straight
         assert route is not None
         blocks = len(rest[0][0])
         pages, tokens = blocks * len(rest), blocks * self._specs[0].block_tokens
-        if self._compute_if_faster and not self._cost.straight_is_worth(
-            tier, pages, tokens, route.pages, now_s
-        ):
+        if not self._choice.straight_worth(tier, route, pages, tokens):
             for runs in rest:
                 self._walk.release(runs)
-            self._leave(tier, pages, self._cost.straight(tier).seconds(route.pages + pages), tokens)
             self._requests.skip(request_id, self._behind)
             return Looked(lease)
         for group, runs in enumerate(rest):
@@ -370,7 +352,7 @@ class Lookup:
     def _fetch_all(self, request_id: str, wanted: list[WantedPages], tokens: int) -> int:
         """Fetches pages that are of use together or not at all; the fetches to wait for."""
         runs = [part.runs for part in wanted]
-        if not self._worth_all(runs, tokens):
+        if not self._choice.all_worth(runs, tokens):
             for part in wanted:
                 self._walk.release(part.runs)
             self._requests.skip(request_id, self._behind)
@@ -402,88 +384,6 @@ class Lookup:
         for tier in self._requests.wait(request_id, waits, self._clock()):
             self._tiers[tier].counts.waits += 1
         return len(ops)
-
-    def _tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
-        """The tiers that the pages come from; those on their way too."""
-        tiers: set[TierId] = set()
-        for runs in rest:
-            for run in runs:
-                if run.tier != HUB:
-                    tiers.add(run.tier)
-                elif run.coming:
-                    tiers |= self._promotions.tiers_of(self._hub.index.fillers(run.entries))
-        return tiers
-
-    def _worth_of(
-        self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
-    ) -> tuple[list[list[PageRun]], bool]:
-        """The leading part of whole blocks that is brought sooner than computed: all of it, as long as nothing is
-        known; and whether some is left to the engine.
-
-        Args:
-            keys, first: the rest is of the blocks from `first` on.
-        """
-        tiers = self._tiers_of(rest)
-        if not self._compute_if_faster or not self._cost.fetch_is_known(tiers, self._clock()):
-            return rest, False
-        blocks = min(sum(map(len, runs)) for runs in rest)
-        tokens = self._specs[0].block_tokens * np.arange(1, blocks + 1)
-        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
-        most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
-        if self._cost.worth(most, queued, np.array([True]), tokens[-1:]):
-            # Where a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one;
-            # what the wait takes away is the same for both.
-            return rest, False
-        missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
-        waiting = np.zeros(blocks, np.bool_)
-        for group, runs in enumerate(rest):
-            at = 0
-            for run in runs:
-                part = slice(at, at + len(run))
-                at += len(run)
-                if run.tier == HUB:
-                    waiting[part] |= run.coming
-                    continue
-                # A run goes on as far as its tier does: some of it may be in host memory too.
-                in_host = self._hub.index.find(
-                    group, keys[group][first + part.start : first + part.stop], ready_only=False
-                )
-                missing[run.tier][part] += in_host == NO_ENTRY
-                waiting[part] |= ~self._hub.ready(in_host)
-        counts = {tier: np.cumsum(pages) for tier, pages in missing.items()}
-        kept = self._cost.worth(counts, queued, np.logical_or.accumulate(waiting), tokens)
-        if kept == blocks:
-            return rest, False
-        left_tokens = int(tokens[-1] - (tokens[kept - 1] if kept else 0))
-        for tier, pages in counts.items():
-            if left := int(pages[-1] - (pages[kept - 1] if kept else 0)):
-                self._leave(tier, left, self._fetch_s(tier, left), left_tokens)
-        return [self._walk.cut(runs, kept) for runs in rest], True
-
-    def _worth_all(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
-        """The same of pages that are of use together or not at all."""
-        tiers = self._tiers_of(rest)
-        if not self._compute_if_faster or not self._cost.fetch_is_known(tiers, self._clock()):
-            return True
-        pages = {tier: sum(len(run) for runs in rest for run in runs if run.tier == tier) for tier in tiers}
-        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
-        missing = {tier: np.array([count]) for tier, count in pages.items()}
-        waiting = np.array([any(not run.ready for runs in rest for run in runs)])
-        if self._cost.worth(missing, queued, waiting, np.array([tokens])):
-            return True
-        for tier, count in pages.items():
-            self._leave(tier, count, self._fetch_s(tier, count), tokens)
-        return False
-
-    def _fetch_s(self, tier: TierId, pages: int) -> float:
-        queued = self._ops.pages(OpRole.FETCH, tier)
-        return self._cost.fetch(tier).seconds(queued + pages) + self._cost.load_s(pages)
-
-    def _leave(self, tier: TierId, pages: int, fetch_s: float, tokens: int) -> None:
-        """The engine computes the `tokens` of `pages` rather than have them in `fetch_s` seconds."""
-        self._tiers[tier].counts.left += 1
-        self._tiers[tier].counts.left_pages += pages
-        self.last_left = LeftToEngine(tier, pages, fetch_s, self._cost.compute_s(tokens))
 
 
 def _runs_of(found: Found, group: int) -> list[PageRun]:

@@ -28,6 +28,7 @@ from flexkv.cache.base import (
 from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup, good_pages
 from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
+from flexkv.cache.fetch_choice import FetchChoice
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds, TierId
 from flexkv.cache.leases import Lease
@@ -71,6 +72,7 @@ class LocalCacheManager(CacheManager):
         hub: the pages in host memory.
         tiers: by number.
         cost: what was measured of them, and of the engine's steps.
+        choice: between fetching and computing.
         failed_loads: what is not promised again to the requests that it failed.
 
     Raises:
@@ -122,7 +124,18 @@ class LocalCacheManager(CacheManager):
             for number, tier in enumerate(self.tiers)
             if tier.sink is not None
         }
-        self.lookup = Lookup(
+        self.choice = FetchChoice(
+            self.tiers,
+            self.hub,
+            self._ops,
+            walk,
+            self._promotions,
+            self.cost,
+            groups[0].block_tokens,
+            compute_if_faster,
+            clock,
+        )
+        self._lookup = Lookup(
             self._specs,
             self.tiers,
             self.hub,
@@ -130,8 +143,7 @@ class LocalCacheManager(CacheManager):
             self._requests,
             walk,
             self._promotions,
-            self.cost,
-            compute_if_faster,
+            self.choice,
             clock,
             unix_s,
             lambda: self._epoch,
@@ -210,7 +222,7 @@ class LocalCacheManager(CacheManager):
         straight = failed is None or not failed.straight
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
-        looked = self.lookup.look(request_id, keys, start_block, tail, self._room_for_loads(), straight)
+        looked = self._lookup.look(request_id, keys, start_block, tail, self._room_for_loads(), straight)
         for _, entries in held:
             self.hub.index.unpin(entries)
         lease = looked.lease

@@ -104,11 +104,11 @@ class UnitDriver:
         self._say_left(now_s)
 
     def _say_left(self, now_s: float) -> None:
-        lookup = self._manager.lookup
-        left = lookup.last_left
+        choice = self._manager.choice
+        left = choice.last_left
         if left is None or now_s < self._say_left_at_s:
             return
-        lookup.last_left, self._say_left_at_s = None, now_s + SAY_LEFT_EVERY_S
+        choice.last_left, self._say_left_at_s = None, now_s + SAY_LEFT_EVERY_S
         logger.info(
             "pages of the %s tier are left to the engine, which computes them sooner: of the last lookup %d, in about "
             "%.3f s instead of %.3f s (compute_if_faster)",

@@ -212,7 +212,7 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
     make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.ttl_s": 3600})
     manager = engine.side.unit.manager
-    disk_tier(manager)._unix_s = manager.lookup._unix_s = lambda: time.time() + 3601
+    disk_tier(manager)._unix_s = manager._lookup._unix_s = lambda: time.time() + 3601
     assert engine.run(make_request(PROMPT, "two")) == 0
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
 

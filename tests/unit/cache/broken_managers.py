@@ -113,8 +113,8 @@ class LeasesNothing(LocalCacheManager):
                 index.unpin(found.entries(group))
             return found
 
-        native = self.lookup._native
-        self.lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
+        native = self._lookup._native
+        self._lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
 
         def match_and_pin(group: int, keys: Any) -> Any:
             entries = index.match_prefix(group, keys)

@@ -95,7 +95,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     assert not world.manager.waits("r")
     counts = world.tier.counts
     assert (counts.left, counts.left_pages) == (1, 6)
-    left = world.manager.lookup.last_left
+    left = world.manager.choice.last_left
     assert left is not None
     assert left.fetch_s > left.compute_s == pytest.approx(24.0)
     # Until the request is let go the choice stands, and is counted once.

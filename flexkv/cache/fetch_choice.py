@@ -1,0 +1,153 @@
+"""What is fetched, and what is left to the engine, because it computes that sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv.cache.base import Keys, OpRole
+from flexkv.cache.cost import CostModel
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB, NO_ENTRY, TierId
+from flexkv.cache.ops import OpTable
+from flexkv.cache.page_walk import PageRun, PageWalk
+from flexkv.cache.promotions import Promotions
+from flexkv.cache.routes import StraightLoads
+from flexkv.cache.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class LeftToEngine:
+    """A choice to compute, for the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to compute."""
+
+    tier: TierId
+    pages: int
+    fetch_s: float
+    compute_s: float
+
+
+class FetchChoice:
+    """Chooses by what was measured of the tiers and of the engine's steps; where that is not known, to fetch.
+
+    Args:
+        tiers: of the manager, by number.
+        enabled: False to fetch whatever it takes.
+        clock: seconds, never running backwards.
+
+    Attributes:
+        last_left: the last choice to leave pages where they are and compute them.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        hub: Hub,
+        ops: OpTable,
+        walk: PageWalk,
+        promotions: Promotions,
+        cost: CostModel,
+        block_tokens: int,
+        enabled: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._hub = hub
+        self._ops = ops
+        self._walk = walk
+        self._promotions = promotions
+        self._cost = cost
+        self._block_tokens = block_tokens
+        self._enabled = enabled
+        self._clock = clock
+        self.last_left: LeftToEngine | None = None
+
+    def tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
+        """The tiers that the pages come from; those on their way too."""
+        tiers: set[TierId] = set()
+        for runs in rest:
+            for run in runs:
+                if run.tier != HUB:
+                    tiers.add(run.tier)
+                elif run.coming:
+                    tiers |= self._promotions.tiers_of(self._hub.index.fillers(run.entries))
+        return tiers
+
+    def leading_worth(
+        self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
+    ) -> tuple[list[list[PageRun]], bool]:
+        """The leading part of whole blocks that is brought sooner than computed: all of it, as long as nothing is
+        known; and whether some is left to the engine.
+
+        Args:
+            keys, first: the rest is of the blocks from `first` on.
+        """
+        tiers = self.tiers_of(rest)
+        if not self._enabled or not self._cost.fetch_is_known(tiers, self._clock()):
+            return rest, False
+        blocks = min(sum(map(len, runs)) for runs in rest)
+        tokens = self._block_tokens * np.arange(1, blocks + 1)
+        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
+        most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
+        if self._cost.worth(most, queued, np.array([True]), tokens[-1:]):
+            # Where a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one;
+            # what the wait takes away is the same for both.
+            return rest, False
+        missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
+        waiting = np.zeros(blocks, np.bool_)
+        for group, runs in enumerate(rest):
+            at = 0
+            for run in runs:
+                part = slice(at, at + len(run))
+                at += len(run)
+                if run.tier == HUB:
+                    waiting[part] |= run.coming
+                    continue
+                # A run goes on as far as its tier does: some of it may be in host memory too.
+                in_host = self._hub.index.find(
+                    group, keys[group][first + part.start : first + part.stop], ready_only=False
+                )
+                missing[run.tier][part] += in_host == NO_ENTRY
+                waiting[part] |= ~self._hub.ready(in_host)
+        counts = {tier: np.cumsum(pages) for tier, pages in missing.items()}
+        kept = self._cost.worth(counts, queued, np.logical_or.accumulate(waiting), tokens)
+        if kept == blocks:
+            return rest, False
+        left_tokens = int(tokens[-1] - (tokens[kept - 1] if kept else 0))
+        for tier, pages in counts.items():
+            if left := int(pages[-1] - (pages[kept - 1] if kept else 0)):
+                self._leave(tier, left, self._fetch_s(tier, left), left_tokens)
+        return [self._walk.cut(runs, kept) for runs in rest], True
+
+    def all_worth(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
+        """The same of pages that are of use together or not at all."""
+        tiers = self.tiers_of(rest)
+        if not self._enabled or not self._cost.fetch_is_known(tiers, self._clock()):
+            return True
+        pages = {tier: sum(len(run) for runs in rest for run in runs if run.tier == tier) for tier in tiers}
+        queued = {tier: self._ops.pages(OpRole.FETCH, tier) for tier in tiers}
+        missing = {tier: np.array([count]) for tier, count in pages.items()}
+        waiting = np.array([any(not run.ready for runs in rest for run in runs)])
+        if self._cost.worth(missing, queued, waiting, np.array([tokens])):
+            return True
+        for tier, count in pages.items():
+            self._leave(tier, count, self._fetch_s(tier, count), tokens)
+        return False
+
+    def _fetch_s(self, tier: TierId, pages: int) -> float:
+        queued = self._ops.pages(OpRole.FETCH, tier)
+        return self._cost.fetch(tier).seconds(queued + pages) + self._cost.load_s(pages)
+
+    def _leave(self, tier: TierId, pages: int, fetch_s: float, tokens: int) -> None:
+        """The engine computes the `tokens` of `pages` rather than have them in `fetch_s` seconds."""
+        self._tiers[tier].counts.left += 1
+        self._tiers[tier].counts.left_pages += pages
+        self.last_left = LeftToEngine(tier, pages, fetch_s, self._cost.compute_s(tokens))
+
+    def straight_worth(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
+        """Whether pages that hold so many tokens are loaded from where they lie sooner than computed."""
+        if not self._enabled or self._cost.straight_is_worth(tier, pages, tokens, route.pages, self._clock()):
+            return True
+        self._leave(tier, pages, self._cost.straight(tier).seconds(route.pages + pages), tokens)
+        return False
