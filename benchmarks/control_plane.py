@@ -198,9 +198,9 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
             chain, request = chains[number % requests], f"d{number}"
             evict_all(manager)
             result = disk.time(manager.match, request, [chain], 0)
-            ((_, graph),) = manager.take_planned()
+            ((_, graph),) = manager.work.take_planned()
             assert (result.blocks, graph.ops[0].pages) == (0, REQUEST_BLOCKS)
-            ended.time(manager.complete_tier_op, OpResult(graph.ops[0].op_id, OpStatus.OK, OK))
+            ended.time(manager.work.complete, OpResult(graph.ops[0].op_id, OpStatus.OK, OK))
             assert host.time(manager.match, request, [chain], 0).blocks == REQUEST_BLOCKS
             manager.release(request)
         rows.append(host.row("match 8,192 in host memory, a disk tier behind it", 40))

@@ -153,15 +153,15 @@ class SegmentDisk:
         assert self._manager is not None
         assert self._driver is not None
         ends_s = time.monotonic() + deadline_s
-        self._manager.offer_all()
+        self._manager.work.offer_all()
         while self._driver.busy or not self._driver.look_durable():
             if time.monotonic() >= ends_s or self._down:
                 return False
-            self._manager.flush_writes()
+            self._manager.work.flush()
             self.pump()
             time.sleep(FLUSH_LOOK_S)
         # Not by counts: of what could not be written, some may be gone from host memory or have been written since.
-        return not self._down and not self._manager.unwritten()
+        return not self._down and not self._manager.work.unwritten()
 
     @property
     def misses(self) -> Mapping[str, int]:
@@ -178,5 +178,5 @@ class SegmentDisk:
         if self._survives is None:
             ended = self._driver.close(deadline_s)
             durable = self._driver.look_durable() and not self._down
-            self._survives = ended and durable and not self._manager.unwritten()
+            self._survives = ended and durable and not self._manager.work.unwritten()
         return self._survives

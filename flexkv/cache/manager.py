@@ -25,7 +25,7 @@ from flexkv.cache.base import (
     StorePlan,
     TailCandidates,
 )
-from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup, good_pages
+from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup
 from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.fetch_choice import FetchChoice
@@ -35,7 +35,7 @@ from flexkv.cache.leases import Lease
 from flexkv.cache.load_targets import load_targets
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
+from flexkv.cache.ops import FetchOp, OpTable, RankOp, WriteOp
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.page_walk import PageWalk
 from flexkv.cache.promotions import Promotions
@@ -44,11 +44,11 @@ from flexkv.cache.reserve import REFILL_PAGES
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import Tier, TierContext, TierFactory
+from flexkv.cache.tier_work import TierWork
 from flexkv.cache.trails import TrailTable
-from flexkv.cache.write_queue import WriteQueue
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.observe import unix_now_s
-from flexkv.transfer.graph import BlockIds, OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 
 RESET_S = 30.0
 """How long a reset may wait for all tiers together until nothing older is served, not even after a crash."""
@@ -60,8 +60,8 @@ class LocalCacheManager(CacheManager):
     Args:
         groups: the unit's KV groups; all must have the same `block_tokens`.
         tiers: make the tiers, in the order in which a lookup asks them; the first is host memory's. The ops of the
-            others are handed out by `poll_work`, apart from the graphs for the workers, and their results come back by
-            `complete_tier_op`.
+            others are handed out by `work.poll`, apart from the graphs for the workers, and their results come back by
+            `work.complete`.
         policy: eviction policy of every group's slots; allowed is "lru".
         clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
         listener: is told what becomes visible in host memory and what leaves it.
@@ -73,6 +73,7 @@ class LocalCacheManager(CacheManager):
         tiers: by number.
         cost: what was measured of them, and of the engine's steps.
         choice: between fetching and computing.
+        work: the ops of the tiers' own, for what drives them.
         failed_loads: what is not promised again to the requests that it failed.
 
     Raises:
@@ -114,16 +115,22 @@ class LocalCacheManager(CacheManager):
             tier.facts.check()
             self.tiers.append(tier)
         self.hub.tracks_tokens = len(self.tiers) > 1
-        self.hub.on_evicted = self._evicted
         walk = PageWalk(self.tiers, self.hub)
         self._promotions = Promotions(
             self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
         )
-        self._writes = {
-            TierId(number): WriteQueue(TierId(number), tier, self.hub, self._ops, self._outbox)
-            for number, tier in enumerate(self.tiers)
-            if tier.sink is not None
-        }
+        self.work = TierWork(
+            self.tiers,
+            self.hub,
+            self._ops,
+            self._outbox,
+            self._promotions,
+            self._requests,
+            self._log,
+            len(groups),
+            lambda: self._epoch,
+        )
+        self.hub.on_evicted = self.work.evicted
         self.choice = FetchChoice(
             self.tiers,
             self.hub,
@@ -399,8 +406,8 @@ class LocalCacheManager(CacheManager):
         route = self.tiers[op.tier].stores
         assert route is not None
         published = route.end(op, good)
-        if op.tier == HUB and published.any() and self._writes:
-            self._offer(op.group, self.hub.index.keys_of(op.entries[published]))
+        if op.tier == HUB and published.any() and self.work.takes_pages:
+            self.work.offer(op.group, self.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
         self._counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
@@ -425,103 +432,8 @@ class LocalCacheManager(CacheManager):
             route.bar(op, pages)
         return barred
 
-    # --- the tiers' own ops -------------------------------------------------------------------------------------------
-
-    def poll_work(self) -> list[tuple[TierId, TransferGraph]]:
-        """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
-        for queue in self._writes.values():
-            queue.poll(len(self._specs), self._epoch)
-        return self.take_planned()
-
-    def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
-        """What was planned since the last call, and nothing more."""
-        return self._outbox.take() if len(self._outbox) else []
-
-    def complete_tier_op(self, result: OpResult) -> None:
-        """Takes the one result of an op of `poll_work`.
-
-        Raises:
-            ContractError: no such op is in flight, or the result does not fit it.
-        """
-        op = self._ops.get(result.op_id)
-        if isinstance(op, RankOp):
-            raise ContractError(f"op {op.op_id} is the ranks', not a tier's own")
-        failed = op.pages - int(np.count_nonzero(good_pages(result, op.pages)))
-        self._ops.remove(op)
-        if result.status is OpStatus.LANE_DOWN:
-            self.take_down(op.tier, result.reason or "its lane is down")
-        if result.status is not OpStatus.OK:
-            waiters = op.waiters if isinstance(op, FetchOp) else ()
-            self._log.tier_op_failed(op, failed, result.reason, waiters)
-        self._end_tier_op(op, result)
-
-    def _end_tier_op(self, op: Op, result: OpResult) -> None:
-        if isinstance(op, FetchOp):
-            self._promotions.complete(op, result, current=op.epoch == self._epoch)
-            for request_id in op.waiters:
-                self._requests.fetch_ended(request_id, op.op_id)
-        elif isinstance(op, WriteOp):
-            self._writes[op.tier].complete(op, result)
-        else:
-            route = self.tiers[op.tier].stores
-            assert route is not None
-            route.follow_up_ended(op, result)
-
-    def take_down(self, tier: TierId, reason: str) -> None:
-        """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
-        self.tiers[tier].go_down(reason)
-        if tier in self._writes:
-            self._writes[tier].reset()
-
-    @property
-    def moving(self) -> bool:
-        """Whether an op of a tier is in flight."""
-        return len(self._ops) > self._ops.of_ranks
-
-    @property
-    def busy(self) -> bool:
-        """Whether an op of a tier is in flight, or something waits to be written and can be."""
-        return self.moving or len(self._outbox) > 0 or any(queue.busy for queue in self._writes.values())
-
-    def offer_all(self) -> None:
-        """What is in host memory, not leased and not in a tier that takes pages is to be written, whatever the mode."""
-        for queue in self._writes.values():
-            queue.offer_all(len(self._specs))
-
-    def flush_writes(self) -> None:
-        """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
-        for queue in self._writes.values():
-            queue.flush(self._epoch)
-
-    def give_up_writes(self) -> int:
-        """Forgets what waits to be written; returns how many pages that are."""
-        return sum(queue.give_up_waiting() for queue in self._writes.values())
-
-    def unwritten(self) -> int:
-        """Pages in host memory that some tier that takes pages lacks, leased ones among them."""
-        return max((queue.unwritten(len(self._specs)) for queue in self._writes.values()), default=0)
-
-    # --- what happens in tiers ----------------------------------------------------------------------------------------
-
-    def _offer(self, group: int, keys: Keys) -> None:
-        for queue in self._writes.values():
-            queue.offer(group, keys)
-
     def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        """These pages are not in a tier after all: what host memory has of them was taken for written."""
-        there = self.hub.there(group, keys)
-        if tier in self._writes and there.any():
-            self._writes[tier].offer(group, keys[there])
-
-    def _evicted(self, group: int, keys: Keys) -> None:
-        """These pages left host memory to make room."""
-        if not self._writes:
-            return
-        known = np.zeros(len(keys), np.bool_)
-        for tier in self.tiers[1:]:
-            known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
-        for number in self._writes:
-            self.tiers[number].counts.lost += int(np.count_nonzero(~known))
+        self.work.forgotten(tier, group, keys)
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -545,8 +457,7 @@ class LocalCacheManager(CacheManager):
         for request_id in list(self._requests.waits):
             self._end_wait(request_id)
         self._trails.clear()
-        for queue in self._writes.values():
-            queue.reset()
+        self.work.reset()
         self._epoch += 1
         for tier in self.tiers:
             tier.begin_reset()

@@ -58,15 +58,17 @@ class UnitDriver:
     @property
     def busy(self) -> bool:
         """Whether there is something to submit or to wait for, or to be made durable by further calls of `poll`."""
-        return self._closed is None and (self._manager.busy or any(tier.unflushed for tier in self._behind))
+        return self._closed is None and (
+            self._manager.work.busy or any(tier.unflushed for tier in self._behind)
+        )
 
     def poll(self) -> None:
         """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
         if self._closed is not None:
             return
-        if self._manager.moving:
+        if self._manager.work.moving:
             self._take_results()
-        for tier, graph in self._manager.poll_work():
+        for tier, graph in self._manager.work.poll():
             self._submit(tier, graph)
         now_s = self._clock()
         if now_s >= self._watch_at_s:
@@ -86,17 +88,17 @@ class UnitDriver:
         except FlexKVError as error:
             # The engine can live without the tier: what it holds is a miss from now on.
             reason = f"{type(error).__name__}: {error}"
-            self._manager.take_down(tier, reason)
+            self._manager.work.take_down(tier, reason)
         for op in graph.ops:
             if op.kind is OpKind.DISK_READ:
                 self._fail_read(op.slots, op.op_id)
-            self._manager.complete_tier_op(OpResult.cancelled(op.op_id, op.pages, reason))
+            self._manager.work.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _take_results(self) -> None:
         for plane in self._planes.values():
             while results := plane.poll():
                 for result in results:
-                    self._manager.complete_tier_op(result)
+                    self._manager.work.complete(result)
 
     def _watch(self, now_s: float) -> None:
         for tier in self._behind:
@@ -129,12 +131,12 @@ class UnitDriver:
             return self._closed
         ends_s = time.monotonic() + deadline_s
         flush_ends_s = time.monotonic() + FLUSH_SHARE * deadline_s
-        self._manager.offer_all()
-        self._manager.flush_writes()
+        self._manager.work.offer_all()
+        self._manager.work.flush()
         self.poll()
-        while self._manager.busy and time.monotonic() < ends_s:
+        while self._manager.work.busy and time.monotonic() < ends_s:
             if time.monotonic() < flush_ends_s:
-                self._manager.flush_writes()
+                self._manager.work.flush()
             else:
                 self._give_up_writes(deadline_s)
             time.sleep(CLOSE_LOOK_S)
@@ -154,6 +156,6 @@ class UnitDriver:
         return self._closed
 
     def _give_up_writes(self, deadline_s: float) -> None:
-        if left := self._manager.give_up_writes():
+        if left := self._manager.work.give_up():
             self._given_up_pages += left
             logger.warning("%d pages of host memory were not written within %.1f s", left, deadline_s)

@@ -28,13 +28,13 @@ class DiskMoves:
     def pump(self) -> None:
         """The driver's part: writes are planned and handed to the lane."""
         world = self.world
-        planned = world.manager.poll_work()
+        planned = world.manager.work.poll()
         world.model.evict(world.recorder.take_evicted())
         self._hand_over(planned)
 
     def take_orders(self) -> None:
         """Hands what was planned to the lane. To be called right after whatever may plan."""
-        self._hand_over(self.world.manager.take_planned())
+        self._hand_over(self.world.manager.work.take_planned())
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
         world = self.world
@@ -90,7 +90,7 @@ class DiskMoves:
         op = world.disk_ended.pop(result.op_id)
         self._started.discard(result.op_id)
         named = world.disk.named(op) if op.kind is OpKind.DISK_READ else set()
-        world.manager.complete_tier_op(result)
+        world.manager.work.complete(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
         if op.kind is OpKind.DISK_READ:
             blamed = {page for page, blame in said_of(result).items() if blame <= Blame.DISK}
@@ -121,7 +121,7 @@ class DiskMoves:
     @property
     def busy(self) -> bool:
         """Whether something moves, or ended and was not heard of."""
-        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.busy)
+        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 
     def check(self) -> None:
         """What would be found after a crash now is what its key promises, on every rank."""

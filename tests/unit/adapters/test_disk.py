@@ -220,7 +220,7 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     engine = make_disk_engine()
     engine.run(make_request(PROMPT, "one"))
-    engine.until(lambda: not engine.side.unit.manager.busy)
+    engine.until(lambda: not engine.side.unit.manager.work.busy)
     engine.step({})
     data = engine.counters.data
     assert data["flexkv_disk_pages_total"] == {"write": 5}

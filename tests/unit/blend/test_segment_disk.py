@@ -57,7 +57,7 @@ def open_cache(tmp_path: Path, model):
 def end(cache: SegmentCache) -> None:
     cache.begin_load([None]).close()
     assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.moving, 60.0)
+    cache.disk.wait_while(lambda: cache.manager.work.moving, 60.0)
     cache.manager.check_integrity()
     cache.close()
 
@@ -126,7 +126,7 @@ def test_precompute_after_a_restart_computes_nothing_and_reads_nothing(
         patched.setattr(model, "forward", None)
         assert precompute(model, segments, cache) == sum(LENGTHS[:3])
     assert disk_tier(cache.manager).counts.read == 0
-    assert not cache.manager.moving
+    assert not cache.manager.work.moving
 
 
 def test_whole_blocks_are_read_layer_by_layer_and_promised_before(

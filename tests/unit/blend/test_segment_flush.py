@@ -78,7 +78,7 @@ def put(cache: SegmentCache, *segments: Text) -> None:
 def settle(cache: SegmentCache) -> None:
     """Until no read or write is under way."""
     assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.moving, 60.0)
+    cache.disk.wait_while(lambda: cache.manager.work.moving, 60.0)
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
@@ -180,7 +180,7 @@ def test_pages_that_a_load_leases_are_written_too(
 ) -> None:
     cache = opened(mode=mode)
     (text,) = texts(1)
-    monkeypatch.setattr(cache.manager._writes[DISK], "poll", lambda groups, epoch: None)
+    monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda groups, epoch: None)
     put(cache, text)
     load = cache.begin_load([text])
     # Fault: nobody hears of the load's end.

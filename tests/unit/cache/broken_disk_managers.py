@@ -70,7 +70,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        queue, index = self._writes[DISK], self.hub.index
+        queue, index = self.work._writes[DISK], self.hub.index
         poll = queue.poll
 
         def polled(groups: int, epoch: int) -> None:
@@ -170,8 +170,12 @@ class ForgetsInHostAlone(LocalCacheManager):
 class ForgetsWhatNobodyBlames(LocalCacheManager):
     """A page that failed is forgotten on disk, whoever was to blame for that."""
 
-    def complete_tier_op(self, result: OpResult) -> None:
-        super().complete_tier_op(replace(result, blames=NO_BLAMES))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        complete = self.work.complete
+        self.work.complete = (  # type: ignore[method-assign]
+            lambda result: complete(replace(result, blames=NO_BLAMES))
+        )
 
     def complete(self, rank: int, result: OpResult) -> Any:
         return super().complete(rank, replace(result, blames=NO_BLAMES))

@@ -86,7 +86,7 @@ class DiskWorld:
     @property
     def queue(self) -> WriteQueue:
         """What waits to be written."""
-        return self.manager._writes[DISK]
+        return self.manager.work._writes[DISK]
 
     def _get_slot(self, group: int, slot: int) -> list[Symbol]:
         return [self.host[group][slot]]
@@ -172,7 +172,7 @@ class DiskWorld:
 
     def take(self) -> list[TransferOp]:
         """Plans what may be written, and takes over the ops."""
-        ops = [op for _, graph in self.manager.poll_work() for op in graph.ops]
+        ops = [op for _, graph in self.manager.work.poll() for op in graph.ops]
         for op in ops:
             self.lane.submit(op)
         return ops
@@ -193,7 +193,7 @@ class DiskWorld:
             status = OpStatus.FAILED if failed else OpStatus.OK
         else:
             failed_pages = np.arange(op.pages, dtype=np.int32)
-        self.manager.complete_tier_op(OpResult(OpId(op.op_id), status, failed_pages, "why"))
+        self.manager.work.complete(OpResult(OpId(op.op_id), status, failed_pages, "why"))
         self.manager.check_integrity()
 
     def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:

@@ -61,19 +61,19 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
     assert plan.graph is not None
     with counted(lines):
         world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
-        planned = manager.poll_work()
+        planned = manager.work.poll()
     (write,) = [op for _, graph in planned for op in graph.ops]
     with counted(lines):
-        manager.complete_tier_op(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+        manager.work.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
     world.drop_host(2 * blocks)
     with counted(lines):
         assert world.manager.match("r", [keys], 0).reads == 1
-    (read,) = [op for _, graph in manager.take_planned() for op in graph.ops]
+    (read,) = [op for _, graph in manager.work.take_planned() for op in graph.ops]
     assert read.pages == blocks
     with counted(lines):
         assert world.manager.match("s", [keys], 0).reads == 1, "another waits for the same read"
     with counted(lines):
-        manager.complete_tier_op(OpResult(OpId(read.op_id), OpStatus.OK, NONE))
+        manager.work.complete(OpResult(OpId(read.op_id), OpStatus.OK, NONE))
     with counted(lines):
         assert world.manager.match("r", [keys], 0).blocks == blocks
     return lines
@@ -113,10 +113,10 @@ def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
         assert (len(plan.stored), plan.dropped) == (blocks, 0)
         world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, NONE))
         with counted(lines):
-            planned = manager.poll_work()
+            planned = manager.work.poll()
         (write,) = [op for _, graph in planned for op in graph.ops]
         assert write.pages == blocks
-        manager.complete_tier_op(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
+        manager.work.complete(OpResult(OpId(write.op_id), OpStatus.OK, NONE))
     assert told == [blocks], "what leaves the disk is told at once, and only what leaves"
     assert world.tier.counts.evicted == blocks
     return lines

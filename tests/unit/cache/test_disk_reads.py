@@ -74,7 +74,7 @@ def test_pages_of_a_read_that_was_cut_off_stay_on_disk() -> None:
     world.lane.end(op.op_id)
     blames = np.array([Blame.NOBODY, Blame.PAGE], np.uint8)
     failed = np.array([1, 3], np.int32)
-    world.manager.complete_tier_op(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
+    world.manager.work.complete(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
     world.manager.check_integrity()
     assert len(world.tier) == 3
     assert (world.tier.counts.failed_reads, world.tier.counts.unread) == (1, 1)

@@ -84,7 +84,7 @@ def test_a_page_in_use_does_not_leave() -> None:
     world = DiskWorld(slots=16, places=64, mode=WriteMode.EVICT)
     keys = chain(15)
     world.store(keys)
-    world.manager.poll_work()
+    world.manager.work.poll()
     world.store(chain(1, seed=1), name="b")
     (write,) = world.take()
     # The page that was to leave is asked for while it is being written.
@@ -123,17 +123,17 @@ def test_what_is_offered_again_and_again_waits_once() -> None:
     keys = chain(20)
     world.store(keys)
     for _ in range(5):
-        world.manager.offer_all()
+        world.manager.work.offer_all()
         assert world.queue.waiting_pages == 20
     # What has left host memory does not wait, what came does.
     world.drop_host(12)
     world.store(chain(6, seed=1), name="b")
-    world.manager.offer_all()
+    world.manager.work.offer_all()
     assert world.queue.waiting_pages == 14
-    world.manager.flush_writes()
+    world.manager.work.flush()
     world.run()
     assert world.tier.counts.written == 14
-    assert world.manager.unwritten() == 0
+    assert world.manager.work.unwritten() == 0
 
 
 def test_pages_that_are_loaded_go_on_waiting() -> None:
@@ -143,10 +143,10 @@ def test_pages_that_are_loaded_go_on_waiting() -> None:
     world.match(keys[:4])
     op = world.load(4)
     for _ in range(3):
-        world.manager.offer_all()
+        world.manager.work.offer_all()
         assert world.queue.waiting_pages == 6
     world.end_load(op)
-    world.manager.flush_writes()
+    world.manager.work.flush()
     world.run()
     assert world.tier.counts.written == 6
 
@@ -154,12 +154,12 @@ def test_pages_that_are_loaded_go_on_waiting() -> None:
 def test_what_the_disks_have_no_places_for_is_counted() -> None:
     world = DiskWorld(mode=WriteMode.EVICT, slots=8, places=4)
     world.store(chain(7))
-    world.manager.offer_all()
+    world.manager.work.offer_all()
     assert world.queue.waiting_pages == 4
     assert world.tier.counts.dropped_writes == 3
-    world.manager.flush_writes()
+    world.manager.work.flush()
     world.run()
-    assert world.manager.unwritten() == 3
+    assert world.manager.work.unwritten() == 3
 
 
 def test_pages_that_are_leased_or_failed_are_not_taken_for_written() -> None:
@@ -168,15 +168,15 @@ def test_pages_that_are_leased_or_failed_are_not_taken_for_written() -> None:
     world.store(keys)
     world.match(keys[:4])
     op = world.load(4)
-    world.manager.offer_all()
+    world.manager.work.offer_all()
     assert world.queue.waiting_pages == 2
-    world.manager.flush_writes()
+    world.manager.work.flush()
     world.run(fails=lambda page: page == 0)
     assert world.tier.counts.written == 1
-    assert world.manager.unwritten() == 5
+    assert world.manager.work.unwritten() == 5
     world.end_load(op)
-    assert world.manager.unwritten() == 5
-    world.manager.offer_all()
-    world.manager.flush_writes()
+    assert world.manager.work.unwritten() == 5
+    world.manager.work.offer_all()
+    world.manager.work.flush()
     world.run()
-    assert world.manager.unwritten() == 0
+    assert world.manager.work.unwritten() == 0

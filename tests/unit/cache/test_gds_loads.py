@@ -191,11 +191,11 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     keys = chain(5)
     world = written(np.delete(keys, 3, axis=0))
     world.store(keys[3:4], first=3)
-    for _, graph in world.manager.poll_work():
+    for _, graph in world.manager.work.poll():
         for op in graph.ops:
             world.lane.submit(op)
     # Block 3 is in host memory alone, its write has not ended.
-    world.manager.poll_work()
+    world.manager.work.poll()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
 

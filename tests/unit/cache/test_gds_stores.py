@@ -39,7 +39,7 @@ def stripes(world: DiskWorld, op: TransferOp, rank: int = 0, failed: list[int] |
 
 
 def seals(world: DiskWorld) -> list[TransferOp]:
-    ops = [op for _, graph in world.manager.poll_work() for op in graph.ops]
+    ops = [op for _, graph in world.manager.work.poll() for op in graph.ops]
     assert all(op.kind is OpKind.DISK_SEAL for op in ops)
     return ops
 
@@ -51,7 +51,7 @@ def end_seal(
         # What the simulated disk would be found to hold.
         for place, identity in zip(op.places.tolist(), identities(op), strict=True):
             world.disk.content[0][place] = (identity, [])
-    world.manager.complete_tier_op(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))
+    world.manager.work.complete(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))
     world.manager.check_integrity()
 
 
@@ -67,13 +67,13 @@ def test_a_page_is_on_disk_when_its_seal_has_ended() -> None:
     stripes(world, op)
     assert on_disk(world, keys) == 0
     (seal,) = seals(world)
-    assert world.manager.moving
+    assert world.manager.work.moving
     np.testing.assert_array_equal(seal.places, op.places)
     np.testing.assert_array_equal(seal.tags, op.tags)
     end_seal(world, seal)
     assert on_disk(world, keys) == 4
     assert world.manager.cached_blocks() == 0
-    assert not world.manager.moving
+    assert not world.manager.work.moving
     assert world.manager.match("r", [keys], 0).blocks == 4
 
 
@@ -170,7 +170,7 @@ def test_a_reset_before_and_within_the_seal() -> None:
     world.manager.check_integrity()
     stripes(world, early)
     assert seals(world) == []
-    world.manager.complete_tier_op(OpResult(seal.op_id, OpStatus.OK, NONE))
+    world.manager.work.complete(OpResult(seal.op_id, OpStatus.OK, NONE))
     world.manager.check_integrity()
     assert on_disk(world, first) == on_disk(world, second) == 0
     assert world.disk.journal[0] == {}
@@ -178,7 +178,7 @@ def test_a_reset_before_and_within_the_seal() -> None:
 
 def test_without_disks_stores_go_to_host_memory() -> None:
     world, keys = make_world(), chain(2)
-    world.manager.take_down(DISK, "a test")
+    world.manager.work.take_down(DISK, "a test")
     (op,) = plan(world, keys).graph.ops  # type: ignore[union-attr]
     assert op.kind is OpKind.D2H
 

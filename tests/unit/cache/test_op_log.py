@@ -89,7 +89,7 @@ def test_failed_loads_stores_and_seals_without_host_memory_are_named(lines: Line
     world.manager.complete(0, OpResult(stored.op_id, OpStatus.FAILED, failed, "no room", digests))
     (seal,) = world.take()
     world.lane.end(seal.op_id)
-    world.manager.complete_tier_op(
+    world.manager.work.complete(
         OpResult(OpId(seal.op_id), OpStatus.FAILED, np.arange(3, dtype=np.int32), "torn")
     )
     assert lines(logging.INFO) == [

@@ -89,11 +89,11 @@ def make() -> LocalCacheManager:
 def run(manager: LocalCacheManager) -> list[OpKind]:
     """Ends well whatever the toy is to do."""
     kinds = []
-    while planned := manager.poll_work():
+    while planned := manager.work.poll():
         for tier, graph in planned:
             assert tier == TOY
             for op in graph.ops:
-                manager.complete_tier_op(OpResult(op.op_id, OpStatus.OK, NONE))
+                manager.work.complete(OpResult(op.op_id, OpStatus.OK, NONE))
                 kinds.append(op.kind)
         manager.check_integrity()
     return kinds
@@ -129,9 +129,9 @@ def test_a_toy_tier_that_fails_pages_loses_them_and_no_others() -> None:
     run(manager)
     manager.hub.evicted(0, manager.hub.index.evict(0, 8))
     manager.match("r", [keys], 0)
-    ((_, graph),) = manager.poll_work()
+    ((_, graph),) = manager.work.poll()
     failed = np.array([3], np.int32)
-    manager.complete_tier_op(OpResult(graph.ops[0].op_id, OpStatus.FAILED, failed, "damaged"))
+    manager.work.complete(OpResult(graph.ops[0].op_id, OpStatus.FAILED, failed, "damaged"))
     assert manager.match("r", [keys], 0).blocks == 3
     assert manager.tiers[TOY].present(0, keys).tolist() == [True, True, True, False, True]
     manager.release("r")
@@ -143,11 +143,11 @@ def test_a_tier_that_is_down_is_not_asked() -> None:
     store(manager, keys)
     run(manager)
     manager.hub.evicted(0, manager.hub.index.evict(0, 8))
-    manager.take_down(TOY, "a test")
+    manager.work.take_down(TOY, "a test")
     result = manager.match("r", [keys], 0)
     assert (result.blocks, result.reads) == (0, 0)
     store(manager, keys)
-    assert manager.poll_work() == []
+    assert manager.work.poll() == []
     manager.release("r")
     manager.check_integrity()
 

@@ -217,7 +217,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     monkeypatch.setattr(SiblingReader, "_bring", hang)
     assert other.find(PAGES) == 0
     manager = other.cache.manager
-    assert not manager.moving, "a read that hangs is waited for"
+    assert not manager.work.moving, "a read that hangs is waited for"
     assert other.find(PAGES) == 0
     assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
@@ -243,9 +243,9 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
 
     monkeypatch.setattr(SiblingReader, "_bring", hang)
     assert other.cache.match("r", other.keys(PAGES), 0.05) == 0
-    assert other.cache.manager.moving
+    assert other.cache.manager.work.moving
     other.cache.close()
-    assert not other.cache.manager.moving, "what hangs was given up"
+    assert not other.cache.manager.work.moving, "what hangs was given up"
     # The host slots are gone by now, or another's.
     hangs.set()
     assert ended.wait(60)

@@ -1,0 +1,162 @@
+"""The ops of the tiers' own: what is fetched and written, handed out and ended, and what is offered to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flexkv.cache.base import Keys
+from flexkv.cache.checks import good_pages
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import TierId
+from flexkv.cache.op_log import OpLog
+from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
+from flexkv.cache.outbox import Outbox
+from flexkv.cache.promotions import Promotions
+from flexkv.cache.requests import RequestTable
+from flexkv.cache.tier import Tier
+from flexkv.cache.write_queue import WriteQueue
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
+
+
+class TierWork:
+    """Of one manager, for what drives its tiers.
+
+    Args:
+        tiers: by number.
+        groups: how many KV groups there are.
+        epoch: the manager's.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        hub: Hub,
+        ops: OpTable,
+        outbox: Outbox,
+        promotions: Promotions,
+        requests: RequestTable,
+        log: OpLog,
+        groups: int,
+        epoch: Callable[[], int],
+    ) -> None:
+        self._tiers = tiers
+        self._hub = hub
+        self._ops = ops
+        self._outbox = outbox
+        self._promotions = promotions
+        self._requests = requests
+        self._log = log
+        self._groups = groups
+        self._epoch = epoch
+        self._writes = {
+            TierId(number): WriteQueue(TierId(number), tier, hub, ops, outbox)
+            for number, tier in enumerate(tiers)
+            if tier.sink is not None
+        }
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether some tier takes pages from host memory."""
+        return bool(self._writes)
+
+    def poll(self) -> list[tuple[TierId, TransferGraph]]:
+        """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
+        for queue in self._writes.values():
+            queue.poll(self._groups, self._epoch())
+        return self.take_planned()
+
+    def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
+        """What was planned since the last call, and nothing more."""
+        return self._outbox.take() if len(self._outbox) else []
+
+    def complete(self, result: OpResult) -> None:
+        """Takes the one result of an op of `poll`.
+
+        Raises:
+            ContractError: no such op is in flight, or the result does not fit it.
+        """
+        op = self._ops.get(result.op_id)
+        if isinstance(op, RankOp):
+            raise ContractError(f"op {op.op_id} is the ranks', not a tier's own")
+        failed = op.pages - int(np.count_nonzero(good_pages(result, op.pages)))
+        self._ops.remove(op)
+        if result.status is OpStatus.LANE_DOWN:
+            self.take_down(op.tier, result.reason or "its lane is down")
+        if result.status is not OpStatus.OK:
+            waiters = op.waiters if isinstance(op, FetchOp) else ()
+            self._log.tier_op_failed(op, failed, result.reason, waiters)
+        self._end(op, result)
+
+    def _end(self, op: Op, result: OpResult) -> None:
+        if isinstance(op, FetchOp):
+            self._promotions.complete(op, result, current=op.epoch == self._epoch())
+            for request_id in op.waiters:
+                self._requests.fetch_ended(request_id, op.op_id)
+        elif isinstance(op, WriteOp):
+            self._writes[op.tier].complete(op, result)
+        else:
+            route = self._tiers[op.tier].stores
+            assert route is not None
+            route.follow_up_ended(op, result)
+
+    def take_down(self, tier: TierId, reason: str) -> None:
+        """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
+        self._tiers[tier].go_down(reason)
+        if tier in self._writes:
+            self._writes[tier].reset()
+
+    @property
+    def moving(self) -> bool:
+        """Whether an op of a tier is in flight."""
+        return len(self._ops) > self._ops.of_ranks
+
+    @property
+    def busy(self) -> bool:
+        """Whether an op of a tier is in flight, or something waits to be written and can be."""
+        return self.moving or len(self._outbox) > 0 or any(queue.busy for queue in self._writes.values())
+
+    def offer_all(self) -> None:
+        """What is in host memory, not leased and not in a tier that takes pages is to be written, whatever the mode."""
+        for queue in self._writes.values():
+            queue.offer_all(self._groups)
+
+    def flush(self) -> None:
+        """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
+        for queue in self._writes.values():
+            queue.flush(self._epoch())
+
+    def give_up(self) -> int:
+        """Forgets what waits to be written; returns how many pages that are."""
+        return sum(queue.give_up_waiting() for queue in self._writes.values())
+
+    def unwritten(self) -> int:
+        """Pages in host memory that some tier that takes pages lacks, leased ones among them."""
+        return max((queue.unwritten(self._groups) for queue in self._writes.values()), default=0)
+
+    def offer(self, group: int, keys: Keys) -> None:
+        for queue in self._writes.values():
+            queue.offer(group, keys)
+
+    def forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
+        """These pages are not in a tier after all: what host memory has of them was taken for written."""
+        there = self._hub.there(group, keys)
+        if tier in self._writes and there.any():
+            self._writes[tier].offer(group, keys[there])
+
+    def evicted(self, group: int, keys: Keys) -> None:
+        """These pages left host memory to make room."""
+        if not self._writes:
+            return
+        known = np.zeros(len(keys), np.bool_)
+        for tier in self._tiers[1:]:
+            known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
+        for number in self._writes:
+            self._tiers[number].counts.lost += int(np.count_nonzero(~known))
+
+    def reset(self) -> None:
+        """Forgets what waits to be written."""
+        for queue in self._writes.values():
+            queue.reset()
