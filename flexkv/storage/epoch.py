@@ -16,9 +16,13 @@ def write_epoch(folder: Path, epoch: int) -> None:
     write_number(folder / EPOCH_NAME, epoch)
 
 
-def read_epoch(folder: Path) -> int:
-    """The last epoch written, 0 if there is none; raises as `read_number`."""
-    return read_number(folder / EPOCH_NAME, MOST_EPOCH) or 0
+def read_epoch(folder: Path) -> int | None:
+    """The last epoch written, None if there is none; raises as `read_number`.
+
+    Each opening of a unit's folder writes it, also 0: a folder without it has lost it, and nothing but the index knows
+    of which weights its pages are.
+    """
+    return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 
 
 def after_all(epochs: int) -> int:

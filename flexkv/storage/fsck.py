@@ -177,7 +177,7 @@ def _epoch(
     """The current one: what was written down, or, where the index is gone, the highest of any page; where both are
     gone, one after that."""
     try:
-        written: int | None = read_epoch(folder)
+        written = read_epoch(folder)
     except DamagedNumberError as error:
         report.problems.append(str(error))
         written = None

@@ -111,7 +111,7 @@ class DiskMember:
         return SlotIndex(path, slots)
 
     def _written(self, read: Callable[[Path], int | None]) -> int | None:
-        """What was written down; None where that is damaged."""
+        """What was written down; None where that is damaged or gone."""
         try:
             return read(self.folder)
         except DamagedNumberError as error:

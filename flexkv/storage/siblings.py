@@ -161,7 +161,7 @@ def _rows(
             logger.warning("%s: %s: its slots are read instead", folder, error)
             if written_epoch is None:
                 raise DiskError(
-                    "index and epoch are damaged; its own unit mends them when it starts"
+                    "its index is damaged, and its epoch is too, or gone; its own unit mends them when it starts"
                 ) from error
             return _rows_of_pages(read_slots(slab, slab_id, codec, slots, data=False), slots, written_epoch)
         try:
@@ -176,7 +176,7 @@ def _rows(
 
 
 def _written_epoch(folder: Path) -> int | None:
-    """None where it is damaged."""
+    """None where it is damaged or gone."""
     try:
         return read_epoch(folder)
     except DamagedNumberError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +135,13 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
     crashed.check_twice("a stray index.sqlite-shm")
 
 
-def test_without_epoch_and_index_no_page_is_served(memory: Path) -> None:
+@pytest.mark.parametrize("lose", [lambda path: flip_bit(path, 0, 1), Path.unlink], ids=["damaged", "gone"])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_without_epoch_and_index_no_page_is_served(
+    memory: Path, epoch: int, lose: Callable[[Path], object]
+) -> None:
     """Nothing says any more whether the pages are of the weights of today."""
-    world = make_folder(memory / "original", epoch=2)
+    world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
     folder = copies.fresh()
@@ -145,7 +149,7 @@ def test_without_epoch_and_index_no_page_is_served(memory: Path) -> None:
     assert copies.served() >= KEPT, "the epoch alone is enough"
     folder = copies.fresh()
     (folder / "index.sqlite").unlink()
-    flip_bit(folder / "epoch", 0, 1)
+    lose(folder / "epoch")
     assert copies.served() == set()
     assert copies.served() == set()
 
