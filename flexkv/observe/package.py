@@ -45,6 +45,7 @@ def other_packages() -> list[OtherPackage]:
     found = {
         OtherPackage(str(installed.metadata["Name"]), installed.version, _folder_of(installed))
         for name in dict.fromkeys(names)
+        if name  # without one, all distributions would be taken for it
         for installed in importlib.metadata.distributions(name=name)
     }
     ours = package_folder()
@@ -71,8 +72,10 @@ def _folder_of(installed: importlib.metadata.Distribution) -> Path:
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
     except ValueError:  # damaged; where its files lie is known all the same
         origin = {}
-    url = urlparse(str(origin.get("url", "")))
-    if url.scheme == "file" and origin.get("dir_info", {}).get("editable"):
+    if not isinstance(origin, dict):
+        origin = {}
+    url, kind = urlparse(str(origin.get("url", ""))), origin.get("dir_info")
+    if url.scheme == "file" and isinstance(kind, dict) and kind.get("editable"):
         source = Path(unquote(url.path))
         return next((at for at in (source / NAME, source / "src" / NAME) if at.is_dir()), source).resolve()
     return Path(str(installed.locate_file(NAME))).resolve()

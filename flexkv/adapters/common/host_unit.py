@@ -132,12 +132,14 @@ class HostUnit:
         listener: CacheListener | None,
         owner: UnitOwner,
         recomputes: bool = False,
+        fails_requests: bool = True,
         prompt_limit: PromptLimit | None = None,
     ) -> HostUnit:
         """Opens the disks, sizes and creates pool and manager.
 
         Args:
             recomputes: see `disk_traffic`.
+            fails_requests: the engine ends a request whose load fails; not of one that recomputes.
             prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
 
         Raises:
@@ -164,7 +166,7 @@ class HostUnit:
             tier = open_tier(config, block_tokens, said, owner, traffic.gds_stores)
         try:
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
-            rest_s = 0.0 if recomputes else FAILED_LOAD_REST_S
+            rest_s = FAILED_LOAD_REST_S if fails_requests and not recomputes else 0.0
             unit = cls._create(
                 config,
                 block_tokens,

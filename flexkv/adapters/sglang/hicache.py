@@ -83,6 +83,7 @@ class FlexKVHiCache(HiCacheStorage):
             pool.page_size,
             owner,
             stream_of=_no_stream,
+            fails_requests=False,  # each page is answered by itself
             prompt_limit=prompt_limit(server_args),
         )
         self._batches = PageBatches(cache, self._config.disk.wait_s)

@@ -47,7 +47,7 @@ class RankCache:
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
         heads: of K and V; 0 where a page is not made of heads.
-        prompt_limit: see `HostUnit.create`.
+        fails_requests, prompt_limit: see `HostUnit.create`.
 
     Attributes:
         lanes: the rank's transfer engine.
@@ -67,6 +67,7 @@ class RankCache:
         stream_of: Callable[[int], int],
         mover: Any = None,
         heads: int = 0,
+        fails_requests: bool = True,
         prompt_limit: PromptLimit | None = None,
     ) -> None:
         self.config = config
@@ -79,7 +80,15 @@ class RankCache:
         self._page_bytes = int(view.stripe_bytes)
         facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
         self._unit = HostUnit.create(
-            config, page_tokens, pages, {0: facts}, False, None, owner, prompt_limit=prompt_limit
+            config,
+            page_tokens,
+            pages,
+            {0: facts},
+            False,
+            None,
+            owner,
+            fails_requests=fails_requests,
+            prompt_limit=prompt_limit,
         )
         self.manager = self._unit.manager
         try:

@@ -148,8 +148,9 @@ class Listener:
         return heard
 
     def admit(self, wire: Wire) -> None:
-        """The connection is a rank's."""
-        self._strangers.remove(wire)
+        """The connection is a rank's, also one that has hung up since it was heard: `broken` names it then."""
+        if wire in self._strangers:
+            self._strangers.remove(wire)
         self._wires.append(wire)
 
     def broadcast(self, message: object) -> None:

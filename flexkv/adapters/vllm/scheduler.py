@@ -347,14 +347,15 @@ class SchedulerSide:
                 )
             return not pending
         early, self.orders.early = self.orders.early, []
-        try:
-            for worker in parts.workers:
+        ended = True
+        for worker in parts.workers:
+            try:
                 worker.end_copies(early)
-        except ClosedError as error:
-            logger.error("the engine must not sleep: %s", error)
-            return False
+            except ClosedError as error:
+                logger.error("the engine must not sleep: %s", error)
+                ended = False
         parts.outcomes.collect_early()
-        return True
+        return ended
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV cache events since the last call."""

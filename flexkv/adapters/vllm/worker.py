@@ -104,10 +104,14 @@ class WorkerSide(RankWorker):
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
         """
         self._layer_stores.abandon()
-        self._ops.release(RESET)
-        for graph in early:
-            self._ops.submit_store(graph)
-        self._ops.released = ""
+        try:
+            self._ops.release(RESET)
+        finally:
+            # Also where a copy hangs: nobody else ends these.
+            self._ops.released = RESET
+            for graph in early:
+                self._ops.submit_store(graph)
+            self._ops.released = ""
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""

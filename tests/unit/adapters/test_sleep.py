@@ -257,6 +257,26 @@ def test_a_reset_fails_when_a_copy_cannot_be_ended(
     assert engine.side.reset()
 
 
+def test_a_reset_that_fails_ends_the_stores_that_were_not_begun(
+    make_sleeping: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexkv.adapters.vllm.scheduler.current_device_is_host", lambda: False)
+    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    settings = {"transfer.stuck_s": 0.1, "store.partial_blocks": True}
+    engine = make_sleeping(worker_class=worker, **SHORT, **ENDS, **settings)
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    assert worker.movers[0].wait_stalled(1, 60.0)
+    engine.finish("one")
+    assert engine.side.orders.early, "the tail waits for the next step"
+    assert engine.pool.reset_prefix_cache()
+    assert not engine.side.reset()
+    worker.movers[0].release()
+    engine.drain()
+    assert engine.side.unit.manager.inflight_ops() == 0
+    assert engine.side.reset()
+
+
 def test_a_reset_fails_while_other_processes_copy(
     make_sleeping: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,10 +49,18 @@ def test_another_package_is_named_with_version_and_place(sites: list[Path]) -> N
     assert other_packages() == [OtherPackage("flexkv", "1.4.0", sites[1] / "flexkv")]
 
 
-def test_a_damaged_record_of_an_installation_stops_nothing(sites: list[Path]) -> None:
+@pytest.mark.parametrize("record", ['{"url": ', "[]", '{"url": "file:///a", "dir_info": []}'])
+def test_a_damaged_record_of_an_installation_stops_nothing(sites: list[Path], record: str) -> None:
     install(sites[0], "flexkv", "1.4.0")
-    (sites[0] / "flexkv-1.4.0.dist-info" / "direct_url.json").write_text('{"url": ')
+    (sites[0] / "flexkv-1.4.0.dist-info" / "direct_url.json").write_text(record)
     assert other_packages() == [OtherPackage("flexkv", "1.4.0", sites[0] / "flexkv")]
+
+
+def test_a_distribution_without_a_name_is_passed_over(sites: list[Path]) -> None:
+    install(sites[0], "flexkv", flexkv.__version__, editable=HERE.parent)
+    install(sites[1], "other", "1.0")
+    (sites[1] / "other-1.0.dist-info" / "METADATA").write_text("")
+    assert other_packages() == []
 
 
 def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> None:

@@ -22,7 +22,7 @@ LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 3, 40, 4, 2, 8
 class World:
     """One rank: the pool's tensors, the cache, loads and offloads."""
 
-    def __init__(self, mover: Any = None, **settings: Any) -> None:
+    def __init__(self, mover: Any = None, fails_requests: bool = True, **settings: Any) -> None:
         shape = (LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
         # K and V are halves of one allocation, as SGLang makes them.
         self.pool = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
@@ -39,6 +39,7 @@ class World:
             UnitOwner("a model", b"n" * 32, "tp0"),
             stream_of=lambda device: 0,
             mover=mover,
+            fails_requests=fails_requests,
         )
         self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
         self.offloads = Offloads(self.cache)

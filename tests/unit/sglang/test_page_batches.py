@@ -139,3 +139,19 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
                 break
         assert time.monotonic() < ends_s, "nothing is written"
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize("fails_requests", [False, True])
+def test_a_load_that_did_not_run_costs_its_own_pages_alone(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, fails_requests: bool
+) -> None:
+    """Each page of a batch is answered by itself. Control: an engine that ends requests is given a rest."""
+    world = worlds(fails_requests=fails_requests)
+    batches = PageBatches(world.cache, LONG_S)
+    assert batches.store(hashes_of(1, 2), blocks([1, 2])).all()
+    assert batches.store(hashes_of(7, 8), blocks([7, 8])).all()
+    with monkeypatch.context() as full:
+        full.setattr(world.cache.lanes, "submit", lambda *graph, **stream: None)
+        assert not batches.load(hashes_of(1, 2), blocks([4, 5])).any()
+    assert batches.exists(hashes_of(7, 8)) == (0 if fails_requests else 2)
+    batches.close()

@@ -128,6 +128,18 @@ def test_a_rank_without_its_scheduler_gives_back_loads_that_it_never_started(
     assert world.worker.get_finished([900], []) == ([900], [900]), "it was cancelled"
 
 
+def test_a_rank_that_hangs_up_right_after_it_joined_is_broken() -> None:
+    listener = Listener()
+    wire = connect(listener.address)
+    wire.send(SimpleNamespace(word="hello"))
+    wire.close("its process died")
+    [(heard, _)] = listener.poll()
+    assert heard.closed
+    listener.admit(heard)
+    assert listener.broken == "the other side ended"
+    listener.close()
+
+
 def test_nobody_listens() -> None:
     listener = Listener()
     address = listener.address
