@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -80,18 +83,64 @@ def test_the_built_in_class_in_a_multi_connector_is_refused(engines: Engines) ->
         engines.another(beside(PROMISING, connector(BUILT_IN)), async_scheduling=False)
 
 
+RANK_MEMORY = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
+"""Memory that vLLM's two CPU ranks share: under an external launcher its name is the same for every engine."""
+
+
+@contextmanager
+def names_free(paths: Sequence[Path]) -> Iterator[None]:
+    """Moves aside what another engine has under these names, and puts it back; a process that maps it notices nothing.
+
+    A rank that ends at its start leaves its memory behind. That is removed, and nothing that a process still maps.
+    """
+    aside = {path: path.with_name(f"{path.name}.{uuid4().hex}") for path in paths if path.exists()}
+    for path, other in aside.items():
+        path.rename(other)
+    try:
+        yield
+    finally:
+        mapped = mapped_files()
+        for path in paths:
+            if path.exists() and str(path) not in mapped:
+                path.unlink()
+        for path, other in aside.items():
+            if not path.exists():
+                other.rename(path)
+
+
+def mapped_files() -> set[str]:
+    """Paths that processes of this machine map, as far as this user may read them."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue  # the process has ended, or is another user's, whose files this user cannot remove
+        found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return found
+
+
+def test_only_memory_of_ended_ranks_is_removed(tmp_path: Path) -> None:
+    others, left, used = (tmp_path / name for name in ("others", "left", "used"))
+    others.write_bytes(b"another engine's")
+    with names_free([others, left, used]):
+        assert not others.exists()
+        for path in (others, left, used):
+            path.write_bytes(bytes(64))
+        file = used.open("rb")
+        memory = mmap.mmap(file.fileno(), 64, access=mmap.ACCESS_READ)
+    assert others.read_bytes() == b"another engine's"
+    assert not left.exists()
+    assert used.exists()
+    memory.close()
+    file.close()
+    assert sorted(tmp_path.iterdir()) == [others, used], "nothing stays aside"
+
+
 @pytest.fixture
 def no_leftovers() -> Iterator[None]:
-    """vLLM's CPU ranks share memory, whose name under an external launcher is always the same, and a rank that ends at
-    its start leaves it behind."""
-
-    def remove() -> None:
-        for rank in range(2):
-            (Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}").unlink(missing_ok=True)
-
-    remove()
-    yield
-    remove()
+    with names_free(RANK_MEMORY):
+        yield
 
 
 @pytest.mark.usefixtures("no_leftovers")
