@@ -37,9 +37,20 @@ class Operations:
         return False
 
     def update_weights(self, path: str) -> bool:
-        """Loads weights in place."""
-        answer = self._engine.update_weights_from_disk(path)
-        return bool(answer[0] if isinstance(answer, (tuple, list)) else answer.success)
+        """Loads weights in place.
+
+        Raises:
+            RuntimeError: the engine refused them; with its words.
+        """
+        for _ in range(100):
+            success, message, *_ = self._engine.update_weights_from_disk(path)
+            if success:
+                return True
+            # The last batch leaves the scheduler a step after its answer has left the engine.
+            if "not flushed" not in message:
+                raise RuntimeError(message)
+            time.sleep(0.1)
+        return False
 
     def processor_seconds(self) -> float:
         """User and system time of all of the engine's processes until now."""
