@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.host_pool import LAYOUTS
 from flexkv.adapters.sglang.identity import Place
-from flexkv.errors import ContractError, GeometryError
+from flexkv.errors import ContractError, DiskError, GeometryError
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -39,9 +41,9 @@ def build_host_pool(name: str, layout: str) -> Any:
     )
 
 
-def make_storage(pool: Any) -> hicache.FlexKVHiCache:
-    """The storage class over a host pool; each has a namespace of its own."""
-    number = next(numbers)
+def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
+    """The storage class over a host pool; each has a namespace of its own, unless it is given the `number` of one."""
+    number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
         owner_of=lambda *_: UnitOwner("pool", bytes([number]) * 32, "tp0"),
@@ -59,7 +61,7 @@ def make_storage(pool: Any) -> hicache.FlexKVHiCache:
         enable_storage_metrics=False,
         is_page_first_layout=False,
         model_name=None,
-        extra_config={"interface_v1": 1, "host.bytes": 4 << 20, "host.verify": True},
+        extra_config={"interface_v1": 1, "host.bytes": 4 << 20, "host.verify": True, **settings},
     )
     storage = hicache.FlexKVHiCache(config)
     storage.register_mem_pool_host(pool)
@@ -149,6 +151,39 @@ def registered_again() -> dict[str, Any]:
         storage.close()
 
 
+def held_by_a_refused_storage() -> dict[str, Any]:
+    """What is left of a storage whose SGLang does not say when weights change, and of one whose thread cannot start;
+    then of one that works."""
+    pool = build_host_pool("mha fp16", "page_first")
+    number = next(numbers)
+    found: dict[str, Any] = {}
+    kept = []
+
+    def cannot_start(*_: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
+        for name, value in (("watch_weights", lambda _: False), ("PageBatches", cannot_start)):
+            original = vars(hicache)[name]
+            setattr(hicache, name, value)
+            try:
+                make_storage(pool, number, **settings)
+            except (ContractError, RuntimeError) as error:
+                kept.append(error)  # and with it whatever its storage holds
+            setattr(hicache, name, original)
+            found[name] = [thread.name for thread in threading.enumerate() if "hicache" in thread.name]
+        storage = make_storage(pool, number, **settings)
+        found["works"] = storage.batch_set_v1(hashes_of("a"), slots(2))
+        try:
+            make_storage(pool, number, **settings)
+        except DiskError as error:
+            found["control"] = str(error)
+        storage.close()
+    found["refused"] = [str(error) for error in kept]
+    return found
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     import hicache_on_cpu  # type: ignore[import-not-found]
 
@@ -158,3 +193,4 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name} {layout}", round_trip(build_host_pool(name, layout))
     yield "refused", {"layout": refusal(build_host_pool("mha fp16", "page_first"), layout="page_unified")}
     yield "registered again", registered_again()
+    yield "refused late", held_by_a_refused_storage()

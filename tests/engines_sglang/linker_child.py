@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import linker as linker_module
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.linker import FlexKVLinker
-from flexkv.errors import ClosedError
+from flexkv.errors import ClosedError, DiskError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
@@ -302,6 +303,34 @@ def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[s
     return found
 
 
+def refused_late() -> dict[str, Any]:
+    """A linker that cannot be hooked into its SGLang, then one that works in the same folder."""
+    pool = make_pool("mha fp16")
+    found: dict[str, Any] = {}
+
+    def cannot_hook(_: object) -> Any:
+        raise RuntimeError("no such hook")
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
+        original = vars(linker_module)["watch_memory"]
+        vars(linker_module)["watch_memory"] = cannot_hook
+        try:
+            make_linker(FlexKVLinker, pool, **settings)
+        except RuntimeError as error:
+            kept = error  # and with it whatever its linker holds
+            found["refused"] = str(kept)
+        vars(linker_module)["watch_memory"] = original
+        linker = make_linker(FlexKVLinker, pool, **settings)
+        found["works"] = offload(linker, "a", 2)
+        try:
+            make_linker(FlexKVLinker, pool, **settings)
+        except DiskError as error:
+            found["control"] = str(error)
+        linker.close()
+    return found
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "cancelled", cancelled()
     yield "never refused", never_refused()
@@ -309,6 +338,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "released", released(hooked=True)
     yield "released without the hook", released(hooked=False)
     yield "released under a copy that hangs", released(hooked=True, ends=False)
+    yield "refused late", refused_late()
     yield "fenced", fenced(FlexKVLinker)
     yield "fenced with one stream", fenced(FlexKVLinker, with_forward_stream=False)
     yield "control without the fence", fenced(Forgetful)

@@ -46,6 +46,13 @@ def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
     assert "must not be released" in hangs["refused"]
 
 
+def test_a_refused_linker_holds_no_folder(parts: Parts) -> None:
+    found = parts["linker_child"]["refused late"]
+    assert found["refused"] == "no such hook"
+    assert found["works"] == [True, True], "the folder is free for another"
+    assert "in use" in found["control"], "and is not while one has it"
+
+
 def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
     """Streams are stand-ins: their work waits until something asks for it, and copies run as early as they may."""
     for case in ("fenced", "fenced with one stream"):

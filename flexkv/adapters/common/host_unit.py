@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from flexkv.adapters.common.base import (
@@ -161,13 +162,15 @@ class HostUnit:
             del said[1:]
         check_start(config, ranks, overwritable(config, block_tokens, said, owner))
         traffic = disk_traffic(config, recomputes, said)
-        tier = None
-        if config.disk.folders:
-            tier = open_tier(config, block_tokens, said, owner, traffic.gds_stores)
-        try:
+        with ExitStack() as taken:
+            tier = None
+            if config.disk.folders:
+                tier = open_tier(config, block_tokens, said, owner, traffic.gds_stores)
+                taken.callback(tier.close, config.transfer.close_s)
             siblings = find_siblings(config, block_tokens, said, owner) if tier is not None else []
             rest_s = FAILED_LOAD_REST_S if fails_requests and not recomputes else 0.0
             unit = cls._create(
+                taken,
                 config,
                 block_tokens,
                 said,
@@ -180,16 +183,14 @@ class HostUnit:
                 prompt_limit,
                 rest_s,
             )
-        except BaseException:
-            if tier is not None:
-                tier.close(config.transfer.close_s)
-            raise
+            taken.pop_all()
         unit.pools = tuple(handshakes[rank].pool_id for rank in range(ranks))
         return unit
 
     @classmethod
     def _create(
         cls,
+        taken: ExitStack,
         config: FlexKVConfig,
         block_tokens: int,
         said: Sequence[RankFacts],
@@ -202,8 +203,13 @@ class HostUnit:
         prompt_limit: PromptLimit | None,
         rest_s: float,
     ) -> HostUnit:
+        """
+        Args:
+            taken: is given what must end where this fails.
+        """
         slot = SlotGeometry.of(said, ranks, config.host.verify, tier)
         pool = _make_pool(config, block_tokens, slot.slot_bytes, ranks, shared)
+        taken.callback(pool.close)
         group = None if tier is None else disk_group(config, block_tokens, said)
         limits = ManagerLimits(
             ranks=ranks,
@@ -220,6 +226,10 @@ class HostUnit:
             compute_if_faster=config.disk.compute_if_faster,
             tiers=tiers_of(config, tier, traffic, pool, siblings, group),
         )
+        for behind in manager.tiers:
+            if behind.plane is not None:
+                # A disk's files stay open, and its folder locked, until its engine has ended.
+                taken.callback(behind.plane.close, config.transfer.close_s)
         _log_host_tier(config, pool, block_tokens, ranks, prompt_limit)
         unit = cls(pool, slot.places, manager, pool.slots)
         if tier is not None:

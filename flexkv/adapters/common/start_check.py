@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import logging
-from collections.abc import Iterator
-
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.config.memory import check_numa_node
 from flexkv.errors import ConfigError, DiskError, FlexKVError
@@ -50,16 +45,3 @@ def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
         raise ConfigError("\n".join(lines))
     if faults:
         raise faults[0]
-
-
-@contextlib.contextmanager
-def refusal_in_one_line(logger: logging.Logger) -> Iterator[None]:
-    """Logs why flexkv refuses to start before the engine prints the exception among its own traceback."""
-    try:
-        yield
-    except FlexKVError as error:
-        for line in str(error).splitlines():
-            logger.error("flexkv refuses to start: %s", line)
-        # The message says it all; the engine would print each step that led to it. A copy, because the interpreter
-        # gives an exception that it passes on its whole traceback back.
-        raise copy.copy(error).with_traceback(None) from None

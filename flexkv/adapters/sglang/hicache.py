@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from flexkv.adapters.common.host_unit import share_of_node
-from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.sglang.engine_watch import watch_weights
 from flexkv.adapters.sglang.host_pool import view_of_host_pool
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
@@ -37,7 +37,7 @@ class FlexKVHiCache(HiCacheStorage):
         ConfigError: a setting is wrong, or nothing identifies the weights.
     """
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
@@ -51,14 +51,14 @@ class FlexKVHiCache(HiCacheStorage):
 
     # --- set up ---
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes SGLang's host pool. The same pool once more changes nothing.
 
         Raises:
             GeometryError: its layout is not one that can be moved piece by piece.
             ContractError: another pool than the one that is registered. Its pages would be read and written in the
-                first one's memory.
+                first one's memory. Or this SGLang does not say when weights change.
         """
         if self._batches is not None:
             registered = self.mem_pool_host
@@ -67,6 +67,11 @@ class FlexKVHiCache(HiCacheStorage):
             raise ContractError(
                 f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
+            )
+        # Before memory and folders are taken: what is refused must hold none of them.
+        if not watch_weights(self):
+            raise ContractError(
+                "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
             )
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
@@ -86,13 +91,13 @@ class FlexKVHiCache(HiCacheStorage):
             fails_requests=False,  # each page is answered by itself
             prompt_limit=prompt_limit(server_args),
         )
-        self._batches = PageBatches(cache, self._config.disk.wait_s)
-        if not watch_weights(self):
-            raise ContractError(
-                "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
-            )
+        try:
+            self._batches = PageBatches(cache, self._config.disk.wait_s)
+        except BaseException:
+            cache.close()
+            raise
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """The pool of keys and values comes by `register_mem_pool_host`; any other would be left out.
 

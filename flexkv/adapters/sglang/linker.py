@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from flexkv.adapters.common.host_unit import share_of_node
-from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.sglang.engine_watch import watch_memory, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
@@ -42,7 +42,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         ConfigError: a setting is wrong, or nothing identifies the weights.
     """
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(
         self,
         server_args: Any,
@@ -82,6 +82,13 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._loads
         self._offloads = Offloads(self._cache)
         self._queued: dict[str, QueuedLoad] = {}
+        try:
+            self._watch_engine()
+        except BaseException:
+            self._cache.close()
+            raise
+
+    def _watch_engine(self) -> None:
         self._hears_of_weights = watch_weights(self)
         if not self._hears_of_weights:
             logger.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from flexkv.adapters.common.base import RankFacts, UnitOwner
@@ -91,22 +92,22 @@ class RankCache:
             prompt_limit=prompt_limit,
         )
         self.manager = self._unit.manager
-        try:
+        with ExitStack() as taken:
+            taken.callback(self._unit.close)
             self.lanes = open_lanes(
                 config, view, tensors, self._unit.pool, self._unit.places[0], stream_of=stream_of, mover=mover
             )
-        except BaseException:
-            self._unit.close()
-            raise
-        self._unit.grow()
-        self._report = MetricReport(
-            self.counters,
-            self._unit.count,
-            logger,
-            "sglang:",
-            {"unit": owner.unit},
-            config.observe.metrics_log_s,
-        )
+            taken.callback(self.lanes.close, config.transfer.close_s)
+            self._unit.grow()
+            self._report = MetricReport(
+                self.counters,
+                self._unit.count,
+                logger,
+                "sglang:",
+                {"unit": owner.unit},
+                config.observe.metrics_log_s,
+            )
+            taken.pop_all()
 
     # --- lookups ---
 

@@ -6,7 +6,7 @@ import atexit
 from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
-from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.tensorrt_llm.api import SchedulerBase, WorkerBase, mpi_rank
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
@@ -36,7 +36,7 @@ class FlexKVWorker(WorkerBase):
     side_class: type[WorkerSide] = WorkerSide
     """What runs the lanes; a subclass may decorate their mover."""
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         settings = load_config()
@@ -45,7 +45,7 @@ class FlexKVWorker(WorkerBase):
         self.side = self.side_class(settings, mpi_rank())
         _close_at_exit(self.shutdown)
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """The primary pool, shape [blocks, layers, 1 or 2, elements of a block].
 
@@ -54,7 +54,7 @@ class FlexKVWorker(WorkerBase):
         """
         self.side.register(geometry_of_pool(kv_cache_tensor, self._arguments))
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_kv_cache_layout(self, layout: Any) -> None:
         """The pools as versions from 1.3 on describe them.
 
@@ -104,7 +104,7 @@ class FlexKVScheduler(SchedulerBase):
 
     supports_attention_dp = False
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         settings = load_config()

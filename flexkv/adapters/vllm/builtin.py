@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexkv.adapters.common.capacity import PromptLimit
-from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.connector import warn_of_policy
@@ -58,7 +58,7 @@ class FlexKVConnectorV1Impl:
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
         asked = load_config(transfer.kv_connector_extra_config)
@@ -76,7 +76,6 @@ class FlexKVConnectorV1Impl:
                 f'kv_load_failure_policy is "recompute" and loads run inside the step: {SYNC_LOADS_NEED}, or set '
                 f"{FULL_CONNECTOR}"
             )
-        self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
         self._scheduler: SchedulerSide | None = None
@@ -84,9 +83,13 @@ class FlexKVConnectorV1Impl:
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(self._settings, 0, 1)
             self._own_pools = OwnPools()
-            local_link.announce(self._worker, vllm_config.cache_config)
         else:
             check_agent(vllm_config)
+        # What is refused is not its engine's connector.
+        self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
+        if self._worker is not None:
+            local_link.announce(self._worker, vllm_config.cache_config)
+        else:
             # vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
             warn_of_policy(transfer)
@@ -106,7 +109,7 @@ class FlexKVConnectorV1Impl:
 
     # --- worker ---
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Takes the engine's pool.
 
@@ -182,7 +185,7 @@ class FlexKVConnectorV1Impl:
         side = self._side()
         return side.take_events() if side is not None else ()
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def _side(self) -> SchedulerSide | None:
         """The scheduler's side, made when the worker has registered its KV caches."""
         if self._scheduler is not None:
@@ -199,7 +202,7 @@ class FlexKVConnectorV1Impl:
             return None
         geometry: BlockGeometry = block_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
-        self._scheduler = SchedulerSide(
+        side = SchedulerSide(
             self._settings,
             geometry,
             engine_namespace(self._vllm_config, geometry, self._settings),
@@ -210,9 +213,10 @@ class FlexKVConnectorV1Impl:
             use=Use(recomputes=self._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"),
             prompt_limit=PromptLimit(self._vllm_config.model_config.max_model_len, "max_model_len"),
         )
-        self._scheduler.bind_watch(NoWatch())
-        self._scheduler.take_handshake({0: handshake})
-        return self._scheduler
+        side.bind_watch(NoWatch())
+        side.take_handshake({0: handshake})
+        self._scheduler = side
+        return side
 
 
 def check_alone(agent: Any) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import share_of_node
-from flexkv.adapters.common.start_check import refusal_in_one_line
+from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
 from flexkv.adapters.vllm.fingerprint import engine_namespace
@@ -96,7 +96,7 @@ class FlexKVConnector(KVConnectorBase_V1):
     def __init_subclass__(cls) -> None:
         _make_known(cls)
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -104,7 +104,6 @@ class FlexKVConnector(KVConnectorBase_V1):
         settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
         configure_logging(settings.observe.log_level)
         check_engine(vllm_config)
-        self._registration = register_only(vllm_config, role, type(self).__name__)
         geometry = block_geometry(kv_cache_config)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
@@ -113,6 +112,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.WORKER:
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
             self._own_pools = OwnPools()
+            self._registration = register_only(vllm_config, role, type(self).__name__)
             local_link.announce(self.worker, vllm_config.cache_config)
             return
         check_agent(vllm_config)
@@ -138,6 +138,8 @@ class FlexKVConnector(KVConnectorBase_V1):
             unit_name=f"dp{parallel.data_parallel_index}",
             prompt_limit=PromptLimit(vllm_config.model_config.max_model_len, "max_model_len"),
         )
+        # Last: what is refused is not its engine's connector.
+        self._registration = register_only(vllm_config, role, type(self).__name__)
 
     # --- both sides ---
 
@@ -197,7 +199,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         assert isinstance(orders, ConnectorMetadata)
         return orders
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
@@ -251,7 +253,7 @@ class FlexKVConnector(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
         self._scheduler.take_handshake(ours)

@@ -86,9 +86,9 @@ class Blueprint:
             GeometryError: the ranks do not agree.
             CapacityError: not even one slot fits.
         """
-        config, listeners = self.config, Listeners(events)
+        listeners = Listeners(events)
         unit = HostUnit.create(
-            config,
+            self.config,
             self.geometry.block_tokens,
             self.geometry.num_blocks,
             handshakes,
@@ -101,9 +101,22 @@ class Blueprint:
         try:
             for worker in workers:
                 worker.attach(unit.unit_id, unit.pool, unit.places[worker.rank], unit.slabs)
+            return self._make_with(unit, workers, watch, requests, counters, events, listeners)
         except BaseException:
             unit.close()
             raise
+
+    def _make_with(
+        self,
+        unit: HostUnit,
+        workers: tuple[WorkerSide, ...],
+        watch: StoreWatch,
+        requests: RequestTable,
+        counters: Counters,
+        events: EventLog,
+        listeners: Listeners,
+    ) -> Parts:
+        config = self.config
         unit.grant = None if workers else unit.make_grant(not current_device_is_host())
         lookups = Lookups(
             unit.manager, self.geometry, config.store.partial_blocks, counters, self.use.drop_last_block

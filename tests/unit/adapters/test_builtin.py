@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from flexkv.adapters.vllm import builtin
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
 from flexkv.adapters.vllm.connector import FlexKVConnector, warn_of_sudden_end
 from flexkv.adapters.vllm.possible_modes import possible_load_mode
@@ -66,6 +67,24 @@ def test_what_it_cannot_do_safely_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         FlexKVConnectorV1Impl(engine(**changes), KVConnectorRole.SCHEDULER)
+
+
+def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the exception is kept, and with it the connector. The control: one that works has the place."""
+    asked = engine()
+    with monkeypatch.context() as refused:
+        refused.setattr(builtin, "check_agent", fails)
+        with pytest.raises(ConfigError, match="its worker is another engine's") as kept:
+            FlexKVConnectorV1Impl(asked, KVConnectorRole.SCHEDULER)
+    works = FlexKVConnectorV1Impl(asked, KVConnectorRole.SCHEDULER)
+    with pytest.raises(ConfigError, match="a second connector of flexkv"):
+        FlexKVConnectorV1Impl(asked, KVConnectorRole.SCHEDULER)
+    works.shutdown()
+    assert kept.value.args
+
+
+def fails(_: object) -> None:
+    raise ConfigError("its worker is another engine's")
 
 
 def test_async_scheduling_is_safe_where_failed_requests_end() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.common.start_check import refusal_in_one_line, start_faults
+from flexkv.adapters.common.refusals import log_refusal
+from flexkv.adapters.common.start_check import start_faults
 from flexkv.cli.main import main
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
@@ -101,7 +102,7 @@ def test_what_this_machine_has_is_not_refused(make_engine: Make, tmp_path: Path)
 def test_the_line_that_says_what_to_set_comes_before_the_exception(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("flexkv.test_start_check")
 
-    @refusal_in_one_line(logger)
+    @log_refusal(logger)
     def start() -> None:
         try:
             raise KeyError("what led to it")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from flexkv import c_ext
+from flexkv.adapters.sglang import rank_cache
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_keys import page_keys
 from flexkv.adapters.sglang.page_numbers import pages_of
 from flexkv.cache.base import Completion
-from flexkv.errors import ClosedError, GeometryError, KeySchemeError
+from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
 from flexkv.transfer.graph import OpKind
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
@@ -305,3 +309,24 @@ def test_pages_that_fail_are_counted_by_reason(worlds):
     value = world.cache.counters.value("flexkv_failed_pages_total", direction="store", reason="cancelled")
     assert value == 2
     assert world.cache.counters.value("flexkv_moved_pages_total", direction="store") == 0
+
+
+def test_a_refused_cache_holds_no_folder(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
+
+    def fails(*_arguments: object) -> Any:
+        raise RuntimeError("the last thing that the start does")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rank_cache, "MetricReport", fails)
+        # The exception's traceback keeps everything that was made.
+        with pytest.raises(RuntimeError) as caught:
+            worlds(**settings)
+    world = worlds(**settings)
+    assert world.store(hashes_of(1), [1])
+    # The control: a cache that works has the folder for itself.
+    with pytest.raises(DiskError, match="in use"):
+        worlds(**settings)
+    assert caught.value.args

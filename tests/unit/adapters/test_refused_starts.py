@@ -1,0 +1,64 @@
+"""A start that is refused on its way holds nothing: no host memory, no lock of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexkv.adapters.common import host_unit
+from flexkv.adapters.vllm import parts
+from flexkv.errors import ClosedError, ConfigError
+from flexkv.transfer.host_pool import HostPool
+from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+Make = Callable[..., MiniEngine]
+
+
+class Late(ConfigError):
+    """The last thing that the start does fails."""
+
+
+def fails(*_arguments: object, **_named: object) -> Any:
+    raise Late("the last thing that the start does")
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
+    """Every host pool that is made."""
+    made: list[HostPool] = []
+
+    def make(*arguments: Any, **named: Any) -> HostPool:
+        made.append(HostPool(*arguments, **named))
+        return made[-1]
+
+    monkeypatch.setattr(host_unit, "HostPool", make)
+    return made
+
+
+@pytest.mark.parametrize(("module", "name"), [(host_unit, "UnitDisk"), (parts, "Outcomes")])
+def test_a_refused_start_holds_no_memory_and_no_folder(
+    make_engine: Make,
+    pools: list[HostPool],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    module: Any,
+    name: str,
+) -> None:
+    settings = {"disk.folders": str(tmp_path), "disk.bytes_per_folder": SLAB_BYTES}
+    with monkeypatch.context() as broken:
+        broken.setattr(module, name, fails)
+        # Whoever has the exception has, by its traceback, everything that the start had made.
+        with pytest.raises(Late) as caught:
+            make_engine(**settings)
+    [pool] = pools
+    with pytest.raises(ClosedError):
+        _ = pool.native
+    engine = make_engine(**settings)
+    engine.run(make_request(PROMPT, "one"))
+    assert engine.stored_pages == 5
+    assert pools[1].native.slots, "the control: a pool in use is not closed"
+    assert caught.value.args
