@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import NamedThread, unix_now_ms
-from flexkv.storage.epoch import write_epoch
+from flexkv.storage.epoch import EPOCH_NAME, write_epoch
 from flexkv.storage.gathering import gather
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_trouble import FullDiskError
+from flexkv.storage.index_trouble import FullDiskError, disk_error
+from flexkv.storage.spare import take_spare, with_spare
 from flexkv.storage.striping import Slots, striped_slots
 
 logger = logging.getLogger(__name__)
@@ -264,8 +266,10 @@ class Journal:
             now_ms = unix_now_ms()
             for record in batch:
                 self._apply(record, now_ms)
-            if self._index.flush_uses(USE_FLUSH_CHUNKS) or resets:
-                self._commit()
+            if resets:
+                self._retry(partial(self._write_epoch, resets[-1].epoch))
+            if (self._index.flush_uses(USE_FLUSH_CHUNKS) or resets) and not self._commit(resets):
+                return self._put_back(batch)
             for record in published:
                 held = self._index.rows[record.group]["generation"][record.slots] == record.generations
                 if held.any():
@@ -277,6 +281,12 @@ class Journal:
         finally:
             for reset in resets:
                 reset.done.set()
+
+    def _put_back(self, batch: Sequence[Record]) -> None:
+        """Ahead of what waits. To apply a batch a second time changes nothing."""
+        with self._lock:
+            self._queue.extendleft(reversed(batch))
+            self._waiting_rows += sum(record.rows for record in batch)
 
     def _check_files(self) -> None:
         for slab in self._slabs:
@@ -311,13 +321,45 @@ class Journal:
         else:
             self._index.clear()
             self._index.epoch = record.epoch
-            write_epoch(self._index.path.parent, record.epoch)
 
-    def _commit(self) -> None:
+    def _write_epoch(self, epoch: int) -> None:
+        folder = self._index.path.parent
+        try:
+            with_spare(folder, partial(write_epoch, folder, epoch))
+        except OSError as error:
+            raise disk_error(folder / EPOCH_NAME, error) from error
+
+    def _commit(self, resets: Sequence[Reset]) -> bool:
+        """Whether the index was committed. If not, the disk is full and a reset waits, which goes first."""
+
+        def epoch_is_enough() -> bool:
+            # An opening forgets the rows of an index that is behind the epoch: these resets need it no longer.
+            for reset in resets:
+                reset.done.set()
+            return self._reset_waits
+
+        if not self._retry(self._index.commit, epoch_is_enough):
+            return False
+        if resets:
+            take_spare(self._index.path.parent)
+        return True
+
+    def _retry(self, step: Callable[[], None], give_way: Callable[[], bool] = lambda: False) -> bool:
+        """Takes a step until it succeeds.
+
+        Args:
+            give_way: asked while the disk is full; where it is true, the step is given up.
+
+        Returns:
+            Whether it was taken.
+
+        Raises:
+            DiskError: it failed too often, or while the journal ends.
+        """
         pause, attempts, full = RETRY_S, 0, ""
         while True:
             try:
-                self._index.commit()
+                step()
             except FullDiskError as error:
                 if self._ends():
                     raise
@@ -325,7 +367,9 @@ class Journal:
                     logger.warning("journal: %s; it is tried again while the disk is full", error)
                 full = str(error)
                 with self._lock:
-                    self._lock.wait_for(self._ends, FULL_PAUSE_S)
+                    self._lock.wait_for(lambda: self._ends() or give_way(), FULL_PAUSE_S)
+                    if not self._ends() and give_way():
+                        return False
             except DiskError as error:
                 attempts += 1
                 if attempts > RETRIES or self._stopping:
@@ -336,4 +380,4 @@ class Journal:
             else:
                 if full:
                     logger.warning("journal of %s: what waited is durable now", self._index.path)
-                return
+                return True

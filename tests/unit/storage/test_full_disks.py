@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +15,22 @@ import pytest
 from flexkv import c_ext
 from flexkv.config import load_config
 from flexkv.errors import DiskError
+from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder_share import bytes_per_folder, own_bytes
 from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import FullDiskError
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import FAIL, IDENTITY, NO_HOLES, DiskWorld, MakeDisks, holes, make_group
+from tests.unit.storage.disk_world import (
+    FAIL,
+    GENEROUS_S,
+    IDENTITY,
+    NO_HOLES,
+    DiskWorld,
+    MakeDisks,
+    holes,
+    make_group,
+)
 
 IMAGE_BYTES = codec_of(make_group()).image_bytes
 
@@ -164,6 +176,91 @@ def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
     fill_up(small_disk)
     with pytest.raises(DiskError, match="No space left"):
         DiskWorld([small_disk], slots=8)
+
+
+def full_world(small_disk: Path, spare: bool = True, pages: int = 8) -> tuple[DiskWorld, Path]:
+    """A unit with durable pages on a disk that was filled since, with or without the folder's spare room."""
+    world = DiskWorld([small_disk], slots=8)
+    _, generations = world.write(range(pages), range(pages))
+    world.wait_durable(range(pages), generations)
+    if not spare:
+        (world.folder / "spare").unlink()
+    return world, fill_up(small_disk)
+
+
+def open_after_reset(small_disk: Path) -> None:
+    world = DiskWorld([small_disk], slots=8)
+    assert world.unit.epoch == 2
+    assert len(world.unit.rows(0)) == 0
+    assert world.close()
+
+
+@pytest.mark.parametrize("ends", ["closed", "crashed"])
+def test_a_reset_on_a_full_disk_keeps_the_disk(small_disk: Path, tmp_path: Path, ends: str) -> None:
+    world, _ = full_world(small_disk)
+    world.unit.reset(2, GENEROUS_S)
+    world.poll()
+    assert world.unit.alive == (True,)
+    assert read_epoch(world.folder) == 2
+    if ends == "crashed":
+        shutil.copytree(world.folder, tmp_path / "left")
+    assert world.close()
+    if ends == "crashed":
+        shutil.rmtree(world.folder)
+        shutil.copytree(tmp_path / "left", world.folder)
+        fill_up(small_disk)
+    open_after_reset(small_disk)  # which is as full as it was
+
+
+def test_a_reset_goes_before_a_commit_that_waits_for_space(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, ballast = full_world(small_disk, pages=4)
+    _, late = world.write(range(4, 8), range(4, 8))
+    tried_again = "index.sqlite: database or disk is full"
+    world.until(lambda: tried_again in caplog.text, "the index found space")
+    world.unit.reset(2, GENEROUS_S)
+    world.poll()
+    assert world.unit.alive == (True,)
+    assert read_epoch(world.folder) == 2
+    _, generations = world.write([1], [1])
+    ballast.unlink()
+    world.wait_durable([1], generations)
+    assert not {(4 + i, int(generation)) for i, generation in enumerate(late)} & world.durable
+    assert world.close()
+    world = DiskWorld([small_disk], slots=8)
+    rows = world.unit.rows(0)
+    assert rows.places.tolist() == [1]
+    assert world.read_rows(rows) == {}
+    assert world.close()
+
+
+def test_a_reset_without_spare_room_waits_for_space(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, ballast = full_world(small_disk, spare=False)
+    resetting = threading.Thread(target=world.unit.reset, args=(2, GENEROUS_S))
+    resetting.start()
+    deadline = time.monotonic() + GENEROUS_S
+    while "epoch: No space left on device; it is tried again" not in caplog.text:
+        assert time.monotonic() < deadline, "it found space"
+        time.sleep(0.005)
+    assert resetting.is_alive()
+    ballast.unlink()
+    resetting.join(GENEROUS_S)
+    assert not resetting.is_alive()
+    assert world.unit.alive == (True,)
+    assert world.close()
+    open_after_reset(small_disk)
+
+
+def test_a_reset_that_finds_no_space_by_its_deadline_takes_the_disk_out(small_disk: Path) -> None:
+    """Nothing on the disk would keep the next process from its pages."""
+    world, _ = full_world(small_disk, spare=False)
+    world.unit.reset(2, 0.1)
+    (lost,) = world.poll().lost
+    assert "a reset was not durable after 0.1 s" in lost.reason
+    world.close()
 
 
 def test_a_close_on_a_full_disk_does_not_wait_for_space(small_disk: Path) -> None:
