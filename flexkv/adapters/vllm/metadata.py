@@ -64,7 +64,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         no_gds: why a rank cannot load from the disks without a page of host memory.
         handshakes: of ranks that have no pool yet. vLLM collects handshakes itself at the start, but a MultiConnector
             passes on those of one of its connectors only.
-        others: reports of ranks that serve another unit.
+        others: reports of ranks that serve another unit, or shake hands as a rank of this report does.
     """
 
     unit: UnitId = NO_UNIT
@@ -79,7 +79,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Joins another rank's report to this one."""
         assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
-        if other.unit != self.unit:
+        if other.unit != self.unit or not self.handshakes.keys().isdisjoint(other.handshakes):
             self.others.append(other)
             return self
         self.step = max(self.step, other.step)

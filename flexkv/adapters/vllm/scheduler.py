@@ -19,7 +19,7 @@ from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
 from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import current_device_is_host
 from flexkv.config import FlexKVConfig
-from flexkv.errors import ClosedError
+from flexkv.errors import ClosedError, ContractError
 from flexkv.observe import Counters, get_logger
 
 if TYPE_CHECKING:
@@ -94,13 +94,27 @@ class SchedulerSide:
         """When every rank's geometry is known: sizes and creates the host pool. Until then nothing is promised.
 
         Raises:
+            ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
             GeometryError: the ranks do not agree.
             CapacityError: not even one slot fits.
         """
+        if foreign := self._foreign_pool(ranks):
+            raise ContractError(foreign)
         self.handshakes.update(ranks)
         if self.parts is None and len(self.handshakes) == self._ranks:
             self.parts = self._make_parts()
             self._reset_if_owed(self.parts)
+
+    def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
+        """Why one of these handshakes is not of this engine's rank; empty where all are."""
+        for rank, said in ranks.items():
+            known = self.handshakes.get(rank, said)
+            if known.pool_id != said.pool_id:
+                return (
+                    f"rank {rank} has shaken hands for KV pool {known.pool_id.hex()} and does so again for "
+                    f"{said.pool_id.hex()}: a rank has one pool, so one of the two is another engine's"
+                )
+        return ""
 
     def _make_parts(self) -> Parts:
         assert self._watch is not None, "the engine binds its block pool before the handshake"
@@ -232,12 +246,22 @@ class SchedulerSide:
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
-            if self.parts is None and part.unit == NO_UNIT and part.handshakes:
+            if foreign := self._foreign_pool(part.handshakes):
+                self._refuse_report(foreign)
+            elif self.parts is None and part.unit == NO_UNIT and part.handshakes:
                 self.take_handshake(part.handshakes)
             elif self.parts is not None and part.unit == self.parts.unit.unit_id:
                 self._take_report(self.parts, part)
             elif part.unit != NO_UNIT:
-                self._refuse_report(part)
+                # Its ops have the numbers of ours, and say nothing of them.
+                own = (
+                    f"unit {self.parts.unit.unit_id.hex()}"
+                    if self.parts is not None
+                    else "one that is not made yet"
+                )
+                self._refuse_report(
+                    f"a report of unit {part.unit.hex()} reached the scheduler's side of {own}"
+                )
 
     def _take_report(self, parts: Parts, report: WorkerMetadata) -> None:
         parts.outcomes.take(report)
@@ -245,18 +269,12 @@ class SchedulerSide:
             parts.steps.ended(report.step)
         self._pump(parts)
 
-    def _refuse_report(self, report: WorkerMetadata) -> None:
-        """A rank of another unit reports: its ops have the numbers of ours, and say nothing of them."""
+    def _refuse_report(self, reason: str) -> None:
+        """A rank of another unit reports."""
         self.counters.add("flexkv_refused_messages_total", kind="reports")
         if not self._refused:
             self._refused = True
-            logger.error(
-                "a report of unit %s reached the scheduler's side of %s: dropped, as all further ones",
-                report.unit.hex(),
-                f"unit {self.parts.unit.unit_id.hex()}"
-                if self.parts is not None
-                else "one that is not made yet",
-            )
+            logger.error("%s: dropped, as all further ones", reason)
 
     def _pump(self, parts: Parts) -> None:
         """Gives the disks what there is to do, and takes what they have done."""

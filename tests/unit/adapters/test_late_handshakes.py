@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from flexkv.adapters.vllm.scheduler import HANDSHAKE_STEPS
 from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.errors import ContractError
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -114,3 +116,51 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
     engine.forget()
     engine.run(make_request(PROMPT, "three"))
     assert engine.side.unit.manager.cached_blocks() == 5
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_rank_shakes_hands_for_one_pool(
+    make_engine: Make, said: pytest.LogCaptureFixture, same: bool
+) -> None:
+    """Of two engines with one name, the worker of the other must not take a rank's place. The control: the same
+    handshake again, as of a rank that was asked at the start and reports with the first step, is taken."""
+    engine = make_engine(ranks=2, remote=True, **LATE)
+    other = engine if same else make_engine(ranks=2, remote=True, **LATE)
+    first, second = engine.workers[0].handshake(), other.workers[0].handshake()
+    assert first is not None
+    assert second is not None
+    engine.side.take_handshake({0: first})
+    if same:
+        engine.side.take_handshake({0: second})
+    else:
+        with pytest.raises(
+            ContractError, match=f"for KV pool {first.pool_id.hex()} .* {second.pool_id.hex()}"
+        ):
+            engine.side.take_handshake({0: second})
+    assert engine.side.handshakes[0].pool_id == first.pool_id
+    steps(engine, 2)
+    assert engine.side.unit is not None
+    assert engine.side.unit.pools == tuple(worker.pool_id for worker in engine.workers)
+    assert "a rank has one pool" not in said.text
+
+
+def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
+    make_engine: Make, said: pytest.LogCaptureFixture
+) -> None:
+    engine, other = (make_engine(ranks=2, remote=True, **LATE) for _ in range(2))
+    reports = [(*engine.workers, other.workers[1])[number].take_metadata() for number in (0, 2, 1)]
+    first = reports[0]
+    assert first is not None
+    for report in reports[1:]:
+        assert report is not None
+        first = first.aggregate(report)
+    # What came first has the rank's place: here that is the other engine's.
+    engine.side.update(KVConnectorOutput(kv_connector_worker_meta=first))
+    assert said.text.count("a rank has one pool") == 1
+    assert "rank 1 has shaken hands for KV pool" in said.text
+    assert engine.side.take_counters().data["flexkv_refused_messages_total"] == {"reports": 1.0}
+    # So this engine's own rank takes no grant, and nothing of the two pools is mixed up.
+    steps(engine, 3)
+    assert not engine.workers[1].attached
+    assert engine.run(make_request(PROMPT, "one")) == 0
+    assert engine.stored_pages == 0
