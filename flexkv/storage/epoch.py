@@ -19,8 +19,8 @@ def write_epoch(folder: Path, epoch: int) -> None:
 def read_epoch(folder: Path) -> int | None:
     """The last epoch written, None if there is none; raises as `read_number`.
 
-    Each opening of a unit's folder writes it, also 0: a folder without it has lost it, and nothing but the index knows
-    of which weights its pages are.
+    An opening that finds none writes it, also 0, before a page is written. So a folder with pages and without it has
+    lost it, and nothing but the index knows of which weights the pages are.
     """
     return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 

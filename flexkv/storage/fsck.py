@@ -10,14 +10,14 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.epoch import after_all, read_epoch, write_epoch
+from flexkv.storage.epoch import EPOCH_NAME, after_all, read_epoch, write_epoch
 from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, native_path, slab_name
-from flexkv.storage.generations import opens_without_index, read_opens, write_opens
+from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_opens, write_opens
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
-from flexkv.storage.number_file import DamagedNumberError
+from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import Rows
 
@@ -129,13 +129,12 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     try:
         if index is not None:
             index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
-        epoch = _epoch(folder, index, found, report)
-        opens = _opens(folder, report)
+        epoch, opens = _numbers(folder, index, found, report)
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None
             _compare(slab_report, reports, rows, epoch)
         if repair and index is not None and not index.is_new:
-            index.opens = max(index.opens, opens or 0)
+            index.opens = opens_so_far(opens, [index.opens])
             _forget_missing(index, report, list(found), epoch)
         elif repair:
             if index is None:
@@ -168,34 +167,29 @@ def _open_index(folder: Path, slots: list[int], report: FsckReport) -> SlotIndex
     return index
 
 
-def _epoch(
+def _numbers(
     folder: Path,
     index: SlotIndex | None,
     found: dict[int, tuple[SlabHeader, list[SlotReport]]],
     report: FsckReport,
-) -> int:
-    """The current one: what was written down, or, where the index is gone, the highest of any page; where both are
-    gone, one after that."""
-    try:
-        written = read_epoch(folder)
-    except DamagedNumberError as error:
-        report.problems.append(str(error))
-        written = None
-    epoch = max(written or 0, index.epoch if index is not None else 0)
-    if index is None or index.is_new:
-        tags = [r.tag for _, reports in found.values() for r in reports if r.tag is not None]
-        epoch = max([epoch, *(int(tag["epoch"]) for tag in tags)])
-        return after_all(epoch) if written is None else epoch
-    return epoch
-
-
-def _opens(folder: Path, report: FsckReport) -> int | None:
-    """The count of opens that was written down; None where there is none, or it is damaged."""
-    try:
-        return read_opens(folder)
-    except DamagedNumberError as error:
-        report.problems.append(str(error))
-        return None
+) -> tuple[int, int | None]:
+    """The current epoch (what was written down, or, where the index is gone, the highest of any page; where both are
+    gone, one after that), and the count of opens that was written down, None where there is none."""
+    no_index = index is None or index.is_new
+    pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
+    written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
+    opens = number_if_whole(read_opens, folder, report.problems.append)
+    if pages or not no_index:  # else a crash may have ended the first opening before it wrote them
+        report.problems += [
+            f"{folder / name} is missing: {WRITTEN_BACK}"
+            for name in (EPOCH_NAME, OPENS_NAME)
+            if not (folder / name).exists()
+        ]
+    epoch = max(written_epoch or 0, index.epoch if index is not None else 0)
+    if not no_index or not pages:
+        return epoch, opens
+    epoch = max(epoch, max(pages))
+    return after_all(epoch) if written_epoch is None else epoch, opens
 
 
 def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, epoch: int) -> None:
@@ -246,12 +240,12 @@ def _rewrite(
 ) -> None:
     used = [rows["used"].copy() for rows in index.rows]
     index.clear()
-    generations = []
+    counts = []
     for group, (_, reports) in found.items():
         rows, epochs = rows_of(iter(reports), len(reports))
-        generations.append(rows["generation"])
+        counts.append(opens_of(rows["generation"]))
         good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
         rows["used"] = np.where(used[group][: len(rows)] != 0, used[group][: len(rows)], rows["used"])
         index.restore(group, good, rows[good])
-    index.opens, index.epoch = opens_without_index(written_opens, generations), epoch
+    index.opens, index.epoch = opens_so_far(written_opens, counts), epoch
     index.commit()

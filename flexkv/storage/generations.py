@@ -17,11 +17,11 @@ COUNTER_BITS = 40
 MOST_OPENS = (1 << 24) - 1
 
 OPENS_NAME = "opens"
-"""The file with the count of opens, beside the index, which has it too."""
+"""The file with the count of opens, beside the index, which has one too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""Where neither index nor file has the count, it goes on so much above the highest that a trailer names: of the latest
-opens' generations a power cut may have left nothing on the disk. Leaves room for 16,000 times."""
+"""Without the file, the count goes on so much above the highest that index and trailers name. Leaves room for 16,000
+times."""
 
 
 def opens_of(generations: Generations) -> int:
@@ -43,14 +43,15 @@ def read_opens(folder: Path) -> int | None:
     return read_number(folder / OPENS_NAME, MOST_OPENS)
 
 
-def opens_without_index(written: int | None, pages: Iterable[Generations]) -> int:
-    """How often the tier was opened at most, where no index has the count.
+def opens_so_far(written: int | None, others: Iterable[int]) -> int:
+    """How often the tier was opened at most.
 
     Args:
         written: what `read_opens` found; None where there is nothing, or it is damaged.
-        pages: generations in the trailers, group by group.
+        others: counts of the index, or of the trailers of a group. All may be older: pages of the latest opens may
+            never have reached the disk, and an index that lost its log is one of an earlier commit.
     """
-    highest = max(map(opens_of, pages), default=0)
+    highest = max(others, default=0)
     return highest + OPENS_WITHOUT_A_TRACE if written is None else max(written, highest)
 
 

@@ -7,22 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.epoch import after_all, read_epoch, write_epoch
 from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
-from flexkv.storage.generations import opens_without_index, read_opens
+from flexkv.storage.generations import opens_of, opens_so_far, read_opens
 from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
-from flexkv.storage.number_file import DamagedNumberError
+from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.private_files import keep_private
-from flexkv.storage.scan import read_slots, rows_of
+from flexkv.storage.scan import Scanned, read_slots, rows_of
 from flexkv.storage.slabs import open_slab
-from flexkv.storage.slot_rows import ROW, Rows
+from flexkv.storage.slot_rows import ROW
 from flexkv.storage.spare import free_spare, take_spare
 
 logger = logging.getLogger(__name__)
@@ -110,20 +109,37 @@ class DiskMember:
         set_aside_index(path)
         return SlotIndex(path, slots)
 
-    def _written(self, read: Callable[[Path], int | None]) -> int | None:
-        """What was written down; None where that is damaged or gone."""
-        try:
-            return read(self.folder)
-        except DamagedNumberError as error:
-            logger.error("%s: the index decides", error)
-            return None
-
     def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:
-        self.slabs: list[c_ext.SlabFile] = []
-        written_epoch, written_opens = self._written(read_epoch), self._written(read_opens)
-        self.index.opens = max(self.index.opens, written_opens or 0)
+        written_epoch, written_opens = self._read_number(read_epoch), self._read_number(read_opens)
         epoch = max(self.index.epoch, written_epoch or 0)
-        headers, kept = [], []
+        slab_ids, some_kept = self._open_each_slab(identity, groups, options, epoch)
+        rebuild = self.index.is_new and some_kept
+        found = self._scan(groups, slab_ids) if rebuild else []
+        self._settle_epoch(written_epoch, found)
+        if rebuild or not self.index.is_new:
+            counts = [self.index.opens, *(opens_of(rows["generation"]) for rows, _ in found)]
+            self.index.opens = opens_so_far(written_opens, counts)
+        else:
+            self.index.opens = written_opens or 0
+        self._restore(found)
+        self.index.adopt(slab_ids)
+        try:
+            if written_epoch is None:
+                write_epoch(self.folder, self.index.epoch)
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
+        except OSError as error:
+            raise DiskError(f"{self.folder}: {error.strerror}") from error
+
+    def _read_number(self, read: Callable[[Path], int | None]) -> int | None:
+        return number_if_whole(read, self.folder, lambda fault: logger.error("%s: the index decides", fault))
+
+    def _open_each_slab(
+        self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions, epoch: int
+    ) -> tuple[list[int], bool]:
+        """The slabs' ids, and whether one of them was there."""
+        self.slabs: list[c_ext.SlabFile] = []
+        slab_ids, some_kept = [], False
         for number, group in enumerate(groups):
             slab, header, made = open_slab(
                 self.folder,
@@ -136,28 +152,12 @@ class DiskMember:
                 options.preallocate,
             )
             self.slabs.append(slab)
-            headers.append(header)
-            kept.append(not made)
-        if self.index.epoch < epoch:
-            self.index.clear()
-            self.index.epoch = epoch
-        if self.index.is_new and any(kept):
-            found = self._scan(groups, [header.slab_id for header in headers])
-            self.index.opens = opens_without_index(written_opens, (rows["generation"] for rows, _ in found))
-            self._rebuild(found, epoch, written_epoch is not None)
-        self.index.adopt([header.slab_id for header in headers])
-        try:
-            if written_epoch is None:
-                write_epoch(self.folder, self.index.epoch)
-            sync_folder(self.folder)
-            sync_folder(self.folder.parent)
-        except OSError as error:
-            raise DiskError(f"{self.folder}: {error.strerror}") from error
+            slab_ids.append(header.slab_id)
+            some_kept |= not made
+        return slab_ids, some_kept
 
-    def _scan(
-        self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]
-    ) -> list[tuple[Rows, NDArray[np.uint32]]]:
-        """Of each group the rows that its slots make, and the epoch of each."""
+    def _scan(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]) -> list[Scanned]:
+        """Of each group what its slots hold."""
         found = []
         try:
             for slab, slab_id, group in zip(self.slabs, slab_ids, groups, strict=True):
@@ -167,15 +167,20 @@ class DiskMember:
             raise DiskError(f"{self.folder}: reading the slabs: {error}") from error
         return found
 
-    def _rebuild(
-        self, found: Sequence[tuple[Rows, NDArray[np.uint32]]], epoch: int, epoch_is_known: bool
-    ) -> None:
-        epoch = max([epoch, *(int(epochs.max(initial=0)) for _, epochs in found)])
-        if not epoch_is_known:
+    def _settle_epoch(self, written: int | None, found: Sequence[Scanned]) -> None:
+        """Rows of an index that is behind are forgotten."""
+        epochs = (int(epochs.max(initial=0)) for _, epochs in found)
+        epoch = max([self.index.epoch, written or 0, *epochs])
+        # An opening that a crash ended before it wrote the epoch has left no page.
+        if written is None and any(rows["generation"].any() for rows, _ in found):
             epoch = after_all(epoch)  # nothing says any more whether the pages are of the weights of today
-        self.index.epoch = epoch
+        if self.index.epoch < epoch:
+            self.index.clear()
+            self.index.epoch = epoch
+
+    def _restore(self, found: Sequence[Scanned]) -> None:
         for group_number, (rows, epochs) in enumerate(found):
-            good = np.flatnonzero((rows["generation"] != 0) & (epochs == epoch))
+            good = np.flatnonzero((rows["generation"] != 0) & (epochs == self.index.epoch))
             self.index.restore(group_number, good, rows[good])
             logger.warning("%s: %d pages of group %d found again", self.folder, len(good), group_number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from flexkv import c_ext
@@ -54,6 +55,17 @@ def read_number(path: Path, most: int) -> int | None:
     if not whole or (space and digest != _digest(number)):
         raise DamagedNumberError(f"{path}: {text[:40]!r} is no number with its digest")
     return int(number)
+
+
+def number_if_whole(
+    read: Callable[[Path], int | None], folder: Path, damaged: Callable[[str], object]
+) -> int | None:
+    """What `read` finds in a folder; None where it is gone, or damaged, which `damaged` is called with in words."""
+    try:
+        return read(folder)
+    except DamagedNumberError as error:
+        damaged(str(error))
+        return None
 
 
 def _digest(text: str) -> str:

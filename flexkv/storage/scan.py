@@ -90,8 +90,12 @@ def read_slots(
             yield from reports
 
 
-def rows_of(reports: Iterator[SlotReport], slots: int) -> tuple[Rows, NDArray[np.uint32]]:
-    """The index rows that good pages make, and the epoch of each; the newest generation of a key wins."""
+Scanned = tuple[Rows, NDArray[np.uint32]]
+"""The index rows that the good pages of a slab make, and the epoch of each."""
+
+
+def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
+    """What the reports make; the newest generation of a key wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
     now_ms = unix_now_ms()

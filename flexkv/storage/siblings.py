@@ -30,7 +30,7 @@ from flexkv.storage.header import SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError
-from flexkv.storage.number_file import DamagedNumberError
+from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import ROW, Rows
 
@@ -154,7 +154,9 @@ def _rows(
             # With what the database's log holds beyond it. Opened where it lies, it would be written to.
             for path in folder.glob(f"{INDEX_NAME}*"):
                 shutil.copyfile(path, copy.with_name(path.name))
-            written_epoch = _written_epoch(folder)
+            written_epoch = number_if_whole(
+                read_epoch, folder, lambda fault: logger.warning("%s: the index decides", fault)
+            )
         try:
             index = SlotIndex(copy, [slots])
         except DamagedIndexError as error:
@@ -173,15 +175,6 @@ def _rows(
             return index.rows[GROUP][:slots].copy(), epoch
         finally:
             index.close()
-
-
-def _written_epoch(folder: Path) -> int | None:
-    """None where it is damaged or gone."""
-    try:
-        return read_epoch(folder)
-    except DamagedNumberError as error:
-        logger.warning("%s: the index decides", error)
-        return None
 
 
 def _rows_of_pages(reports: Iterator[SlotReport], slots: int, written_epoch: int) -> tuple[Rows, int]:

@@ -104,6 +104,47 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
     assert world.close()
 
 
+@pytest.fixture
+def beside_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A disk with eight pages, and one whose very first opening ended before it wrote the epoch."""
+    folders = [tmp_path / "disk0", tmp_path / "disk1"]
+    world = DiskWorld(folders[:1])
+    _, generations = world.write(range(8), range(8))
+    world.wait_durable(range(8), generations)
+    assert world.close()
+
+    class CrashError(Exception):
+        pass
+
+    def crash(folder: Path, epoch: int) -> None:
+        raise CrashError
+
+    monkeypatch.setattr("flexkv.storage.member.write_epoch", crash)
+    with pytest.raises(CrashError):
+        DiskWorld(folders)
+    monkeypatch.undo()
+    assert len(list(folders[1].rglob("group0.slab"))) == 1
+    assert list(folders[1].rglob("epoch")) == []
+    return folders
+
+
+def test_a_crash_at_the_first_opening_of_a_disk_costs_the_others_no_page(beside_a_crash: list[Path]) -> None:
+    world = DiskWorld(beside_a_crash)
+    assert world.unit.epoch == 0
+    rows = world.unit.rows(0)
+    assert len(rows) == 8
+    assert world.read_rows(rows) == {}
+    assert world.close()
+
+
+def test_fsck_leaves_the_epoch_of_a_disk_that_never_had_a_page(beside_a_crash: list[Path]) -> None:
+    folder = next(beside_a_crash[1].rglob("group0.slab")).parent
+    assert check_folder(folder).clean, "crashes leave what is clean"
+    assert check_folder(folder, repair=True).clean
+    assert read_epoch(folder) == 0
+    test_a_crash_at_the_first_opening_of_a_disk_costs_the_others_no_page(beside_a_crash)
+
+
 def test_a_lost_index_does_not_bring_old_weights_back(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()

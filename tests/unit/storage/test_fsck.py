@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import read_header
@@ -57,6 +58,18 @@ def test_fsck_brings_orphans_back(make_disks: MakeDisks) -> None:
     assert len(rows) == 6
     assert world.read_rows(rows) == {}
     assert world.unit.next_generations(1)[0] > generations.max()
+
+
+@pytest.mark.parametrize("name", ["epoch", "opens"])
+def test_fsck_names_a_missing_number_and_writes_it_anew(make_disks: MakeDisks, name: str) -> None:
+    slab, _ = filled(make_disks)
+    assert check_folder(slab.parent).clean
+    (slab.parent / name).unlink()
+    (problem,) = check_folder(slab.parent).problems
+    assert problem == f"{slab.parent / name} is missing: the next start, or --repair, writes it anew"
+    assert check_folder(slab.parent, repair=True).repaired
+    assert check_folder(slab.parent).clean
+    assert len(make_disks().unit.rows(0)) == 6
 
 
 def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisks) -> None:
