@@ -19,10 +19,10 @@ settings = load_config({"keys.scheme": "common", "identity.model": "mine"}, {})
 pool = SimpleNamespace(page_size=16)
 place = identity.Place("dp0.pp0of1.tp0of1", 1, True)
 
-def say(rope, file, place=place):
+def say(rope, file, place=place, exact=False, target=None):
     arguments = SimpleNamespace(
         speculative_algorithm=None, decrypted_config_file=file, load_format="auto", random_seed=0,
-        json_model_override_args="{}",
+        json_model_override_args="{}", enable_deterministic_inference=exact, rl_on_policy_target=target,
     )
     text = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": rope}})
     model = SimpleNamespace(
@@ -39,6 +39,7 @@ said = {
     "plain": say("default", None),
     "other file": say("default", "/other.json"),
     "long rope": say("longrope", None),
+    "kernels": [say("default", None, exact=True), say("default", None, exact=True, target="fsdp")],
     "ranks": [say("default", None, rank) for rank in ranks],
 }
 print(json.dumps(said), flush=True)
@@ -50,5 +51,7 @@ def test_models_that_others_would_compute_differently_are_refused(tmp_path: Path
     assert len(bytes.fromhex(said["plain"])) == 32
     assert "decrypted_config_file=/other.json is another configuration" in said["other file"]
     assert "longrope" in said["long rope"]
+    # A mode whose kernels give other bits has other keys.
+    assert len({said["plain"], *said["kernels"]}) == 3
     # A rank's pages hold its heads alone: those of another rank, or of a whole model, have other keys.
     assert len({said["plain"], *said["ranks"]}) == 3

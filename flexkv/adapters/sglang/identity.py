@@ -84,6 +84,8 @@ def owner_of(
     }
     if adapters := _adapters():
         fields["adapters"] = adapters
+    if kernels := _kernels(server_args):
+        fields["kernels"] = kernels
     digest = namespace_digest({name: framed(value) for name, value in fields.items()})
     return UnitOwner(str(model.model_path), digest, place.name)
 
@@ -115,6 +117,8 @@ def _shared_model(
         "adapters": _adapters() or None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
     }
+    if kernels := _kernels(server_args):
+        apart["kernels"] = kernels
     return SharedModel(
         path=str(model.model_path),
         weights=config.identity.model or _weights_of(model),
@@ -125,6 +129,13 @@ def _shared_model(
         config=model.hf_text_config.to_dict(),
         apart=apart if any(value is not None for value in apart.values()) else None,
     )
+
+
+def _kernels(server_args: Any) -> str:
+    """The mode whose kernels give other bits than the usual ones: no other engine has them. Empty for the usual."""
+    if target := server_args.rl_on_policy_target:
+        return f"sglang, as {target}"
+    return "sglang, deterministic" if server_args.enable_deterministic_inference else ""
 
 
 def _weights_of(model: ModelConfig) -> str:

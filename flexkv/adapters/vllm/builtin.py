@@ -19,7 +19,12 @@ from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.connector import warn_of_policy
-from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
+from flexkv.adapters.vllm.engine_checks import (
+    check_batch_invariance,
+    check_engine,
+    end_registration,
+    register_only,
+)
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -119,6 +124,7 @@ class FlexKVConnectorV1Impl:
         """
         assert self._worker is not None
         check_alone(get_kv_transfer_group())
+        check_batch_invariance(self._vllm_config)
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, config_of_tensors(kv_caches, self._vllm_config))
 

@@ -18,7 +18,12 @@ from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
-from flexkv.adapters.vllm.engine_checks import check_engine, end_registration, register_only
+from flexkv.adapters.vllm.engine_checks import (
+    check_batch_invariance,
+    check_engine,
+    end_registration,
+    register_only,
+)
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
@@ -201,6 +206,7 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        check_batch_invariance(self._vllm_config)
         self._own_pools.check()
         self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
 

@@ -73,6 +73,35 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
+BATCH_VARIANT_AFTER_A_HIT = frozenset({"FLASHINFER", "TRITON_MLA"})
+"""Attention backends with which vLLM turns prefix caching off where VLLM_BATCH_INVARIANT is set: what they compute of a
+prompt's rest alone differs from what they compute of the whole."""
+
+
+def check_batch_invariance(config: VllmConfig) -> None:
+    """Refuses what would break the promise of VLLM_BATCH_INVARIANT: the same output with a hit and without.
+
+    Only a worker knows the backends, once its model is loaded; only there vLLM turns its own prefix caching off.
+
+    Raises:
+        ConfigError: names the backend, and what to do.
+    """
+    from vllm import envs
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    if not envs.VLLM_BATCH_INVARIANT:
+        return
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    names = {layer.get_attn_backend().get_name() for layer in layers}
+    if refused := sorted(names & BATCH_VARIANT_AFTER_A_HIT):
+        raise ConfigError(
+            f"VLLM_BATCH_INVARIANT is set and the attention backend is {', '.join(refused)}, with which vLLM turns "
+            "prefix caching off: after a hit it would give other output than without one; choose another "
+            "--attention-backend, unset VLLM_BATCH_INVARIANT, or leave --kv-transfer-config out"
+        )
+
+
 def _kind_of(model: ModelConfig) -> str:
     """What vLLM decides by: the kind of attention and, for pooling models, the kind of pooling."""
     pooler = model.pooler_config

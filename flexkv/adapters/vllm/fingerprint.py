@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
+
 from flexkv.adapters.common.common_keys import (
     COMMON,
     SharedModel,
@@ -97,15 +99,24 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
         block_tokens=geometry.block_tokens,
         overrides=overrides,
         config=model.hf_text_config.to_dict(),
-        apart=model.seed if str(config.load_config.load_format) == "dummy" else None,
+        apart=_apart(config),
     )
+
+
+def _apart(config: VllmConfig) -> Any:
+    """What else this engine's KV depends on; None where nothing does."""
+    seed = config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
+    # No other engine has vLLM's kernels, and who asks for this mode asks for the same bits each time.
+    return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
 
 
 def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
     weights = settings.identity.model or _weights_of(model)
-    return {
+    # Other kernels give other bits.
+    mode = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
+    return mode | {
         "engine": "vllm",
         "weights": weights,
         # Random weights are the same only for the same seed.

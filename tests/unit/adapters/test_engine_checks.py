@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention import attention, mla_attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from flexkv.adapters.vllm.engine_checks import (
+    check_batch_invariance,
     check_engine,
     check_model,
     check_parallelism,
@@ -120,3 +124,40 @@ def test_a_connector_that_is_gone_is_not_counted() -> None:
     engine = SimpleNamespace(cache_config=SimpleNamespace())
     register_only(engine, SCHEDULER, "Gone")
     assert register_only(engine, SCHEDULER, "Next").name == "Next"
+
+
+class Layer(AttentionLayerBase):
+    """An attention layer, as far as its backend is asked for."""
+
+    def __init__(self, backend: type[Any]) -> None:
+        self.backend = backend
+
+    def get_attn_backend(self) -> Any:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER", "TRITON_MLA", "TRITON_ATTN"])
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+) -> None:
+    """The names are those that vLLM's own condition compares. The control: without the mode, or with another backend,
+    nothing is refused."""
+    condition = inspect.getsource(attention), inspect.getsource(mla_attention)
+    assert all(
+        ('"TRITON_MLA"' in source and "enable_prefix_caching = False" in source) for source in condition
+    )
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
+    backend = type("Backend", (), {"get_name": staticmethod(lambda: name)})
+    layers = {"l.0": Layer(backend), "l.1": object()}
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    if mode == "1" and name != "TRITON_ATTN":
+        with pytest.raises(
+            ConfigError, match=f"VLLM_BATCH_INVARIANT is set and the attention backend is {name}"
+        ):
+            check_batch_invariance(config)
+    else:
+        check_batch_invariance(config)

@@ -15,6 +15,7 @@ from flexkv.config import load_config
 from flexkv.errors import KeySchemeError
 
 GEOMETRY = BlockGeometry(16, 16, 100, ("l.0", "l.1"))
+FLOAT16 = BlockGeometry(16, 16, 100, ("l.0", "l.1"), "float16")
 
 
 class TextConfig:
@@ -50,6 +51,7 @@ def config(folder: Path, **changes: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=values["model"],
+            hf_overrides={},
             revision=values["revision"],
             seed=values["seed"],
             dtype=values["dtype"],
@@ -184,3 +186,19 @@ def test_scales_of_the_run_keep_the_keys_within_the_run(
         assert not caplog.records
         assert namespace(folder, scales=True) != namespace(folder, scales=True)
     assert "calculate_kv_scales" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_batch_invariant_kernels_have_keys_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    extra = {"keys.scheme": scheme}
+    usual = namespace(folder, geometry=FLOAT16, extra=extra)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    exact = namespace(folder, geometry=FLOAT16, extra=extra)
+    assert exact != usual
+    assert namespace(folder, geometry=FLOAT16, extra=extra) == exact
+    dummies = {namespace(folder, geometry=FLOAT16, extra=extra, load_format="dummy", seed=n) for n in (0, 1)}
+    assert len(dummies | {exact}) == 3
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert namespace(folder, geometry=FLOAT16, extra=extra) == usual, "the control"
