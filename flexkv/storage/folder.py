@@ -17,7 +17,8 @@ from pathlib import Path
 from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.header import format_digest
-from flexkv.storage.index_trouble import FULL, INDEX_NAME
+from flexkv.storage.index_database import INDEX_NAME
+from flexkv.storage.index_trouble import FULL
 from flexkv.storage.private_files import make_folders, open_private
 
 LOCK_NAME = "lock"

@@ -16,7 +16,8 @@ from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_
 from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
+from flexkv.storage.index_database import INDEX_NAME, set_aside_index
+from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import Rows
@@ -125,7 +126,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     if not found:
         return report
     slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
-    index = _open_index(folder, slots_of, report)
+    index = _open_index(folder, slots_of, report, repair)
     try:
         if index is not None:
             index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
@@ -138,7 +139,6 @@ def _check(folder: Path, repair: bool) -> FsckReport:
             _forget_missing(index, report, list(found), epoch)
         elif repair:
             if index is None:
-                set_aside_index(folder / INDEX_NAME)
                 index = SlotIndex(folder / INDEX_NAME, slots_of)
                 index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
             _rewrite(index, found, epoch, opens)
@@ -152,15 +152,18 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     return report
 
 
-def _open_index(folder: Path, slots: list[int], report: FsckReport) -> SlotIndex | None:
+def _open_index(folder: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
+    """None where there is none that can be used; with `repair` no file has its name then."""
     path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
         return None
     try:
         index = SlotIndex(path, slots)
-    except DamagedIndexError as error:
+    except UnusableIndexError as error:
         report.problems.append(str(error))
+        if repair:
+            set_aside_index(path, error.aside_name)
         return None
     report.index_faults = index.faults()
     report.problems += [f"{path}: {fault}" for fault in report.index_faults]

@@ -18,17 +18,21 @@ from numpy.typing import NDArray
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import MOST_EPOCH, write_epoch
 from flexkv.storage.generations import MOST_OPENS, write_opens
-from flexkv.storage.index_database import database_faults, open_database
+from flexkv.storage.index_database import (
+    LOG_SUFFIX,
+    database_faults,
+    open_database,
+    remove_index,
+    set_aside_index,
+)
 from flexkv.storage.index_log import log_damage
 from flexkv.storage.index_trouble import (
     LEAST_ROOM_BYTES,
-    LOG_SUFFIX,
     SQLITE_ERRORS,
     DamagedIndexError,
+    OtherVersionError,
     disk_error,
     index_trouble,
-    remove_index,
-    set_aside_index,
 )
 from flexkv.storage.slot_rows import (
     CHUNK_SLOTS,
@@ -63,7 +67,8 @@ class SlotIndex:
         slots: of each group.
 
     Raises:
-        DamagedIndexError: the database or its log is not what was written, or of another version of the format.
+        DamagedIndexError: the database or its log is not what was written.
+        OtherVersionError: the database has another version of the format.
         DiskError: the file system says no, or another has a lock; nothing was changed.
     """
 
@@ -116,11 +121,13 @@ class SlotIndex:
     def _take_meta(self, meta: dict[str, MetaValue]) -> None:
         """
         Raises:
-            DamagedIndexError: of another version, or not as it was written.
+            DamagedIndexError: not as it was written.
+            OtherVersionError: of another version, whose digests may be others too.
         """
-        if meta.get("version") != SCHEMA_VERSION:
-            raise DamagedIndexError(
-                f"{self.path}: index format {meta.get('version')}; this version reads {SCHEMA_VERSION}"
+        version = meta.get("version")
+        if version is not None and version != SCHEMA_VERSION:
+            raise OtherVersionError(
+                f"{self.path}: index format {version}; this version reads {SCHEMA_VERSION}"
             )
         if meta.pop("digest", None) != meta_digest(meta):
             raise DamagedIndexError(f"{self.path}: what lies beside its rows is damaged")
@@ -276,7 +283,7 @@ class SlotIndex:
         with contextlib.suppress(*SQLITE_ERRORS):
             self._db.close()
         if not self._remaking:
-            set_aside_index(self.path)
+            set_aside_index(self.path, DamagedIndexError.aside_name)
         self._remaking = True
         remove_index(self.path)  # what an attempt before this one has begun
         for group, rows in enumerate(self.rows):

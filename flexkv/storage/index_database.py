@@ -1,4 +1,5 @@
-"""The SQLite database that an index is kept in: how it is opened, and what SQLite finds wrong with it."""
+"""The SQLite database that an index is kept in: its names, how it is opened and set aside, and what SQLite finds wrong
+with it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from pathlib import Path
 
 from flexkv.storage.index_trouble import SQLITE_ERRORS, disk_error, index_trouble
 from flexkv.storage.private_files import open_private
+
+INDEX_NAME = "index.sqlite"
+LOG_SUFFIX = "-wal"
 
 BUSY_S = 5.0
 """How long SQLite waits for a lock before it refuses."""
@@ -61,3 +65,29 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
     except SQLITE_ERRORS as error:
         found = [str(error)]
     return [] if found == ["ok"] else found
+
+
+def set_aside_index(path: Path, aside_name: str) -> None:
+    """Renames an index and its log, for a person to look at; nothing has their names any more.
+
+    Raises:
+        DiskError: the file system says no.
+    """
+    aside = path.with_name(aside_name)
+    try:
+        for suffix in ("", LOG_SUFFIX):
+            old, new = (file.with_name(file.name + suffix) for file in (path, aside))
+            new.unlink(missing_ok=True)
+            if old.exists():
+                old.replace(new)
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def remove_index(path: Path) -> None:
+    """Raises: DiskError: the file system says no."""
+    try:
+        for suffix in ("", LOG_SUFFIX):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+    except OSError as error:
+        raise disk_error(path, error) from error

@@ -11,11 +11,6 @@ from pathlib import Path
 from flexkv.errors import DiskError
 from flexkv.storage.private_files import open_private
 
-INDEX_NAME = "index.sqlite"
-LOG_SUFFIX = "-wal"
-DAMAGED_INDEX_NAME = "index.damaged"
-"""The damaged index that was set aside last; the one before it is given up."""
-
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """What a database raises. Its message may quote a damaged schema, whose bytes Python then fails to decode."""
 
@@ -25,8 +20,26 @@ LEAST_ROOM_BYTES = 64 << 10
 """What a database that does nothing much wants of the disk."""
 
 
-class DamagedIndexError(DiskError):
-    """The database is not as it was written. Trouble in reading a good one is a plain DiskError."""
+class UnusableIndexError(DiskError):
+    """The database is to be set aside and made anew. Trouble in reading a good one is a plain DiskError.
+
+    Attributes:
+        aside_name: what the database is called then; the one before it of this name is given up.
+    """
+
+    aside_name: str
+
+
+class DamagedIndexError(UnusableIndexError):
+    """The database is not as it was written."""
+
+    aside_name = "index.damaged"
+
+
+class OtherVersionError(UnusableIndexError):
+    """The database has another version of the format."""
+
+    aside_name = "index.other"
 
 
 class FullDiskError(DiskError):
@@ -59,32 +72,6 @@ def index_trouble(
         kind = FullDiskError if cause.errno in FULL else DiskError
         return kind(f"{path}: {error}: {cause.strerror}")
     return DamagedIndexError(f"{path}: {error}")
-
-
-def set_aside_index(path: Path) -> None:
-    """Renames a damaged index and its log, for a person to look at; nothing has their names any more.
-
-    Raises:
-        DiskError: the file system says no.
-    """
-    damaged = path.with_name(DAMAGED_INDEX_NAME)
-    try:
-        for suffix in ("", LOG_SUFFIX):
-            old, new = (file.with_name(file.name + suffix) for file in (path, damaged))
-            new.unlink(missing_ok=True)
-            if old.exists():
-                old.replace(new)
-    except OSError as error:
-        raise disk_error(path, error) from error
-
-
-def remove_index(path: Path) -> None:
-    """Raises: DiskError: the file system says no."""
-    try:
-        for suffix in ("", LOG_SUFFIX):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-    except OSError as error:
-        raise disk_error(path, error) from error
 
 
 def _read_and_write(path: Path, room_bytes: int) -> None:

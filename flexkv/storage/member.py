@@ -16,7 +16,8 @@ from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
 from flexkv.storage.generations import opens_of, opens_so_far, read_opens
 from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError, set_aside_index
+from flexkv.storage.index_database import INDEX_NAME, set_aside_index
+from flexkv.storage.index_trouble import OtherVersionError, UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.private_files import keep_private
 from flexkv.storage.scan import Scanned, read_slots, rows_of
@@ -104,9 +105,10 @@ class DiskMember:
         path = self.folder / INDEX_NAME
         try:
             return SlotIndex(path, slots)
-        except DamagedIndexError as error:
-            logger.error("%s: it is set aside and made anew from the slabs", error)
-        set_aside_index(path)
+        except UnusableIndexError as error:
+            level = logging.INFO if isinstance(error, OtherVersionError) else logging.ERROR
+            logger.log(level, "%s: it is set aside and made anew from the slabs", error)
+            set_aside_index(path, error.aside_name)
         return SlotIndex(path, slots)
 
     def _open_slabs(self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions) -> None:

@@ -29,7 +29,8 @@ from flexkv.storage.folder import (
 from flexkv.storage.header import SlabHeader, codec_of
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_trouble import INDEX_NAME, DamagedIndexError
+from flexkv.storage.index_database import INDEX_NAME
+from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import ROW, Rows
@@ -140,8 +141,8 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Si
 def _rows(
     folder: Path, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int
 ) -> tuple[Rows, int]:
-    """What the folder's index names, and of which epoch. Where the index is damaged, which its own unit mends when it
-    starts, the slab's pages themselves.
+    """What the folder's index names, and of which epoch. Where the index is damaged or of another version, which its
+    own unit mends when it starts, the slab's pages themselves.
 
     Raises:
         DiskError: it is in use, or damaged, or there is no index.
@@ -159,11 +160,11 @@ def _rows(
             )
         try:
             index = SlotIndex(copy, [slots])
-        except DamagedIndexError as error:
+        except UnusableIndexError as error:
             logger.warning("%s: %s: its slots are read instead", folder, error)
             if written_epoch is None:
                 raise DiskError(
-                    "its index is damaged, and its epoch is too, or gone; its own unit mends them when it starts"
+                    f"{error}, and its epoch is damaged or gone; its own unit mends them when it starts"
                 ) from error
             return _rows_of_pages(read_slots(slab, slab_id, codec, slots, data=False), slots, written_epoch)
         try:

@@ -14,7 +14,7 @@ from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.generations import MOST_OPENS, opens_of, read_opens, write_opens
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_trouble import DamagedIndexError
+from flexkv.storage.index_trouble import DamagedIndexError, OtherVersionError
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import DiskWorld, MakeDisks
 
@@ -211,17 +211,44 @@ def test_nothing_is_called_durable_in_an_index_that_has_no_name(
     world.wait_durable([3], more)
 
 
-def test_an_index_of_another_version_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> None:
-    slab, _ = filled(make_disks)
-    other = sqlite3.connect(slab.parent / "index.sqlite")
+def of_version(folder: Path, version: int | None) -> None:
+    other = sqlite3.connect(folder / "index.sqlite")
     with other:
-        assert other.execute("UPDATE meta SET value = 1 WHERE name = 'version'").rowcount == 1
+        changed = other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
+        assert changed.rowcount == 1
     other.close()
-    with pytest.raises(DamagedIndexError, match="index format 1; this version reads 2"):
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("repair", [False, True])
+def test_an_index_of_another_version_is_made_anew_and_not_called_damaged(
+    make_disks: MakeDisks, caplog: pytest.LogCaptureFixture, version: int, repair: bool
+) -> None:
+    slab, _ = filled(make_disks)
+    of_version(slab.parent, version)
+    what = f"index format {version}; this version reads 2"
+    with pytest.raises(OtherVersionError, match=what):
         SlotIndex(slab.parent / "index.sqlite", [32])
+    (problem,) = check_folder(slab.parent, repair).problems
+    assert what in problem
+    caplog.set_level("INFO")
     world = make_disks()
-    assert world.read_rows(world.unit.rows(0)) == {}
+    rows = world.unit.rows(0)
+    assert len(rows) == 6
+    assert world.read_rows(rows) == {}
+    assert (slab.parent / "index.other").exists()
+    assert not (slab.parent / "index.damaged").exists()
+    if not repair:
+        (level,) = {record.levelname for record in caplog.records if what in record.getMessage()}
+        assert level == "INFO"
+
+
+def test_an_index_without_a_version_is_a_damaged_one(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    of_version(slab.parent, None)
+    assert len(make_disks().unit.rows(0)) == 6
     assert (slab.parent / "index.damaged").exists()
+    assert not (slab.parent / "index.other").exists()
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC])
