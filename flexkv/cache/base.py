@@ -135,7 +135,8 @@ class StorePlan:
 
     Attributes:
         graph: None when nothing needs to move.
-        stored: positions (into the blocks offered) that the graph stores, int32 ascending.
+        stored: positions (into the blocks offered) that the graph stores, int32: those of its first op, ascending, then
+            those of the next.
         known: blocks that were stored or in flight already.
         dropped: blocks that found no slot or no queue place (BUSY); the caller may offer them again later.
     """
@@ -144,6 +145,16 @@ class StorePlan:
     stored: NDArray[np.int32]
     known: int
     dropped: int
+
+    def joined(self, other: StorePlan) -> StorePlan:
+        """One plan for two parts of an offer."""
+        ops = tuple(op for plan in (self, other) if plan.graph is not None for op in plan.graph.ops)
+        return StorePlan(
+            TransferGraph(ops) if ops else None,
+            np.concatenate((self.stored, other.stored)),
+            self.known + other.known,
+            self.dropped + other.dropped,
+        )
 
 
 class OpRole(Enum):

@@ -163,6 +163,7 @@ class LocalCacheManager(CacheManager):
             policy=policy,
             hub=self.hub,
             others=lambda: self.tiers[1:],
+            host_stores=lambda: self._stores_of(HUB),
             ops=self._ops,
             outbox=self._outbox,
             cost=self.cost,
@@ -353,6 +354,11 @@ class LocalCacheManager(CacheManager):
         self._counts.busy_pages += plan.dropped
         return plan
 
+    def _stores_of(self, tier: TierId) -> StoreRoute:
+        route = self.tiers[tier].stores
+        assert route is not None
+        return route
+
     def _store_route(self) -> StoreRoute:
         """Where stores go now: straight to the last tier that takes them."""
         routes = [tier.stores for tier in self.tiers if tier.stores is not None and not tier.down]
@@ -403,9 +409,7 @@ class LocalCacheManager(CacheManager):
         good = ~op.failed & ~op.barred
         if op.epoch != self._epoch or any(load in self._ops for load in op.waits_for):
             good[:] = False
-        route = self.tiers[op.tier].stores
-        assert route is not None
-        published = route.end(op, good)
+        published = self._stores_of(op.tier).end(op, good)
         if op.tier == HUB and published.any() and self.work.takes_pages:
             self.work.offer(op.group, self.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
@@ -427,9 +431,7 @@ class LocalCacheManager(CacheManager):
                 continue
             op.barred |= pages
             barred += count
-            route = self.tiers[op.tier].stores
-            assert route is not None
-            route.bar(op, pages)
+            self._stores_of(op.tier).bar(op, pages)
         return barred
 
     def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:

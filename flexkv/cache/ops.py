@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import Completion, OpRole
 from flexkv.cache.checks import good_pages
-from flexkv.cache.ids import HUB, EntryIds, TierId
+from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds, TierId
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import (
+    NO_BLOCKS,
     Blame,
     BlockIds,
     OpId,
@@ -254,6 +255,20 @@ class OpTable:
     def loads_of(self, request_id: str) -> tuple[OpId, ...]:
         """The request's loads: what it stores now may have been computed from their targets."""
         return tuple(op.op_id for op in self.of_request(request_id, OpRole.LOAD))
+
+    def targets_of_loads(self, group: int) -> BlockIds:
+        """Engine blocks of a group that loads in flight write."""
+        targets = [op.plan.blocks for op in self if op.role is OpRole.LOAD and op.group == group]
+        return np.concatenate(targets) if targets else NO_BLOCKS
+
+    def entries_read(self, tier: TierId, group: int) -> EntryIds:
+        """Entries of a tier whose pages loads and fetches in flight read."""
+        reads = [
+            op.entries
+            for op in self
+            if op.role in (OpRole.LOAD, OpRole.FETCH) and (op.tier, op.group) == (tier, group)
+        ]
+        return np.concatenate(reads) if reads else NO_ENTRIES
 
     def add(self, op: Op) -> None:
         self._ops[op.op_id] = op

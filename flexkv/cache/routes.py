@@ -61,6 +61,8 @@ class StoreOffer:
     Attributes:
         keys, blocks: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i` of the request.
         tokens: valid tokens in each of the blocks.
+        chosen: of a part of an offer, the position there of each key, int32 ascending; block i is number
+            `first_block + chosen[i]` then.
     """
 
     request_id: str
@@ -69,6 +71,23 @@ class StoreOffer:
     blocks: BlockIds
     first_block: int
     tokens: int
+    chosen: NDArray[np.int32] | None = None
+
+    def part(self, positions: NDArray[np.integer]) -> StoreOffer:
+        """Some blocks of a whole offer."""
+        return StoreOffer(
+            self.request_id,
+            self.group,
+            np.ascontiguousarray(self.keys[positions]),
+            self.blocks[positions],
+            self.first_block,
+            self.tokens,
+            positions.astype(np.int32),
+        )
+
+    def positions(self, found: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Positions in the whole offer of those at `found` in this part of it."""
+        return found.view(np.int32) if self.chosen is None else self.chosen[found]
 
     def begun(
         self,
@@ -79,7 +98,8 @@ class StoreOffer:
         positions: NDArray[np.integer],
         epoch: int,
     ) -> None:
-        """Enters the op that stores the pages at `positions` as in flight, behind the request's own loads."""
+        """Enters the op that stores the pages at `positions` of the whole offer as in flight, behind the request's own
+        loads."""
         ops.add(
             RankOp(
                 plan=plan,

@@ -151,6 +151,7 @@ class TierContext:
         policy: of eviction.
         hub: the pages in host memory.
         others: all tiers but the hub, once they are made.
+        host_stores: the way from engine blocks to host memory, once the tiers are made.
         ops: all that is in flight.
         outbox: takes ops that a tier plans by itself.
         clock: seconds, never running backwards.
@@ -165,6 +166,7 @@ class TierContext:
     policy: str
     hub: Hub
     others: Callable[[], Sequence[Tier]]
+    host_stores: Callable[[], StoreRoute]
     ops: OpTable
     outbox: Outbox
     cost: CostModel

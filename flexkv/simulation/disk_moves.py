@@ -6,11 +6,11 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.cache.ids import TierId
-from flexkv.simulation.base import NO_SLOT, Key, require
+from flexkv.simulation.base import Key, require
 from flexkv.simulation.blames import blames_of, said_of
 from flexkv.simulation.disk_tier import identities
-from flexkv.simulation.model import ModelOp
-from flexkv.simulation.world import World
+from flexkv.simulation.model_ops import ModelOp
+from flexkv.simulation.world import World, host_slots
 from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
@@ -42,8 +42,7 @@ class DiskMoves:
             for op in graph.ops:
                 keys: list[Key] = [(op.group, identity[0]) for identity in identities(op)]
                 role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
-                slots = [NO_SLOT] * op.pages if op.kind is OpKind.DISK_SEAL else op.slots.tolist()
-                model_op = ModelOp("", role, keys, slots, [], world.model.epoch, set())
+                model_op = ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
                 world.model.add_disk_op(op.op_id, model_op)
                 world.disk_lane.submit(op)
 

@@ -6,42 +6,12 @@ The model is told of every call and its answer and raises `RuleBroken` where the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from flexkv.cache.base import Completion, GroupPolicy, GroupSpec, ManagerLimits, OpRole
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.blames import said_of
+from flexkv.simulation.model_ops import ModelFailure, ModelOp
 from flexkv.transfer.graph import Blame, OpResult, OpStatus
-
-
-@dataclass
-class ModelOp:
-    """An op in flight; lists have one element a page."""
-
-    request_id: str
-    role: OpRole
-    keys: list[Key]
-    slots: list[int]
-    numbers: list[int]
-    epoch: int
-    waits_for: set[int]
-    barred: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
-    suspect: set[int] = field(default_factory=set)
-    damaged: set[int] = field(default_factory=set)
-    reports: int = 0
-    load: int = 0
-    abandoned: bool = False
-
-
-@dataclass
-class ModelFailure:
-    """What the loads of one request did not bring."""
-
-    loads: set[int] = field(default_factory=set)
-    first: int | None = None
-    from_disk: bool = False
 
 
 class Model:
@@ -159,8 +129,7 @@ class Model:
     def plan_store(
         self,
         keys: list[Key],
-        stored: list[int],
-        slots: list[int],
+        stored: dict[int, int],
         known: int,
         dropped: int,
         evicted: list[Key],
@@ -169,34 +138,21 @@ class Model:
         """Checks what `begin_store` did before it is applied.
 
         Args:
+            stored: slots by position of the key.
             from_loads: positions of keys whose engine block is the target of a load in flight.
         """
         group = keys[0][0]
         held = self.held_slots(group)
-        require(not set(keys) & set(evicted), "a block was evicted to store its own neighbours")
-        self.evict(evicted)
+        self._evict_for_store(keys, evicted)
         # What a read is to bring may yet fail, and then nobody would offer it again.
-        unverified = {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops} - from_loads
-        expected_known = [
-            i
-            for i, key in enumerate(keys)
-            if key in self.visible or (key in self.pending and i not in unverified)
-        ]
-        require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
-        require(not set(expected_known) & set(stored), "a known block was stored again")
-        require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
-        for i in unverified & set(stored):
-            read = self.disk_ops[self.pending[keys[i]]]
-            read.gone.add(read.keys.index(keys[i]))
-        self.taken_over += len(unverified & set(stored))
+        unverified = self._coming(keys) - from_loads
+        there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
+        self._check_store(keys, stored, there - unverified, known, dropped)
+        self._take_over(keys, unverified & set(stored))
         used = held | {slot for key, slot in self.visible.items() if key[0] == group}
-        require(len(set(slots)) == len(slots) and not used & set(slots), "a slot in use was given away")
-        require(all(0 <= slot < self.up[group] for slot in slots), "a slot that is not up was given away")
-        require(
-            self.store_pages() + len(stored) <= self.limits.inflight_store_pages, "the store queue overflowed"
-        )
+        slots = set(stored.values())
         if dropped and self.store_pages() + len(stored) < self.limits.inflight_store_pages:
-            require(len(used | set(slots)) == self.up[group], "a store was dropped with slots free")
+            require(len(used | slots) == self.up[group], "a store was dropped with slots free")
             evictable = [
                 k for k, s in self.visible.items() if k[0] == group and s not in held and k not in keys
             ]
@@ -205,26 +161,62 @@ class Model:
     def plan_store_on_disk(
         self,
         keys: list[Key],
-        stored: list[int],
-        on_disk: list[int],
+        stored: dict[int, int],
+        on_disk: set[int],
+        read: set[int],
         known: int,
         dropped: int,
         evicted: list[Key],
+        from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did where stores go to disk alone.
+        """Checks what `begin_store` did where stores go to disk, but for what is being read there.
 
         Args:
+            stored: slots by position of the key, NO_SLOT for those stored on disk.
             on_disk: positions of keys that were on disk, or on their way there.
+            read: those of them that are just being read where they lie.
+            from_loads: as of `plan_store`.
         """
-        require(not evicted, "a store to disk evicted something from host memory")
-        in_host = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
-        expected_known = in_host | set(on_disk)
+        self._evict_for_store(keys, evicted)
+        visible = {i for i, key in enumerate(keys) if key in self.visible}
+        coming = self._coming(keys)
+        stores = {i for i, key in enumerate(keys) if key in self.pending} - coming
+        awaited = (coming | read) & from_loads
+        self._check_store(keys, stored, visible | stores | awaited | (on_disk - read), known, dropped)
+        in_host = {i for i, slot in stored.items() if slot != NO_SLOT}
+        require(in_host == read & set(stored), "a store went the wrong way")
+        require(bool(in_host) or not evicted, "a store to disk evicted something from host memory")
+        self._take_over(keys, in_host)
+
+    def _coming(self, keys: list[Key]) -> set[int]:
+        """Positions of keys that a read is to bring to host memory."""
+        return {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops}
+
+    def _evict_for_store(self, keys: list[Key], evicted: list[Key]) -> None:
+        require(not set(keys) & set(evicted), "a block was evicted to store its own neighbours")
+        self.evict(evicted)
+
+    def _check_store(
+        self, keys: list[Key], stored: dict[int, int], expected_known: set[int], known: int, dropped: int
+    ) -> None:
+        group = keys[0][0]
         require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
         require(not expected_known & set(stored), "a known block was stored again")
         require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
+        used = self.held_slots(group) | {slot for key, slot in self.visible.items() if key[0] == group}
+        slots = [slot for slot in stored.values() if slot != NO_SLOT]
+        require(len(set(slots)) == len(slots) and not used & set(slots), "a slot in use was given away")
+        require(all(0 <= slot < self.up[group] for slot in slots), "a slot that is not up was given away")
         require(
             self.store_pages() + len(stored) <= self.limits.inflight_store_pages, "the store queue overflowed"
         )
+
+    def _take_over(self, keys: list[Key], stored: set[int]) -> None:
+        """A store to host memory is given the keys of what a read is to bring: the read publishes them no more."""
+        for i in stored & self._coming(keys):
+            read = self.disk_ops[self.pending[keys[i]]]
+            read.gone.add(read.keys.index(keys[i]))
+        self.taken_over += len(stored)
 
     def evict(self, evicted: list[Key]) -> None:
         """Checks and applies evictions."""
@@ -386,11 +378,12 @@ class Model:
         for key in seen:
             del self.visible[key]
         pending = [key for key in dict.fromkeys(keys) if key in self.pending]
+        known = len({*seen, *pending})
         for key in pending:
             op_id = self.pending.pop(key)
             op = self.ops[op_id] if op_id in self.ops else self.disk_ops[op_id]
             op.gone.add(op.keys.index(key))
-        return len(seen) + len(pending), seen
+        return known, seen
 
     def reset(self) -> None:
         self.visible.clear()

@@ -9,7 +9,7 @@ from flexkv.simulation.base import require
 from flexkv.simulation.blames import blames_of
 from flexkv.simulation.disk_tier import identities, stripe_digest
 from flexkv.simulation.engine import Compute, Movement, Rank
-from flexkv.simulation.model import ModelOp
+from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.requests import Requests
 from flexkv.simulation.world import World
 from flexkv.transfer.graph import NO_BLAMES, NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from flexkv.cache.base import GroupPolicy, Keys, OpRole
+from flexkv.cache.ids import NO_ENTRY
 from flexkv.simulation.base import Key, Place, require
 from flexkv.simulation.lookups import Lookups
 from flexkv.simulation.request import SimRequest
-from flexkv.simulation.world import World, block_key
+from flexkv.simulation.world import World, block_key, host_slots
 
 
 class Requests:
@@ -123,32 +124,40 @@ class Requests:
         keys: list[Key] = [(group, request.key_of(group, n)) for n in numbers]
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
         blocks = np.array([request.blocks[group][n] for n in numbers], np.int32)
-        on_disk = self._on_disk(group, array)
+        on_disk, read = self._on_disk(group, array)
+        loading = world.blocks_being_loaded(group)
+        from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
         plan = world.manager.begin_store(request.request_id, group, array, blocks, numbers[0])
-        stored = plan.stored.tolist()
-        op = plan.graph.ops[0] if plan.graph else None
+        ops = plan.graph.ops if plan.graph else ()
+        parts = np.split(plan.stored, np.cumsum([op.pages for op in ops])[:-1]) if ops else []
+        slots = {
+            page: slot
+            for op, part in zip(ops, parts, strict=True)
+            for page, slot in zip(part.tolist(), host_slots(op), strict=True)
+        }
         evicted = world.recorder.take_evicted()
+        require(len(slots) == len(plan.stored), "a store without pages, pages without a store, or one twice")
         if world.config.gds_stores:
-            world.model.plan_store_on_disk(keys, stored, on_disk, plan.known, plan.dropped, evicted)
-        else:
-            slots = op.slots.tolist() if op else []
-            loading = world.blocks_being_loaded(group)
-            from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
-            world.model.plan_store(keys, stored, slots, plan.known, plan.dropped, evicted, from_loads)
-        require((op is not None) == bool(stored), "a store without pages, or pages without a store")
-        if op is not None:
-            require(
-                op.blocks.tolist() == blocks[stored].tolist(), "a store reads other blocks than were given"
+            world.model.plan_store_on_disk(
+                keys, slots, on_disk, read, plan.known, plan.dropped, evicted, from_loads
             )
-            chosen = [keys[i] for i in stored]
-            world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in stored], in_stream=True)
+        else:
+            world.model.plan_store(keys, slots, plan.known, plan.dropped, evicted, from_loads)
+        for op, part in zip(ops, parts, strict=True):
+            require(op.blocks.tolist() == blocks[part].tolist(), "a store reads other blocks than were given")
+            chosen = [keys[i] for i in part]
+            world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in part], in_stream=True)
 
-    def _on_disk(self, group: int, keys: Keys) -> list[int]:
-        """Which of the keys are on disk, or on their way there."""
-        if not self.world.config.gds_stores:
-            return []
-        found: list[int] = np.flatnonzero(self.world.disk_tier.known(group, keys)).tolist()
-        return found
+    def _on_disk(self, group: int, keys: Keys) -> tuple[set[int], set[int]]:
+        """Which of the keys are on disk or on their way there, and which of those are being read where they lie."""
+        world = self.world
+        if not world.config.gds_stores:
+            return set(), set()
+        presence = world.disk_tier.presence
+        entries = presence.find(group, keys, ready_only=False)
+        on_disk = set(np.flatnonzero(entries != NO_ENTRY).tolist())
+        reads = world.places_being_read(group)
+        return on_disk, {n for n in on_disk if int(presence.slots_of(entries[n : n + 1])[0]) in reads}
 
     def abort(self) -> None:
         request = self.world.pick()

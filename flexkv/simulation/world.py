@@ -16,10 +16,11 @@ from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfi
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.disk_tier import SimDiskTier
 from flexkv.simulation.engine import SimEngine
-from flexkv.simulation.model import Model, ModelOp
+from flexkv.simulation.model import Model
+from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.recorder import Recorder
 from flexkv.simulation.request import SimRequest
-from flexkv.transfer.graph import OpKind, TransferOp
+from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
 """Lost block tables that are remembered; a load ends long before so many requests have."""
@@ -32,6 +33,11 @@ DISK = TierId(1)
 def block_key(*parts: object) -> bytes:
     """A key of 16 bytes, the same for the same parts."""
     return hashlib.sha256(repr(parts).encode()).digest()[:16]
+
+
+def host_slots(op: TransferOp) -> list[int]:
+    """Of each page of an op, its slot in host memory, or NO_SLOT."""
+    return [NO_SLOT] * op.pages if op.kind in WITHOUT_SLOTS else op.slots.tolist()
 
 
 class World:
@@ -144,14 +150,14 @@ class World:
             for number, other in self.model.ops.items()
             if role is OpRole.STORE and other.role is OpRole.LOAD and other.request_id == request.request_id
         }
-        by_gds = op.kind in (OpKind.GDS_READ, OpKind.GDS_WRITE)
-        slots = [NO_SLOT] * op.pages if by_gds else op.slots.tolist()
         self.model.add_op(
             op.op_id,
-            ModelOp(request.request_id, role, keys, slots, numbers, self.model.epoch, waits, load=load),
+            ModelOp(
+                request.request_id, role, keys, host_slots(op), numbers, self.model.epoch, waits, load=load
+            ),
         )
         self.ops[op.op_id] = op
-        if by_gds:
+        if op.kind in WITHOUT_SLOTS:
             self.disk_lane.submit_of_ranks(op)
         self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
 
@@ -159,6 +165,12 @@ class World:
         """Engine blocks that a load in flight writes."""
         loads = (op for op_id, op in self.ops.items() if self.model.ops[op_id].role is OpRole.LOAD)
         return {block for op in loads if op.group == group for block in op.blocks.tolist()}
+
+    def places_being_read(self, group: int) -> set[int]:
+        """Places on disk that an op in flight reads, also one that has ended and was not heard of."""
+        ops = (*self.disk_lane.ops.values(), *self.disk_lane.rank_ops.values(), *self.disk_ended.values())
+        reads = (op for op in ops if op.group == group and op.kind in (OpKind.DISK_READ, OpKind.GDS_READ))
+        return {place for op in reads for place in op.places.tolist()}
 
     def grow(self, group: int) -> None:
         slots = self.config.groups[group].slots

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.cache.base import CacheListener, Keys, StorePlan
-from flexkv.transfer.graph import OpId
+from flexkv.transfer.graph import OpId, TransferGraph
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,8 +53,7 @@ class EventLog(CacheListener):
         keys = [tracker.keys()[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
             self._planned[key] = self._stored(tracker.request, number)
-        for op in plan.graph.ops:
-            self._keys_of_op[op.op_id] = keys
+        self._note_ops(plan.graph, keys)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
         """The same for blocks of which only their hash is left (lazy stores)."""
@@ -73,8 +72,14 @@ class EventLog(CacheListener):
                 group_idx=0,
                 locality=LOCAL,
             )
-        for op in plan.graph.ops:
-            self._keys_of_op[op.op_id] = [keys[position].tobytes() for position in positions]
+        self._note_ops(plan.graph, [keys[position].tobytes() for position in positions])
+
+    def _note_ops(self, graph: TransferGraph, stored: list[bytes]) -> None:
+        """The ops of a plan store these keys, one op after the other."""
+        first = 0
+        for op in graph.ops:
+            self._keys_of_op[op.op_id] = stored[first : first + op.pages]
+            first += op.pages
 
     def ended(self, op_id: OpId) -> None:
         """The store has ended everywhere; what was not published by now never will be."""

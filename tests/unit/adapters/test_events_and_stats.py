@@ -8,16 +8,22 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
+from flexkv.adapters.vllm.events import EventLog
+from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
+from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import image, make_request
+from tests.unit.cache.disk_world import chain
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 112))
@@ -75,6 +81,23 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
     engine.drain()
     announced = [event.block_hashes[0] for event in engine.side.take_events()]
     assert sorted(announced) == sorted(map(maybe_convert_block_hash, request.block_hashes))
+
+
+def test_each_way_of_a_store_announces_its_own_blocks() -> None:
+    """A store of which one op goes to disk, and is not announced, and the other to host memory."""
+    log, keys = EventLog(True, BlockGeometry(4, 4, 16, ("layer",))), chain(4)
+    hashes = [BlockHash(bytes(key)) for key in keys]
+    slots = np.arange(2, dtype=np.int32)
+    ops = [
+        TransferOp(OpId(number), kind, 0, Priority.STORE, slots, slots, places=slots)
+        for number, kind in enumerate((OpKind.GDS_WRITE, OpKind.D2H), start=1)
+    ]
+    plan = StorePlan(TransferGraph(tuple(ops)), np.array([2, 3, 0, 1], np.int32), 0, 0)
+    log.planned_by_hash(plan, keys, hashes)
+    log.ended(ops[0].op_id)
+    log.on_publish(0, keys)
+    announced = [event.block_hashes[0] for event in log.take() if isinstance(event, BlockStored)]
+    assert announced == list(map(maybe_convert_block_hash, hashes[:2]))
 
 
 def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:

@@ -31,9 +31,14 @@ if TYPE_CHECKING:
     from flexkv.cache.tier import TierContext
     from flexkv.cache.tiers.disk.tier import DiskTier
 
+NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
+
 
 class GdsStores(StoreRoute):
     """GDS_WRITE, then DISK_SEAL: plans both, and takes the ends of both. Blocks that host memory has are not stored.
+
+    Nor are blocks that are being read from the disk stored there again, though the read may fail, and the engine offers
+    a block once: they are stored in host memory, and written to disk from there if the read finds them bad.
 
     Args:
         most_pages: that are being stored or sealed at once.
@@ -53,20 +58,57 @@ class GdsStores(StoreRoute):
     # --- stores ---
 
     def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
-        group, keys, tokens = offer.group, offer.keys, offer.tokens
-        in_host = self._context.hub.index.find(group, keys, ready_only=False) != NO_ENTRY
-        new = np.flatnonzero(~(self._disk.known(group, keys) | in_host))
-        known = len(keys) - len(new)
+        new, being_read = self._unknown(offer)
+        known = len(offer.keys) - len(new) - len(being_read)
+        to_disk = self._begin_on_disk(offer, new, known, room, epoch)
+        if not len(being_read):
+            return to_disk
+        return to_disk.joined(self._begin_in_host(offer, being_read, room - len(to_disk.stored), epoch))
+
+    def _begin_in_host(
+        self, offer: StoreOffer, positions: NDArray[np.intp], room: int, epoch: int
+    ) -> StorePlan:
+        index = self._context.hub.index
+        entries = index.find(offer.group, offer.keys)
+        ready = entries[entries != NO_ENTRY]
+        # Not evicted to make room for the rest of the offer.
+        index.pin(ready)
+        try:
+            return self._context.host_stores().begin(offer.part(positions), room, epoch)
+        finally:
+            index.unpin(ready)
+
+    def _unknown(self, offer: StoreOffer) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Positions of offered blocks that are in neither tier, and of those of which the disk has a page that is being
+        read."""
+        index, ops, group = self._context.hub.index, self._context.ops, offer.group
+        in_host = index.find(group, offer.keys, ready_only=False)
+        on_disk = self._disk.presence.find(group, offer.keys, ready_only=False)
+        stored = in_host != NO_ENTRY
+        reads = ops.entries_read(self._context.tier, group)
+        if not len(reads) and not ops.any_of(OpRole.FETCH):
+            return np.flatnonzero(~stored & (on_disk == NO_ENTRY)), NO_POSITIONS
+        coming = stored.copy()
+        coming[stored] = index.fillers(in_host[stored]) != 0
+        read = np.isin(on_disk, reads)
+        # These engine blocks get what is being read: where it fails they are computed, and offered again.
+        awaited = (coming | read) & np.isin(offer.blocks, ops.targets_of_loads(group))
+        unknown = ~(stored & ~coming) & ~awaited
+        return np.flatnonzero(unknown & (on_disk == NO_ENTRY)), np.flatnonzero(unknown & read)
+
+    def _begin_on_disk(
+        self, offer: StoreOffer, new: NDArray[np.intp], known: int, room: int, epoch: int
+    ) -> StorePlan:
+        group, ops = offer.group, self._context.ops
         room = max(0, min(room, self._most_pages - self.pages))
-        valid = np.full(len(new), tokens, np.int32)
+        valid = np.full(len(new), offer.tokens, np.int32)
         found, entries, places, tags = self._disk.begin_write(
-            group, np.ascontiguousarray(keys[new]), valid, room
+            group, np.ascontiguousarray(offer.keys[new]), valid, room
         )
         stored = new[found].astype(np.int32)
         dropped = len(new) - len(stored)
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
-        ops = self._context.ops
         plan = TransferOp(
             ops.next_id(),
             OpKind.GDS_WRITE,

@@ -32,16 +32,16 @@ class HostStores(StoreRoute):
         without_slot = self._take_over(offer, room)
         positions, entries, slots, evicted, known, dropped = self._hub.index.insert(group, offer.keys, room)
         self._hub.evicted(group, evicted)
-        stored = positions.view(np.int32)
+        stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
         self._hub.filled_by_store(group, slots, offer.tokens)
-        all_new = len(stored) == len(blocks)
+        all_new = len(positions) == len(blocks)
         sources = blocks if all_new else blocks[positions]
         plan = TransferOp(self._ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
-        offer.begun(self._ops, HUB, plan, entries, positions, epoch)
-        self._trails.of(offer.request_id)[group].put_at(offer.first_block, positions, entries)
+        offer.begun(self._ops, HUB, plan, entries, stored, epoch)
+        self._trails.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
@@ -79,10 +79,9 @@ class HostStores(StoreRoute):
         group = offer.group
         there = np.flatnonzero(entries != NO_ENTRY)
         coming: NDArray[np.intp] = there[self._hub.index.fillers(entries[there]) != 0]
-        loading = [op.plan.blocks for op in self._ops if op.role is OpRole.LOAD and op.group == group]
-        if len(coming) and loading:
+        if len(coming):
             # These engine blocks get what the fetch brings: where it fails they are computed, and offered again.
-            coming = coming[~np.isin(offer.blocks[coming], np.concatenate(loading))]
+            coming = coming[~np.isin(offer.blocks[coming], self._ops.targets_of_loads(group))]
         return coming
 
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
