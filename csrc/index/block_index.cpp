@@ -8,8 +8,14 @@
 namespace flexkv {
 namespace {
 
+const PolicyKind& checked(const PolicyKind& policy) {
+  if (policy.lists > 0 && policy.lists <= PolicyKind::kMaxLists) return policy;
+  throw ConfigError("eviction policy '" + policy.name + "' needs " + std::to_string(policy.lists) +
+                    " lists; allowed are 1 to " + std::to_string(PolicyKind::kMaxLists));
+}
+
 // Heads a group needs: the list of leased entries, and the policy's.
-constexpr size_t kHeadsPerGroup = 1 + EvictionPolicy::kHeads;
+size_t heads_per_group(const PolicyKind& policy) { return 1 + policy.lists; }
 
 size_t total_slots(const std::vector<uint32_t>& group_slots) {
   return std::accumulate(group_slots.begin(), group_slots.end(), size_t{0});
@@ -17,17 +23,23 @@ size_t total_slots(const std::vector<uint32_t>& group_slots) {
 
 }  // namespace
 
-BlockIndex::BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed)
-    : table_(kHeadsPerGroup * group_slots.size(), total_slots(group_slots)),
-      map_(total_slots(group_slots), seed) {
+BlockIndex::BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed)
+    : policy_lists_(checked(policy).lists),
+      policy_follows_(policy.follows),
+      table_(heads_per_group(policy) * group_slots.size(), total_slots(group_slots)),
+      map_(total_slots(group_slots), seed),
+      policy_notes_(policy.notes ? std::make_unique<HugeArray<PolicyNote>>(table_.size()) : nullptr) {
   if (group_slots.empty() || group_slots.size() > kMaxGroups) {
     throw ConfigError("the block index was asked for " + std::to_string(group_slots.size()) +
                       " groups; allowed are 1 to " + std::to_string(kMaxGroups));
   }
+  groups_.reserve(group_slots.size());  // each policy refers to its group's pool
   EntryId head = 0;
   for (const uint32_t slots : group_slots) {
-    groups_.push_back(Group{SlotPool(slots), head, make_eviction_policy(policy, head + 1)});
-    head += kHeadsPerGroup;
+    groups_.push_back(Group{SlotPool(slots), head});
+    Group& group = groups_.back();
+    group.policy = policy.make({table_, head + 1, policy_notes_.get(), group.pool});
+    head += static_cast<EntryId>(heads_per_group(policy));
   }
 }
 

@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "index/block_key.h"
 #include "index/entry_table.h"
-#include "index/eviction_policy.h"
+#include "index/eviction/eviction_policy.h"
 #include "index/huge_array.h"
 #include "index/key_map.h"
 #include "index/slot_pool.h"
@@ -51,7 +51,9 @@ struct Inserted {
 class BlockIndex {
  public:
   // `group_slots[g]`: the most slots group g will ever have. Throws ConfigError, CapacityError.
-  BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed);
+  BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed);
+  BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed)
+      : BlockIndex(group_slots, policy_kind(policy), seed) {}
 
   size_t groups() const { return groups_.size(); }
   void grow(uint32_t group, uint32_t slots) { group_at(group).pool.grow(slots); }
@@ -98,11 +100,12 @@ class BlockIndex {
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given;
-  // those that were removed meanwhile are freed.
-  void unpin(std::span<const EntryId> entries);
+  // those that were removed meanwhile are freed. `use`: what the policy learns of it.
+  void unpin(std::span<const EntryId> entries, const Use& use = {});
 
-  // Marks entries as just used, in the order given. A hint: an id that means nothing any more is passed over.
-  void touch(std::span<const EntryId> entries);
+  // Marks entries as just used, in the order given; the leading `hits` of them were found by a request. A
+  // hint: an id that means nothing any more is passed over.
+  void touch(std::span<const EntryId> entries, size_t hits = 0);
 
   // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At
   // most `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
@@ -169,8 +172,8 @@ class BlockIndex {
  private:
   struct Group {
     SlotPool pool;
-    EntryId leased;  // head of the list of pinned entries that the policy has let go
-    std::unique_ptr<EvictionPolicy> policy;
+    EntryId leased;  // head of the list of pinned entries that the policy has let go; the policy's follow
+    std::unique_ptr<EvictionPolicy> policy = nullptr;
   };
 
   Group& group_at(uint32_t group);
@@ -218,23 +221,30 @@ class BlockIndex {
   void clear_notes(EntryId id, int64_t filler) {
     if (fillers_) (*fillers_)[id] = filler;
     if (expiries_) (*expiries_)[id] = 0;
+    if (policy_notes_) (*policy_notes_)[id] = 0;
   }
   void free_entry(EntryId id) {
     groups_[table_[id].group()].pool.give_back(table_[id].slot);
     table_.release(id);
   }
-  void take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key)); }
+  void take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key), Leaving::kRemoved); }
   // The same, with the hash of its key.
-  void erase(EntryId id, uint32_t hash) {
+  void erase(EntryId id, uint32_t hash, Leaving why) {
     if (!map_.erase(hash, id)) throw ContractError("entry " + std::to_string(id) + " is not in the map");
     table_[id].set_state(EntryState::kRemoved);
+    if (policy_follows_) groups_[table_[id].group()].policy->gone(id, hash, why);
   }
 
   void check_lists(std::vector<uint32_t>& seen) const;
+  void check_list(uint32_t group, EntryId head, bool leased, std::vector<uint32_t>& seen) const;
   void check_slots() const;
 
+  size_t policy_lists_;
+  bool policy_follows_;
   EntryTable table_;
   KeyMap map_;
+  // What the policies note of each entry, if they note anything. Made before them, and left after them.
+  std::unique_ptr<HugeArray<PolicyNote>> policy_notes_;
   std::vector<Group> groups_;
   uint64_t evictions_ = 0;
   // By entry, made when first used: an index without them costs nothing. Of an entry that is pending the op

@@ -65,23 +65,11 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
 void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   for (uint32_t group = 0; group < groups_.size(); ++group) {
     const EntryId leased = groups_[group].leased;
-    for (const EntryId head : {leased, groups_[group].policy->head()}) {
-      require(table_[head].state() == EntryState::kFree, named(head) + " is a list head in use");
-      for (EntryId at = head;;) {
-        const EntryId next = table_[at].older;
-        require(next < table_.end(), named(at) + " links to " + named(next));
-        require(table_[next].newer == at, named(at) + " and " + named(next) + " do not link to each other");
-        if (next == head) break;
-        require(next >= table_.first(), named(at) + " links to another list's head");
-        require(++seen[next] == 1, named(next) + " is linked twice");
-        require(table_[next].group() == group,
-                named(next) + " is in a list of group " + std::to_string(group));
-        const bool pinned = table_[next].pins() > 0;
-        require(head != leased || pinned, named(next) + " is in the list of leased ones without a lease");
-        require(pinned || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
-        at = next;
-      }
+    check_list(group, leased, true, seen);
+    for (size_t list = 1; list <= policy_lists_; ++list) {
+      check_list(group, leased + static_cast<EntryId>(list), false, seen);
     }
+    groups_[group].policy->check_integrity();
   }
   size_t listed = 0;
   for (EntryId at = table_.free_head(); at != kNoEntry; at = table_[at].older) {
@@ -90,6 +78,23 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
     require(++listed <= table_.free_listed(), "the free list is longer than its count");
   }
   require(listed == table_.free_listed(), "the free list is shorter than its count");
+}
+
+void BlockIndex::check_list(uint32_t group, EntryId head, bool leased, std::vector<uint32_t>& seen) const {
+  require(table_[head].state() == EntryState::kFree, named(head) + " is a list head in use");
+  for (EntryId at = head;;) {
+    const EntryId next = table_[at].older;
+    require(next < table_.end(), named(at) + " links to " + named(next));
+    require(table_[next].newer == at, named(at) + " and " + named(next) + " do not link to each other");
+    if (next == head) break;
+    require(next >= table_.first(), named(at) + " links to another list's head");
+    require(++seen[next] == 1, named(next) + " is linked twice");
+    require(table_[next].group() == group, named(next) + " is in a list of group " + std::to_string(group));
+    const bool pinned = table_[next].pins() > 0;
+    require(!leased || pinned, named(next) + " is in the list of leased ones without a lease");
+    require(pinned || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
+    at = next;
+  }
 }
 
 void BlockIndex::check_slots() const {

@@ -23,9 +23,8 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
     const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;
     while (chosen < wanted) {
-      const EntryId victim = group.policy->victim(table_);
+      const EntryId victim = group.policy->take_victim();
       if (victim == kNoEntry) break;
-      table_.unlink(victim, victim);
       if (table_[victim].pins() > 0) {
         // Met once for each time it was pinned at most, so this is part of the price of a pin.
         table_.link_after(group.leased, victim, victim);
@@ -38,7 +37,7 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
     for (size_t i = 0; i < chosen; ++i) {
       if (i + kProbeBatch < chosen) map_.prefetch_erase(hashes[i + kProbeBatch]);
       evicted.push_back(table_[victims[i]].key);
-      erase(victims[i], hashes[i]);
+      erase(victims[i], hashes[i], Leaving::kEvicted);
       free_entry(victims[i]);
     }
     gone += chosen;
@@ -69,6 +68,7 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
 size_t BlockIndex::clear() {
   const size_t count = map_.size();
   map_.clear();
+  for (Group& group : groups_) group.policy->clear();
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     Entry& entry = table_[id];
     if (entry.state() != EntryState::kReady && entry.state() != EntryState::kPending) continue;

@@ -72,7 +72,7 @@ int32_t BlockIndex::pin_one(EntryId entry) {
   return static_cast<int32_t>(table_[entry].slot);
 }
 
-void BlockIndex::unpin(std::span<const EntryId> entries) {
+void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
   // From the end to the start, so that each chain is admitted before the one that precedes it in the request.
   for (size_t i = entries.size(); i > 0;) {
     const EntryId last = entries[--i];
@@ -92,11 +92,11 @@ void BlockIndex::unpin(std::span<const EntryId> entries) {
       --table_[first].meta;
     }
     table_.unlink(first, last);
-    groups_[entry.group()].policy->admit(table_, first, last);
+    groups_[entry.group()].policy->admit(first, last, use);
   }
 }
 
-void BlockIndex::touch(std::span<const EntryId> entries) {
+void BlockIndex::touch(std::span<const EntryId> entries, size_t hits) {
   const auto evictable = [&](EntryId id) {
     return id >= table_.first() && id < table_.end() && table_[id].state() == EntryState::kReady &&
            table_[id].pins() == 0;
@@ -104,10 +104,13 @@ void BlockIndex::touch(std::span<const EntryId> entries) {
   for (size_t i = entries.size(); i > 0;) {
     const EntryId last = entries[--i];
     if (!evictable(last)) continue;
+    const Use use{.hit = i < hits};
     EntryId first = last;
-    while (i > 0 && table_[first].newer == entries[i - 1] && evictable(entries[i - 1])) first = entries[--i];
+    while (i > 0 && i != hits && table_[first].newer == entries[i - 1] && evictable(entries[i - 1])) {
+      first = entries[--i];
+    }
     table_.unlink(first, last);
-    groups_[table_[last].group()].policy->admit(table_, first, last);
+    groups_[table_[last].group()].policy->admit(first, last, use);
   }
 }
 

@@ -47,7 +47,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     ++count;
   }
   owner.pool.adopt(used);
-  if (count > 0) owner.policy->admit(table_, first, last);
+  if (count > 0) owner.policy->admit(first, last, Use{});
   return count;
 }
 
@@ -55,9 +55,8 @@ std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
   Group& owner = group_at(group);
   std::vector<EntryId> taken;
   while (taken.size() < count) {
-    const EntryId victim = owner.policy->victim(table_);
+    const EntryId victim = owner.policy->take_victim();
     if (victim == kNoEntry) break;
-    table_.unlink(victim, victim);
     table_.link_after(owner.leased, victim, victim);
     if (table_[victim].pins() > 0) continue;
     ++table_[victim].meta;

@@ -64,7 +64,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
-  const bool noted = fillers_ || expiries_;
+  const bool noted = fillers_ || expiries_ || policy_notes_;
+  std::vector<uint32_t> missed;  // hashes of the new keys, for a policy that follows blocks
   for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
     for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
       hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
@@ -100,6 +101,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
     if (noted) clear_notes(id, filler);
+    if (policy_follows_) missed.push_back(hash);
     table_[at].older = id;
     table_[after].newer = id;
     at = id;
@@ -108,6 +110,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     result.entries.push_back(id);
     result.slots.push_back(static_cast<int32_t>(*slot));
   }
+  if (!missed.empty()) owner.policy->missed(result.entries, missed);
   touch(known);
   return result;
 }

@@ -1,0 +1,10 @@
+// Least recently used first; of a chain used together, the block farthest from the start first, because a
+// block is of no use without the ones before it.
+#pragma once
+#include "index/eviction/eviction_policy.h"
+
+namespace flexkv {
+
+PolicyKind lru_kind();
+
+}  // namespace flexkv
