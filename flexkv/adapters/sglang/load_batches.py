@@ -38,6 +38,7 @@ class LoadBatch:
         ends_s: when a layer that has not come is given up, on the monotonic clock.
         tickets: of each op that was submitted and not heard to have ended. The lanes forget graphs that ended long ago.
         pages: that it loads.
+        failed: of those, as far as their ops say.
         layers: that are in place.
         lost: why not everything arrives; empty while all may.
     """
@@ -46,12 +47,14 @@ class LoadBatch:
     ends_s: float
     pages: int
     tickets: dict[OpId, Ticket] = field(default_factory=dict)
+    failed: int = 0
     layers: int = 0
     lost: str = ""
 
     def ended(self, done: Completion) -> None:
         self.tickets.pop(done.op_id, None)
         if len(done.failed_blocks):
+            self.failed += len(done.failed_blocks)
             self.lost = self.lost or done.reason or "pages failed"
 
 
@@ -115,6 +118,7 @@ class LoadBatches:
         if self._cache.match(request_id, load.keys, 0.0) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
+            batch.failed += len(load.blocks)
             return
         graph = manager.begin_load(request_id, [load.blocks])
         if graph is None:
@@ -151,8 +155,14 @@ class LoadBatches:
             cache.manager.end_request(request_id)
         if batch.lost:
             name = f"of {len(batch.requests)} request(s), which the engine ends"
-            self._failed.warn("load of a forward", name, batch.pages, batch.pages, batch.lost)
+            # Where no op lost a page, a layer came after the forward had read it, in all of them.
+            failed = batch.failed or batch.pages
+            self._failed.warn("load of a forward", name, failed, batch.pages, batch.lost)
         return not batch.lost
+
+    def log_left_out(self) -> None:
+        """Logs how many failures of the last minute have had no line, where the minute is over."""
+        self._failed.flush()
 
     def reset(self) -> None:
         """Ends all batches; nothing of them is written any more when it returns."""

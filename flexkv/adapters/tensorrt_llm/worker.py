@@ -208,6 +208,7 @@ class WorkerSide(RankWorker):
         self._launch()
         self._ops.poll()
         results = self._end_ops()
+        self._failed.flush()
         self._metrics.report_if_due()
         self._ops.reports.take_failed_blocks()
         loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
@@ -348,8 +349,9 @@ class WorkerSide(RankWorker):
 
     def close(self) -> None:
         super().close()
-        self._failed.flush(at_end=True)
+        # Ops that ended with the lanes fail here, so what was left out is said after them.
         self._report(self._end_ops())
+        self._failed.flush(at_end=True)
         if not self._closed:
             self._closed = True
             self._metrics.close()

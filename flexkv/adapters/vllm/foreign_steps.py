@@ -29,9 +29,11 @@ class ForeignSteps:
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
         self._rank = rank
         self._counters = counters
+        self._config = config
         # Without lanes it refuses every op.
         self._ops = RankOps(config, rank, counters)
-        self._logged: UnitId | None = None
+        self._ordered_by: UnitId | None = None
+        self._logged = False
         self._counted: ConnectorMetadata | None = None
         self.unit: UnitId | None = None
         self.reason = ""
@@ -46,12 +48,16 @@ class ForeignSteps:
             # Every hook of a step begins with it.
             self._counted = orders
             self._counters.add("flexkv_refused_messages_total", kind="orders")
-        if self._logged != orders.unit:
-            self._logged = orders.unit
+        if self._ordered_by != orders.unit:
+            self._ordered_by = orders.unit
+            # What is left of another unit's step, which broke off before its report, is none of this one's ops.
+            self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
                 f"a step of {_name(orders.unit)} reached rank {self._rank} of {_name(own)}"
             )
-            logger.error("%s: nothing of such steps is loaded or stored", self.reason)
+            if not self._logged:
+                self._logged = True
+                logger.error("%s: nothing of such steps is loaded or stored", self.reason)
         return True
 
     def refuse(self, loads: Iterable[LoadJob] = (), stores: Iterable[TransferGraph] = ()) -> None:

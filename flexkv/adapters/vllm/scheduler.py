@@ -246,12 +246,13 @@ class SchedulerSide:
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
-            if foreign := self._foreign_pool(part.handshakes):
+            if self.parts is not None and part.unit == self.parts.unit.unit_id:
+                # Also of a rank whose engine has registered another pool, which says so itself.
+                self._take_report(self.parts, part)
+            elif foreign := self._foreign_pool(part.handshakes):
                 self._refuse_report(foreign)
             elif self.parts is None and part.unit == NO_UNIT and part.handshakes:
                 self.take_handshake(part.handshakes)
-            elif self.parts is not None and part.unit == self.parts.unit.unit_id:
-                self._take_report(self.parts, part)
             elif part.unit != NO_UNIT:
                 # Its ops have the numbers of ours, and say nothing of them.
                 own = (

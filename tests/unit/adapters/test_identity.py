@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from flexkv.adapters.common.base import NO_UNIT, PoolId, UnitId, random_id
+from flexkv.adapters.common.base import NO_UNIT, LoadJob, PoolId, UnitId, random_id
 from flexkv.adapters.vllm import local_link, one_engine
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
+from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
+from flexkv.observe import Counters
 from flexkv.transfer.graph import OpResult
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.mini_pools import make_caches
@@ -341,3 +343,26 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
     else:
         with pytest.raises(ConfigError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
             check_agent(config)
+
+
+def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    """A step that breaks off is never reported: what it leaves must not be reported to the unit of the next one. The
+    control: within one unit's steps nothing is dropped."""
+    own, one, two = (UnitId(random_id()) for _ in range(3))
+    foreign = ForeignSteps(load_config({}, {}), 0, Counters())
+    left = 0
+    for unit in (one, one, two):
+        assert foreign.begin(ConnectorMetadata(unit), own)
+        if unit == one:
+            left += 1
+            foreign.refuse(loads=[LoadJob(f"load {left}", None, False, lost=(left,))])
+            # `begin` once more, as each hook of a step does.
+            foreign.begin(ConnectorMetadata(unit), own)
+            assert foreign.reports._failed_blocks == set(range(1, left + 1))
+    assert foreign.reports.take_failed_blocks() == set()
+    assert foreign.reports.take_finished() == set()
+    assert two.hex() in foreign.reason
+    assert foreign.begin(ConnectorMetadata(one), own)
+    assert errors(logged, "nothing of such steps is loaded or stored") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from flexkv import c_ext
-from flexkv.adapters.sglang import rank_cache
+from flexkv.adapters.sglang import load_batches, rank_cache
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_keys import page_keys
 from flexkv.adapters.sglang.page_numbers import pages_of
 from flexkv.cache.base import Completion
 from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
+from flexkv.observe import FailedOps
+from flexkv.observe.failed_ops import MOST_LINES, PERIOD_S
 from flexkv.transfer.graph import OpKind
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
@@ -330,3 +333,55 @@ def test_a_refused_cache_holds_no_folder(
     with pytest.raises(DiskError, match="in use"):
         worlds(**settings)
     assert caught.value.args
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    return caplog
+
+
+def lose(world: World, count: int) -> None:
+    """Batches of one request whose page is not there."""
+    for number in range(count):
+        index = world.loads.start(
+            {"r": QueuedLoad(world.cache.keys(hashes_of("gone", number)), blocks([1, 2]))}, None
+        )
+        assert not world.loads.finish(index)
+
+
+def test_the_warning_of_a_batch_counts_the_pages_that_failed(
+    worlds: Callable[..., World], said: pytest.LogCaptureFixture
+) -> None:
+    world = worlds()
+    world.store(hashes_of(1, 2, 3), [1, 2, 3])
+    queued = {
+        "kept": QueuedLoad(world.cache.keys(hashes_of(1, 2, 3)), blocks([10, 11, 12])),
+        "lost": QueuedLoad(world.cache.keys(hashes_of("absent", "too")), blocks([13, 14])),
+    }
+    assert not world.loads.finish(world.loads.start(queued, None))
+    assert "load of a forward, of 2 request(s), which the engine ends: 2 of 5 pages failed" in said.text
+    said.clear()
+    queued.pop("lost")
+    assert world.loads.finish(world.loads.start(queued, None))
+    assert "pages failed" not in said.text, "the control"
+
+
+def test_failures_without_a_line_are_counted_in_the_log_while_the_engine_idles(
+    worlds: Callable[..., World], said: pytest.LogCaptureFixture
+) -> None:
+    world, clock = worlds(), Clock()
+    world.loads._failed = FailedOps(load_batches.logger, clock)
+    lose(world, MOST_LINES + 3)
+    world.loads.log_left_out()
+    assert "more failed" not in said.text, "the control: the minute is not over"
+    clock.now_s += PERIOD_S
+    world.loads.log_left_out()
+    assert "load of a forward: 3 more failed, 6 pages" in said.text

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from flexkv.adapters.tensorrt_llm import worker
 from flexkv.adapters.tensorrt_llm.request_stores import present_runs
 from flexkv.errors import TransferError
+from flexkv.observe import failed_ops
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import Version
 from tests.unit.tensorrt_llm.faults import Faults
@@ -126,6 +129,34 @@ def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
     world.executor.run()
     assert world.hit(world.serve(PROMPT)) < WHOLE, "the page that failed is no longer promised"
     world.check()
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_failed_loads_without_a_line_are_counted_in_the_log(
+    make_world: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, at_end: bool
+) -> None:
+    """With the next call after the minute is over, or when the rank is closed, of a load that ends with its lanes
+    too."""
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    monkeypatch.setattr(failed_ops, "MOST_LINES", 0)
+    world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
+    now_s = [100.0]
+    side = world.worker.side
+    side._failed = failed_ops.FailedOps(worker.logger, lambda: now_s[0])
+    request = world.request(PROMPT)
+    if at_end:
+        with monkeypatch.context() as held:
+            held.setattr(side, "_end_ops", lambda: ())
+            steps(world)
+        assert "more failed" not in caplog.text, "the control: it has not ended yet"
+        world.worker.shutdown()
+    else:
+        steps(world)
+        assert request.state == "loading"
+        assert "more failed" not in caplog.text, "the control: the minute is not over"
+        now_s[0] += failed_ops.PERIOD_S
+        world.worker.get_finished([], [])
+    assert "load between steps: 1 more failed" in caplog.text
 
 
 def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
