@@ -74,8 +74,8 @@ class Disk {
   std::string backend() const;
   // What keeps the backend from being what was asked for; empty while nothing does.
   std::string backend_note() const;
-  // Why slots that have no space of their own yet take no page now; empty while they do. Cleared by a write
-  // that finds space again.
+  // Why slots that have no space of their own yet take no page now (or no slot does, where even one that has
+  // it found none); empty while they do. Cleared by a write that finds space again.
   std::string full_reason() const;
   // No I/O is begun any more: what is queued ends with LANE_DOWN, what is under way when it is over.
   void take_out(const std::string& reason, WorkSource* source);
@@ -103,7 +103,7 @@ class Disk {
     int32_t open_ios = 0;
     int32_t error = 0;                   // errno of the first I/O that failed
     int64_t missing = 0;                 // bytes that short I/Os did not move
-    bool takes_space = false;            // a write to a slot without space of its own; looked at while full
+    bool shows_room = false;             // a write begun while the disk is full, which fails as long as it is
     const LayerReads* layers = nullptr;  // null: the whole image
     std::vector<std::byte*> span_at;     // where each span of the layers went
     std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
@@ -191,7 +191,9 @@ class Disk {
   int32_t reads_in_row_ = 0;  // that a waiting write had to let pass
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
-  bool full_ = false;               // as full_reason_ says; without the lock
+  bool full_ = false;  // as full_reason_ says; without the lock
+  // A write to a slot that has its space found the disk full, as where each write goes to another place.
+  bool full_with_space_ = false;
   Clock::time_point full_until_{};  // no write that wants space is tried before
   std::string pending_out_;         // a reason to be taken out, found while ending a job
 };

@@ -69,7 +69,7 @@ void Disk::begin(const PageTask& task) {
   job.group = &(*groups_)[static_cast<size_t>(task.move.group)];
   job.write = task.move.kind != OpKind::kDiskRead;
   job.task = task;
-  job.takes_space = job.write && full_ && !has_space(task);
+  job.shows_room = job.write && full_ && (full_with_space_ || !has_space(task));
   const PageCodec& codec = *job.group->codec;
   std::byte* image = job.task.move.slot < 0 ? nullptr : job.group->pool->slot_address(job.task.move.slot);
   if (task.move.kind == OpKind::kDiskSeal) {
@@ -154,6 +154,7 @@ bool Disk::is_full(const Job& job) const {
 
 void Disk::set_full(const std::string& reason) {
   full_ = !reason.empty();
+  full_with_space_ = full_ && full_with_space_;
   full_until_ = full_ ? Clock::now() + kFullPause : Clock::time_point{};
   const std::lock_guard lock(mutex_);
   full_reason_ = reason;
@@ -191,7 +192,7 @@ MoveResult Disk::end(Job& job) {
   if (!job.write) return end_read(job);
   if (job.error == 0 && job.missing == 0) {
     write_errors_in_row_ = 0;
-    if (job.takes_space) set_full("");
+    if (job.shows_room) set_full("");
     if (lost()) return lost_result();
     ++counts_.written_pages;
     counts_.written_bytes += job.bytes;
@@ -200,6 +201,7 @@ MoveResult Disk::end(Job& job) {
   }
   if (is_full(job)) {
     const std::string what = std::strerror(job.error != 0 ? job.error : ENOSPC);
+    full_with_space_ = full_with_space_ || has_space(job.task);
     set_full(what);
     return write_failed(job.task, what);
   }

@@ -89,6 +89,8 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
     # A slot that has its space takes another page, full or not.
     result, _ = world.write([700], [good[0]], publish=False)
     assert result.status is OpStatus.OK
+    world.poll()
+    assert "takes new pages again" not in caplog.text
     with open(world.folder / "group0.slab", "r+b") as slab:
         holes_before = holes(world.folder / "group0.slab")
         punch(slab.fileno(), world, good[-4:])
@@ -123,6 +125,23 @@ def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) ->
     assert faults.acted == 1, "the second and third were not tried"
     until_written(world, 3)
     assert world.unit.alive == (True,)
+
+
+def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(
+    make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As copy on write and thin volumes are: there it is no write to a slot without space that finds some again."""
+    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
+    world = make_disks(faults=faults, preallocate=False)
+    for place in range(4):
+        assert world.write([place], [place])[0].status is OpStatus.OK
+    assert "No space left on device" in world.write([10], [0])[0].reason
+    world.poll()
+    assert "takes no new pages: No space left on device" in caplog.text
+    assert "takes new pages again" not in caplog.text
+    assert world.write([11], [1])[0].status is OpStatus.OK
+    world.poll()
+    assert "takes new pages again" in caplog.text
 
 
 def test_an_index_on_a_full_disk_is_written_when_there_is_space_again(
