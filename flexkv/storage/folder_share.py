@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from flexkv.config import DiskConfig, FlexKVConfig
@@ -51,27 +52,27 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     """
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
-    usable: list[Path] = []
+    devices: dict[Path, int] = {}
     ours: dict[Path, int] = {}
     held: dict[Path, int] = {}
+    free: dict[Path, int] = {}
     reasons = []
     for root in map(Path, disk.folders):
         try:
             make_folders(root)
             ours[root], held[root] = own(root), held_bytes(root)
+            free[root] = shutil.disk_usage(root).free
+            devices[root] = device_of(root)
         except OSError as error:
             reasons.append(f"{root}: {error.strerror}")
-            continue
-        usable.append(root)
-    if not usable:
+    if not devices:
         allowed = "disk.folders takes folders that are there or can be made"
         raise DiskError(f"no disk can be used: {'; '.join(reasons)}; {allowed}")
     rooms: dict[Path, int] = {}
-    for roots in by_file_system(usable):
+    for roots in by_file_system(devices):
         mine = sum(ours[root] for root in roots)
         others = sum(held[root] for root in roots) - mine
-        free = shutil.disk_usage(roots[0]).free
-        room = share_bytes(free, mine, others, disk.space_share, units) // len(roots)
+        room = share_bytes(free[roots[0]], mine, others, disk.space_share, units) // len(roots)
         rooms |= dict.fromkeys(roots, room)
     least, most = min(rooms, key=rooms.__getitem__), max(rooms.values())
     if rooms[least] < EVEN_ROOM * most:
@@ -104,11 +105,24 @@ def room_beside(total: int) -> int:
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
-def by_file_system(roots: list[Path]) -> list[list[Path]]:
-    """Folders that share a file system, together; in the order of the first of each."""
+def device_of(root: Path) -> int:
+    """Number of the file system that a folder lies on, or will.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    return nearest_there(root).stat().st_dev
+
+
+def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
+    """Folders that share a file system, together; in the order of the first of each.
+
+    Args:
+        devices: of each folder its `device_of`.
+    """
     groups: dict[int, list[Path]] = {}
-    for root in roots:
-        groups.setdefault(nearest_there(root).stat().st_dev, []).append(root)
+    for root, device in devices.items():
+        groups.setdefault(device, []).append(root)
     return list(groups.values())
 
 
@@ -118,24 +132,29 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
     The engine does without such a disk, as without one that fails later; it does not start where none is left.
     """
     faults: dict[str, str] = {}
-    usable = []
+    devices: dict[Path, int] = {}
+    ours: dict[Path, int] = {}
+    free: dict[Path, int] = {}
     for folder in config.disk.folders:
-        there = nearest_there(Path(folder))
-        if fault := name_fault(Path(folder), there):
+        root = Path(folder)
+        there = nearest_there(root)
+        try:
+            fault = _access_fault(root, there)
+            if not fault:
+                free[root], ours[root] = shutil.disk_usage(there).free, own(root)
+                devices[root] = device_of(root)
+                if not free[root] + ours[root]:
+                    fault = f"no byte is free on the file system of {there}"
+        except OSError as error:
+            fault = f"{there}: {error.strerror}"
+        if fault:
             faults[folder] = fault
-        elif not there.is_dir():
-            faults[folder] = f"{there} is no folder"
-        elif not os.access(there, os.W_OK | os.X_OK):
-            faults[folder] = f"no permission to write in {there}"
-        elif not shutil.disk_usage(there).free and not own(Path(folder)):
-            faults[folder] = f"no byte is free on the file system of {there}"
-        else:
-            usable.append(Path(folder))
+            devices.pop(root, None)
     asked = config.disk.bytes_per_folder
     if asked is None:
         return faults
-    for roots in by_file_system(usable):
-        room = room_for_slabs(shutil.disk_usage(nearest_there(roots[0])).free, sum(map(own, roots)))
+    for roots in by_file_system(devices):
+        room = room_for_slabs(free[roots[0]], sum(ours[root] for root in roots))
         for root in roots[room // asked :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (
@@ -146,9 +165,28 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
     return faults
 
 
+def _access_fault(root: Path, there: Path) -> str:
+    """Why no folder of this name can be made below `there`, the nearest that is there, or written to; empty where one
+    can.
+
+    Raises:
+        OSError: the file system cannot be asked.
+    """
+    if fault := name_fault(root, there):
+        return fault
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"no permission to write in {there}"
+
+
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
-    """Folders of `disk.folders` that lie on one file system with another one: striping over them gains nothing."""
-    return [roots for roots in by_file_system(list(map(Path, disk.folders))) if len(roots) > 1]
+    """Folders of `disk.folders` that lie on one file system with another one: striping over them gains nothing. Whoever
+    opens a folder whose file system cannot be asked names it."""
+    devices: dict[Path, int] = {}
+    for root in map(Path, disk.folders):
+        with suppress(OSError):
+            devices[root] = device_of(root)
+    return [roots for roots in by_file_system(devices) if len(roots) > 1]
 
 
 def nearest_there(path: Path) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +63,52 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
         DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory; disk.folders "
     ):
         size(bad)
+
+
+def test_a_file_system_that_cannot_be_asked_costs_its_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount that has gone stale, which lets a folder be made or looked at and no more."""
+    good, stale = tmp_path / "good", tmp_path / "stale"
+    usage, group = shutil.disk_usage, make_group()
+
+    def refuse(root: Path) -> SimpleNamespace:
+        if Path(root) == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usage(root)  # type: ignore[return-value]
+
+    def size(*folders: Path) -> int:
+        config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
+        return bytes_per_folder(config.disk, 1, own_bytes(IDENTITY, group))
+
+    alone = size(good)
+    monkeypatch.setattr("shutil.disk_usage", refuse)
+    assert size(stale, good) == alone
+    with pytest.raises(DiskError, match=rf"no disk can be used: {re.escape(str(stale))}: Stale file handle"):
+        size(stale)
+    for settings in ({}, {"disk.bytes_per_folder": "1MiB"}):
+        config = load_config({"disk.folders": [str(stale), str(good)], **settings}, {})
+        found = folder_faults(config, own_bytes(IDENTITY, group))
+        assert found == {str(stale): f"{stale}: Stale file handle"}
+
+
+def test_folders_of_a_file_system_that_cannot_be_asked_are_not_called_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("first", "stale", "third")]
+    for folder in folders:
+        folder.mkdir()
+    config = load_config({"disk.folders": ":".join(map(str, folders))}, {})
+    assert shared_file_systems(config.disk) == [folders]
+    stat = Path.stat
+
+    def refuse(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path == folders[1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert shared_file_systems(config.disk) == [[folders[0], folders[2]]]
 
 
 def test_the_folder_that_cuts_the_others_is_logged(
