@@ -33,7 +33,7 @@ from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.use import Use
-from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
@@ -83,6 +83,7 @@ class FlexKVConnectorV1Impl:
             )
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
+        self._sleeps = bool(vllm_config.model_config.enable_sleep_mode)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
@@ -141,8 +142,15 @@ class FlexKVConnectorV1Impl:
         """Stores move whole blocks after the forward."""
 
     def wait_for_save(self) -> None:
+        """
+        Raises:
+            ClosedError: a store neither ended nor could be recalled, and the engine may sleep after this step.
+        """
         assert self._worker is not None
         self._worker.finish_stores(self._orders())
+        if self._sleeps:
+            # No hook comes before a sleep takes the memory away that a store which hangs would go on reading.
+            self._worker.end_copies((), MAY_SLEEP)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None

@@ -30,7 +30,12 @@ def engine(**changes: Any) -> Any:
             "pipeline_parallel_size": 1,
             "distributed_executor_backend": "uni",
         },
-        "model_config": {"model": "m", "is_diffusion": False, "is_prefix_caching_supported": True},
+        "model_config": {
+            "model": "m",
+            "is_diffusion": False,
+            "is_prefix_caching_supported": True,
+            "enable_sleep_mode": False,
+        },
         "cache_config": {"prefix_caching_hash_algo": "sha256"},
         "scheduler_config": {"async_scheduling": False},
     }
