@@ -27,6 +27,7 @@ COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX"
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **COMPILER}
 OPERATIONS = (
     f"{PACKAGE}.block_ops",
+    f"{PACKAGE}.disk_ops",
     f"{PACKAGE}.request_ops",
     f"{PACKAGE}.fault_ops",
     f"{PACKAGE}.kill_ops",

@@ -137,10 +137,13 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
 
     # Damage costs a computation and never a wrong token.
     spoil(folder)
-    session = start(engines, folder)
+    session = start(engines, folder, disk__wait_s=0.5)
     assert session.check_one(first).cached == 0
     session.settle()
     assert session.metric(FAILED_READS) > 0
+    # Also where it shows only after the blocks were computed and offered for a store: they are stored all the same.
+    assert cached_after_a_late_failure(session, second) == second.whole_blocks
+    assert cached_after_a_late_failure(session, third, taken_for_stored=True) == 0, "the control"
 
     # Computed again, it was stored again. New weights are not served it.
     session = start(engines, folder)
@@ -149,6 +152,22 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     assert session.call("reset", connector=True)["done"]
     assert session.check_one(first).cached == 0
     session.settle()
+
+
+def cached_after_a_late_failure(
+    session: EngineSession, prompt: Prompt, taken_for_stored: bool = False
+) -> int:
+    """Tokens of a prompt that its second request need not compute. The first goes on without the damaged disk after
+    `disk.wait_s`, and the read of its blocks ends when they have been computed.
+
+    Args:
+        taken_for_stored: the manager takes what is being read for stored.
+    """
+    session.call("hold_reads", taken_for_stored=taken_for_stored)
+    assert session.check_one(prompt).cached == 0
+    assert session.call("let_reads_go")["failed"] == prompt.whole_blocks // BLOCK_TOKENS
+    session.forget()
+    return session.check_one(prompt).cached
 
 
 def serve_two_prompts(
