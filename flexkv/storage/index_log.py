@@ -3,6 +3,10 @@
 SQLite reads its log (the write-ahead log beside the database) up to the first frame that is not whole, and goes on with
 what it has: a flipped bit there takes back what was committed after it, without a word. A log that merely ends in the
 middle of a write, as a crash leaves it, loses nothing that was committed.
+
+A power cut inside a commit may leave the commit's later frames on the disk, and not an earlier one. A flipped bit in a
+commit that was synced looks the same. Both count as damage: an index that is made anew without need costs a read of the
+trailers, one that lacks a synced commit costs pages that were called durable.
 """
 
 from __future__ import annotations
@@ -52,9 +56,14 @@ def log_damage(path: Path) -> str:
         if head[2:4] == salts and head[4:] == sums:
             continue
         # What an earlier log left behind has two other salts.
-        if any(_is_of(FRAME.unpack_from(raw, later)[2:4], salts) for later in starts[number:]):
-            return f"the log is damaged at its frame {number} of {len(starts)}"
-        return ""
+        left = [FRAME.unpack_from(raw, later) for later in starts[number:]]
+        of_this = [found for found in left if _is_of(found[2:4], salts)]
+        if not of_this:
+            return ""
+        # Nothing is written after a commit before it is synced.
+        synced = any(found[1] for found in of_this[:-1])
+        or_cut = "" if synced else ", or a power cut ended its last commit"
+        return f"the log is damaged at its frame {number} of {len(starts)}{or_cut}"
     return ""
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_log import FRAME, HEADER
+from flexkv.storage.index_log import FRAME, HEADER, log_damage
 from tests.soak import soak_factor
 from tests.unit.storage.disk_world import key_of
 from tests.unit.storage.flips import KEPT, Copies, flip_bit, make_folder
@@ -128,6 +128,43 @@ def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
         file.write(bytes(range(256)) * 10)  # of an earlier log, or of none
     crashed.served()
     assert not (log.parent / "index.damaged").exists()
+
+
+def commits(log: bytes) -> list[range]:
+    """Of each commit in the log where its frames begin."""
+    found, first = [], HEADER.size
+    for at in range(HEADER.size, len(log), FRAME.size + PAGE_BYTES):
+        if FRAME.unpack_from(log, at)[1]:
+            end = at + FRAME.size + PAGE_BYTES
+            found.append(range(first, end, FRAME.size + PAGE_BYTES))
+            first = end
+    return found
+
+
+def lose_frame(log: Path, commit: int) -> None:
+    """The first frame of that commit did not reach the disk; the later ones did."""
+    frames = commits(log.read_bytes())[commit]
+    assert len(frames) > 1
+    with open(log, "r+b") as file:
+        file.seek(frames[0])
+        file.write(bytes(FRAME.size + PAGE_BYTES))
+
+
+def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies) -> None:
+    for commit, cut in ((-1, True), (-2, False)):  # that before the last one was synced
+        log = crashed.fresh() / "index.sqlite-wal"
+        lose_frame(log, commit)
+        assert log_damage(log).endswith("or a power cut ended its last commit") == cut
+        crashed.check_twice(f"a frame of commit {commit} is lost")
+
+
+def test_a_log_that_is_read_up_to_the_lost_frame_loses_a_durable_page(
+    crashed: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a power cut counts as damage: a flipped bit in the last commit looks the same."""
+    lose_frame(crashed.fresh() / "index.sqlite-wal", -1)
+    monkeypatch.setattr("flexkv.storage.index.log_damage", lambda path: "")
+    assert KEPT - crashed.served() == {0}, "the last commit's page"
 
 
 def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
