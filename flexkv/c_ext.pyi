@@ -615,6 +615,9 @@ class TokenChain:
 def in_a_row(slots: NDArray[np.int32]) -> bool:
     """Whether there is a slot, and each of the others follows the one before it."""
 
+def eviction_policies() -> list[str]:
+    """The names that `BlockIndex` takes, the default first."""
+
 class BlockIndex:
     """Which blocks are in the host tier and in which slots. Contracts: csrc/index/block_index.h.
 
@@ -644,8 +647,10 @@ class BlockIndex:
         """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
         """`pin` for entries that are ready, or pending and leased by who fills them."""
-    def unpin(self, entries: NDArray[np.uint32]) -> None: ...
-    def touch(self, entries: NDArray[np.uint32]) -> None: ...
+    def unpin(self, entries: NDArray[np.uint32], hit: bool = False) -> None:
+        """Ends one lease on each; `hit`: a request found these blocks and has used them."""
+    def touch(self, entries: NDArray[np.uint32], hits: int = 0) -> None:
+        """Marks entries as used, in the order of their request; a request found the leading `hits` of them."""
     def insert(
         self, group: int, keys: NDArray[np.uint8], max_new: int, filler: int = 0, leases: int = 0
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:

@@ -67,6 +67,11 @@ void bind_index(py::module_& m) {
         return in_a_row({slots.data(), static_cast<size_t>(slots.shape(0))});
       },
       py::arg("slots").noconvert());
+  m.def("eviction_policies", [] {
+    std::vector<std::string> names;
+    for (const PolicyKind& kind : policy_kinds()) names.push_back(kind.name);
+    return names;
+  });
   NativeBinding<BlockIndex, std::shared_ptr<BlockIndex>>(m, "BlockIndex")
       .def(py::init([](const List<uint32_t>& group_slots, const std::string& policy) {
              std::random_device random;
@@ -138,11 +143,17 @@ void bind_index(py::module_& m) {
           },
           py::arg("entries").noconvert())
       .def(
-          "unpin", [](BlockIndex& index, const Entries& entries) { index.unpin(entries_of(entries)); },
-          py::arg("entries").noconvert())
+          "unpin",
+          [](BlockIndex& index, const Entries& entries, bool hit) {
+            index.unpin(entries_of(entries), Use{.hit = hit});
+          },
+          py::arg("entries").noconvert(), py::arg("hit") = false)
       .def(
-          "touch", [](BlockIndex& index, const Entries& entries) { index.touch(entries_of(entries)); },
-          py::arg("entries").noconvert())
+          "touch",
+          [](BlockIndex& index, const Entries& entries, size_t hits) {
+            index.touch(entries_of(entries), hits);
+          },
+          py::arg("entries").noconvert(), py::arg("hits") = 0)
       .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"), py::arg("filler") = 0,
            py::arg("leases") = 0)
       .def(

@@ -27,6 +27,8 @@ class SlotPool {
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }
+  // How many there are to hold blocks.
+  uint32_t usable() const { return up_ - retired_up_; }
   size_t free() const { return freed_.size() + (up_ - unused_from_) - retired_unused_; }
 
   // Slots 0 .. slots-1 may be used from now on. Throws BlockRangeError outside [up(), max_slots()].
@@ -95,14 +97,18 @@ class SlotPool {
 
  private:
   void count_retired() {
-    retired_unused_ = 0;
-    for (uint32_t slot = unused_from_; slot < up_; ++slot) retired_unused_ += retired_[slot];
+    retired_up_ = retired_unused_ = 0;
+    for (uint32_t slot = 0; slot < up_; ++slot) {
+      retired_up_ += retired_[slot];
+      retired_unused_ += slot >= unused_from_ ? retired_[slot] : 0;
+    }
   }
 
   uint32_t max_slots_;
   uint32_t up_ = 0;
   uint32_t unused_from_ = 0;
-  uint32_t retired_unused_ = 0;  // retired ones among those that are up and were never used
+  uint32_t retired_up_ = 0;      // retired ones among those that are up
+  uint32_t retired_unused_ = 0;  // and of these, those that were never used
   std::vector<uint32_t> freed_;
   std::vector<uint8_t> retired_;  // a flag a slot; empty while none is
 };

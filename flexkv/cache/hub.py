@@ -35,7 +35,7 @@ class Hub:
     """The host slots of one unit.
 
     Args:
-        policy: eviction policy of every group's slots; allowed is "lru".
+        policy: which pages are evicted first; allowed are `c_ext.eviction_policies()`.
         counts: of the manager; evictions are counted there.
         listener: is told what becomes visible and what leaves.
 

@@ -62,7 +62,7 @@ class LocalCacheManager(CacheManager):
         tiers: make the tiers, in the order in which a lookup asks them; the first is host memory's. The ops of the
             others are handed out by `work.poll`, apart from the graphs for the workers, and their results come back by
             `work.complete`.
-        policy: eviction policy of every group's slots; allowed is "lru".
+        policy: which pages every tier evicts first; allowed are `c_ext.eviction_policies()`.
         clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
         listener: is told what becomes visible in host memory and what leaves it.
         compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
@@ -255,7 +255,8 @@ class LocalCacheManager(CacheManager):
         self._end_lease(request_id)
         self._end_wait(request_id)
         for trail in self._trails.pop(request_id):
-            self.hub.index.touch(trail.entries())
+            # Here and not with each lookup or load, so that a request hits a block once.
+            self.hub.index.touch(trail.entries(), trail.found)
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)

@@ -31,9 +31,13 @@ class Trail:
 
     What a lookup found is kept apart from the stores: an engine without free blocks looks a request up at every step,
     and each lookup replaces what the former one found. Where both have a block, the store's entry counts.
+
+    Attributes:
+        blocks: up to the last that is known.
+        found: the leading ones, up to the last that the latest lookup found.
     """
 
-    __slots__ = ("_looked_up", "_marked_blocks", "_parts", "_stored", "blocks")
+    __slots__ = ("_looked_up", "_marked_blocks", "_parts", "_stored", "blocks", "found")
 
     def __init__(self) -> None:
         self._looked_up: tuple[Part, ...] = ()
@@ -41,18 +45,20 @@ class Trail:
         self._stored = 0
         """Entries in the stores' parts."""
         self.blocks = 0
+        self.found = 0
         self._marked_blocks = 0
 
     def put_lookup(self, before: EntryIds, first_block: int, promised: EntryIds) -> None:
         """A lookup found `before` for the blocks from 0 on and `promised` for those from `first_block` on. Neither
         array may be changed later."""
         parts: tuple[Part, ...] = ()
+        self.found = len(before)
         if len(before):
             parts = ((0, None, before),)
-            self.blocks = max(self.blocks, len(before))
         if len(promised):
             parts += ((first_block, None, promised),)
-            self.blocks = max(self.blocks, first_block + len(promised))
+            self.found = max(self.found, first_block + len(promised))
+        self.blocks = max(self.blocks, self.found)
         self._looked_up = parts
 
     @property

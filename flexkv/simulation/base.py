@@ -66,6 +66,7 @@ class SimulationConfig:
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
+        policy: which pages leave every tier first.
         disk_places: places on disk of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
         disks: that the places are striped over.
@@ -88,6 +89,7 @@ class SimulationConfig:
     integrity_every: int = 10
     store_queue_pages: int = 24
     load_queue_pages: int = 32
+    policy: str = "lru"
     disk_places: int = 0
     disk_mode: WriteMode = WriteMode.THROUGH
     disks: int = 2

@@ -73,6 +73,7 @@ class World:
         self.manager = manager_class(
             config.groups,
             limits,
+            policy=config.policy,
             clock=lambda: self.now_s,
             listener=self.recorder,
             tiers=unit_tiers(self.disk if config.disk_places else None, traffic),

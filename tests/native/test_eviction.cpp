@@ -294,7 +294,7 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
 
 TEST_CASE("an index refuses a policy that it does not know or cannot hold") {
   CHECK_THROWS_WITH_AS(BlockIndex({4}, "random", 1),
-                       doctest::Contains("eviction policy 'random' is unknown; allowed are: lru"),
+                       doctest::Contains("eviction policy 'random' is unknown; allowed are: lru, bonus_lru"),
                        ConfigError);
   PolicyKind kind = two_queues_kind();
   for (const size_t lists : {size_t{0}, PolicyKind::kMaxLists + 1}) {

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "base/error.h"
+#include "index/eviction/bonus_lru.h"
 #include "index/eviction/lru.h"
 
 namespace flexkv {
@@ -10,6 +11,7 @@ namespace flexkv {
 std::span<const PolicyKind> policy_kinds() {
   static const std::array kinds = {
       lru_kind(),
+      bonus_lru_kind(),
   };
   return kinds;
 }

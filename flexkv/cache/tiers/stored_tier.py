@@ -138,7 +138,7 @@ class StoredTier(Tier, Source):
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
-        self.presence.unpin(entries)
+        self.presence.unpin(entries, hit=True)
 
     def tags_of(self, group: int, places: Places) -> PageTags:
         """What places hold; to be read only, and while the places are leased."""

@@ -59,6 +59,7 @@ class DiskWorld:
         limits: DiskTraffic = DiskTraffic(),  # noqa: B008 - frozen
         manager_limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
         compute_if_faster: bool = True,
+        policy: str = "lru",
     ) -> None:
         self.now_s = 1000.0
         specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
@@ -69,6 +70,7 @@ class DiskWorld:
             specs,
             manager_limits,
             clock=lambda: self.now_s,
+            policy=policy,
             compute_if_faster=compute_if_faster,
             unix_s=lambda: self.now_s,
             tiers=unit_tiers(self.disk, use),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flexkv.c_ext import eviction_policies
 from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import WriteMode
@@ -51,6 +52,15 @@ def test_no_rule_is_broken(groups: str, mode: WriteMode, soak_round: int) -> Non
     assert report.verified_pages > 50
     assert report.disk.written > 10
     assert report.disk.read > (0 if mode is WriteMode.EVICT else 5)
+
+
+@pytest.mark.parametrize("policy", eviction_policies())
+def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
+    for mode in (WriteMode.THROUGH, WriteMode.BACK, WriteMode.EVICT):
+        run = dataclasses.replace(config(3, "two groups", mode, 3_000), policy=policy)
+        report = Simulation(run).run()
+        assert report.disk.written > 5
+        assert report.stats.evicted_blocks > 0
 
 
 def test_every_action_and_outcome_occurs() -> None:

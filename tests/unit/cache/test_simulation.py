@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from flexkv.c_ext import eviction_policies
 from flexkv.cache.base import GroupPolicy, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import RuleBroken, SimulationConfig
@@ -26,9 +28,14 @@ STEPS = 6_000
 SEEDS = 6
 
 
-def config(seed: int, groups: str, steps: int = STEPS) -> SimulationConfig:
+def config(seed: int, groups: str, steps: int = STEPS, policy: str = "lru") -> SimulationConfig:
     return SimulationConfig(
-        seed=seed, steps=steps, groups=GROUPS[groups], ranks=1 + seed % 3, ordered_reports=seed % 4 != 3
+        seed=seed,
+        steps=steps,
+        groups=GROUPS[groups],
+        ranks=1 + seed % 3,
+        ordered_reports=seed % 4 != 3,
+        policy=policy,
     )
 
 
@@ -42,6 +49,23 @@ def test_no_rule_is_broken(groups: str, soak_round: int) -> None:
     assert report.failed_pages > 5
     assert report.stats.stored_pages > 100
     assert report.stats.evicted_blocks > 0
+
+
+@pytest.mark.parametrize("policy", eviction_policies())
+def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
+    for seed, groups in enumerate(GROUPS):
+        report = Simulation(config(seed, groups, 2_000, policy)).run()
+        assert report.verified_pages > 30
+        assert report.stats.evicted_blocks > 0
+
+
+def test_eviction_policies_take_runs_apart() -> None:
+    """So the runs above are not those of one policy under two names."""
+    differ = [
+        Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
+        for narrow in narrow_configs(seeds=3)
+    ]
+    assert any(differ)
 
 
 def test_the_suite_takes_enough_steps() -> None:

@@ -155,7 +155,7 @@ class DiskTier(StoredTier, Sink):
         entries = self.presence.find(group, keys)
         entries = entries[entries != NO_ENTRY]
         if len(entries):
-            self.presence.touch(entries)
+            self.presence.touch(entries, len(entries))
             self.pages.record_use(group, self.presence.slots_of(entries))
 
     # --- what lies below ---

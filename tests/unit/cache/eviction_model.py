@@ -1,0 +1,134 @@
+"""One group of a block index written a second time, in plain Python: which blocks are there, and which goes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Block:
+    """One block that has an entry.
+
+    Attributes:
+        order: of its last use among all uses; 0 before the first.
+        used_at: blocks used, stored or hit until then.
+    """
+
+    pins: int
+    ready: bool = False
+    order: int = 0
+    used_at: int = 0
+    hit: bool = False
+
+
+def oldest(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
+    """LRU."""
+    return min(blocks, key=lambda item: item[1].order)[0]
+
+
+def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
+    """A block that was hit counts as used one capacity later. Of the same time, one that was not hit goes first."""
+
+    def rank(item: tuple[bytes, Block]) -> tuple[int, bool, int]:
+        block = item[1]
+        return block.used_at + (capacity if block.hit else 0), block.hit, block.order
+
+    return min(blocks, key=rank)[0]
+
+
+Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
+
+CHOICES: dict[str, Choice] = {"lru": oldest, "bonus_lru": oldest_with_bonus}
+
+
+class ModelIndex:
+    """
+    Args:
+        slots: all of them are up.
+        choice: of the block to evict, of those that may be.
+    """
+
+    def __init__(self, slots: int, choice: Choice) -> None:
+        self.slots = slots
+        self.blocks: dict[bytes, Block] = {}
+        self._choice = choice
+        self._uses = 0
+        self._used = 0
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.blocks)
+
+    def ready(self, key: bytes) -> bool:
+        return key in self.blocks and self.blocks[key].ready
+
+    def _use(self, keys: Sequence[bytes], hits: int) -> None:
+        """The first of the keys was used last."""
+        for number in reversed(range(len(keys))):
+            block = self.blocks[keys[number]]
+            hit = number < hits
+            self._used += hit or block.order == 0
+            self._uses += 1
+            block.order, block.used_at, block.hit = self._uses, self._used, block.hit or hit
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks[key].pins += 1
+
+    def unpin(self, keys: Sequence[bytes], hit: bool = False) -> None:
+        for key in keys:
+            self.blocks[key].pins -= 1
+        unleased = [key for key in keys if self.blocks[key].pins == 0]
+        self._use(unleased, len(unleased) if hit else 0)
+
+    def touch(self, keys: Sequence[bytes], hits: int = 0) -> None:
+        marked = [
+            (key, n < hits) for n, key in enumerate(keys) if self.ready(key) and not self.blocks[key].pins
+        ]
+        self._use([key for key, _ in marked], sum(hit for _, hit in marked))
+
+    def victims(self, count: int) -> list[bytes]:
+        """In the order in which they go; they stay."""
+        left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
+        chosen: list[bytes] = []
+        while left and len(chosen) < count:
+            key = self._choice(left, self.slots)
+            chosen.append(key)
+            left = [item for item in left if item[0] != key]
+        return chosen
+
+    def evict(self, count: int) -> list[bytes]:
+        chosen = self.victims(count)
+        for key in chosen:
+            del self.blocks[key]
+        return chosen
+
+    def insert(self, keys: Sequence[bytes], most: int) -> tuple[list[bytes], list[bytes]]:
+        """Returns the new keys and the evicted ones."""
+        evicted: list[bytes] = []
+        wanted = min(most, sum(key not in self.blocks for key in keys))
+        known = [key for key in keys if self.ready(key)]
+        if wanted > self.free:
+            self.pin(known)
+            evicted = self.evict(wanted - self.free)
+            self.unpin(known)
+        new: list[bytes] = []
+        for key in keys:
+            if key not in self.blocks and len(new) < most and self.free:
+                self.blocks[key] = Block(pins=1)
+                new.append(key)
+        self.touch(known)
+        return new, evicted
+
+    def finish(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
+        for key, good in zip(keys, ok, strict=True):
+            if good:
+                self.blocks[key].ready = True
+            else:
+                del self.blocks[key]
+        self.unpin([key for key, good in zip(keys, ok, strict=True) if good])
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self.blocks[key]

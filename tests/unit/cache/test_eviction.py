@@ -1,0 +1,256 @@
+"""What each eviction policy evicts, beside a model; and what a manager counts as a hit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from flexkv import c_ext
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.errors import ConfigError
+from tests.soak import soak_rounds
+from tests.unit.cache.disk_world import DiskWorld, written
+from tests.unit.cache.eviction_model import CHOICES, ModelIndex
+from tests.unit.cache.host_world import end, ids, keys, store
+
+POLICIES = tuple(CHOICES)
+SLOTS = 40
+STEPS = 1_500
+SEEDS = 4
+
+
+class Diverged(AssertionError):
+    """The index and the model do not agree."""
+
+
+class Pair:
+    """An index and a model, taken through the same random steps."""
+
+    def __init__(self, policy: str, modelled: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.index = c_ext.BlockIndex([SLOTS], policy)
+        self.index.grow(0, SLOTS)
+        self.model = ModelIndex(SLOTS, CHOICES[modelled])
+        self.universe = keys(120, seed)
+        self.leases: list[list[bytes]] = []
+        self.writes: list[list[bytes]] = []
+        self.evicted = 0
+
+    def some(self, most: int) -> list[bytes]:
+        """A part of one chain."""
+        first = self.random.randrange(len(self.universe))
+        return [key.tobytes() for key in self.universe[first : first + 1 + self.random.randrange(most)]]
+
+    def entries(self, of: list[bytes]) -> np.ndarray:
+        return self.index.find(0, rows(of), ready_only=False)
+
+    def same(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
+        if [key.tobytes() for key in found] != expected:
+            raise Diverged(what)
+
+    def step(self) -> None:
+        name = self.random.choice(("lookup", "lookup", "release", "write", "write", "end", "touch", "evict",
+                                   "coldest", "remove"))  # fmt: skip
+        getattr(self, name)()
+
+    def lookup(self) -> None:
+        wanted = self.some(12)
+        found = self.index.match_and_pin(0, rows(wanted))[0]
+        leading = wanted[
+            : next((n for n, key in enumerate(wanted) if not self.model.ready(key)), len(wanted))
+        ]
+        self.same(self.index.keys_of(found), leading, "a lookup found something else")
+        self.model.pin(leading)
+        if leading:
+            self.leases.append(leading)
+
+    def release(self) -> None:
+        if self.leases:
+            ended = self.leases.pop(self.random.randrange(len(self.leases)))
+            hit = self.random.random() < 0.5
+            self.index.unpin(self.entries(ended), hit)
+            self.model.unpin(ended, hit)
+
+    def write(self) -> None:
+        offered = self.some(10)
+        most = self.random.choice((len(offered), 3))
+        _, entries, _, evicted, _, _ = self.index.insert(0, rows(offered), most)
+        new, gone = self.model.insert(offered, most)
+        self.same(evicted, gone, "an insert evicted something else")
+        self.same(self.index.keys_of(entries), new, "an insert took something else")
+        self.evicted += len(gone)
+        if new:
+            self.writes.append(new)
+
+    def end(self) -> None:
+        if self.writes:
+            ended = self.writes.pop(self.random.randrange(len(self.writes)))
+            ok = [self.random.random() < 0.9 for _ in ended]
+            self.index.finish(self.entries(ended), np.array(ok, np.uint8))
+            self.model.finish(ended, ok)
+
+    def touch(self) -> None:
+        marked = self.some(20)
+        hits = self.random.randrange(len(marked) + 1)
+        self.index.touch(self.entries(marked), hits)
+        self.model.touch(marked, hits)
+
+    def evict(self) -> None:
+        count = self.random.randrange(5)
+        expected = self.model.evict(count)
+        self.same(self.index.evict(0, count), expected, "something else was evicted")
+        self.evicted += len(expected)
+
+    def coldest(self) -> None:
+        count = self.random.randrange(5)
+        taken = self.model.victims(count)
+        entries = self.index.take_coldest(0, count)
+        self.same(self.index.keys_of(entries), taken, "something else was the coldest")
+        self.index.unpin(entries)
+        self.model.pin(taken)
+        self.model.unpin(taken)
+
+    def remove(self) -> None:
+        leased = {key for lease in [*self.leases, *self.writes] for key in lease}
+        there = [key for key in self.some(3) if self.model.ready(key) and key not in leased]
+        self.index.remove(self.entries(there))
+        self.model.remove(there)
+
+    def check(self) -> None:
+        pinned = [key for lease in [*self.leases, *self.writes] for key in lease]
+        self.index.check_integrity(self.entries(pinned))
+
+
+def rows(of: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(of), np.uint8).reshape(-1, 16).copy()
+
+
+def run(policy: str, modelled: str, seed: int) -> Pair:
+    pair = Pair(policy, modelled, seed)
+    for step in range(STEPS):
+        pair.step()
+        if step % 50 == 0:
+            pair.check()
+    return pair
+
+
+def test_every_policy_of_the_index_has_a_model() -> None:
+    assert tuple(c_ext.eviction_policies()) == POLICIES
+
+
+@pytest.mark.soak
+@soak_rounds(SEEDS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_evicts_what_its_model_does(policy: str, soak_round: int) -> None:
+    assert run(policy, policy, soak_round).evicted > 100
+
+
+@pytest.mark.parametrize(("policy", "modelled"), [POLICIES, POLICIES[::-1]])
+def test_another_policy_does_not_pass_for_it(policy: str, modelled: str) -> None:
+    with pytest.raises(Diverged):
+        run(policy, modelled, 0)
+
+
+def test_an_unknown_policy_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="eviction policy 'lfu' is unknown; allowed are: lru, bonus_lru"):
+        c_ext.BlockIndex([4], "lfu")
+
+
+# --- what counts as a hit ---------------------------------------------------------------------------------------------
+
+
+def manager_of(policy: str, slots: int = 16) -> LocalCacheManager:
+    manager = LocalCacheManager([GroupSpec(4, slots)], tiers=unit_tiers(), clock=lambda: 0.0, policy=policy)
+    manager.grow(0, slots)
+    return manager
+
+
+def load(manager: LocalCacheManager, wanted: np.ndarray, request: str) -> None:
+    assert manager.match(request, [wanted], 0).blocks == len(wanted)
+    graph = manager.begin_load(request, [ids(*range(len(wanted)))])
+    assert graph is not None
+    end(manager, graph.ops[0].op_id)
+    manager.end_request(request)
+
+
+def left_after_scan(manager: LocalCacheManager, of: np.ndarray, blocks: int) -> int:
+    """How many are there when so many others have been stored, each by a request of its own."""
+    for number in range(blocks):
+        store(manager, keys(1, 1000 + number), f"scan {number}")
+        manager.end_request(f"scan {number}")
+    return int(np.count_nonzero(manager.hub.index.find(0, of) != NO_ENTRY))
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", 0), ("bonus_lru", 4)])
+def test_blocks_that_another_request_loaded_outlive_a_scan(policy: str, left: int) -> None:
+    manager = manager_of(policy)
+    wanted = keys(4)
+    store(manager, wanted, "a")
+    manager.end_request("a")
+    load(manager, wanted, "b")
+    assert left_after_scan(manager, wanted, 20) == left
+    assert left_after_scan(manager, wanted, 40) == 0  # one capacity more, and no longer
+
+
+def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
+    manager = manager_of("bonus_lru")
+    wanted = keys(4)
+    store(manager, wanted, "a")
+    manager.end_request("a")
+    manager.match("b", [wanted], 4)
+    manager.end_request("b")
+    assert left_after_scan(manager, wanted, 20) == 4
+
+
+def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
+    """Its chunks are put in order whenever their number has doubled, and at its end."""
+    manager = manager_of("bonus_lru")
+    wanted = keys(4)
+    manager.match("a", [wanted], 0)
+    for block in range(4):
+        store(manager, wanted[block : block + 1], "a", block)
+    manager.end_request("a")
+    assert left_after_scan(manager, wanted, 16) == 0
+
+
+def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
+    """Else the time of the policy would run with the engine's steps, and a bonus be worth less than a capacity."""
+    manager = manager_of("bonus_lru")
+    wanted, waiting = keys(4), keys(2, 1)
+    store(manager, wanted, "a")
+    store(manager, waiting, "c")
+    load(manager, wanted, "b")
+    for _ in range(50):
+        manager.match("d", [waiting], 0)
+    manager.end_request("d")
+    assert left_after_scan(manager, wanted, 16) == 4
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", 0), ("bonus_lru", 2)])
+def test_what_was_read_from_disk_counts_as_hit_there(policy: str, left: int) -> None:
+    wanted = keys(2)
+    world = written(wanted, places=8, policy=policy)
+    assert world.hits(wanted) == 2
+    for number in range(10):
+        world.store(keys(1, 100 + number), f"scan {number}")
+        world.run()
+    assert int(np.count_nonzero(world.tier.present(0, wanted))) == left
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", 0), ("bonus_lru", 2)])
+def test_what_was_loaded_from_host_memory_counts_as_hit_on_disk(policy: str, left: int) -> None:
+    wanted = keys(2)
+    world = DiskWorld(places=8, policy=policy)
+    world.store(wanted)
+    world.run()
+    assert world.match(wanted).blocks == 2
+    world.end_load(world.load(2))
+    for number in range(10):
+        world.store(keys(1, 100 + number), f"scan {number}")
+        world.run()
+    assert int(np.count_nonzero(world.tier.present(0, wanted))) == left
