@@ -52,6 +52,16 @@ class Operations:
             time.sleep(0.1)
         return False
 
+    def metrics_page(self) -> str:
+        """What the engine's own server has at /metrics; for an engine with `enable_metrics`."""
+        from fastapi import FastAPI
+        from sglang.srt.utils import add_prometheus_middleware
+        from starlette.testclient import TestClient
+
+        app = FastAPI()
+        add_prometheus_middleware(app)
+        return str(TestClient(app).get("/metrics").raise_for_status().text)
+
     def processor_seconds(self) -> float:
         """User and system time of all of the engine's processes until now."""
         import psutil  # type: ignore[import-untyped]

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from demo.sglang_process import PAGE_TOKENS
 from tests.engines_sglang.asked import seen_to_be_damaged, whole
 from tests.engines_sglang.conftest import Judge
+from tests.engines_sglang.metrics_page import all_series, flexkv_series, grown, series
 from tests.engines_sglang.spied import Spied, wait_until_durable
+
+UNIT = "dp0.pp0of1.tp0of1"
+"""The only rank's place."""
 
 
 @pytest.fixture(scope="module")
 def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
-    spied = Spied(model, tmp_path_factory.mktemp("linker") / "first", disk)
+    folder = tmp_path_factory.mktemp("linker") / "first"
+    spied = Spied(model, folder, disk, arguments={"enable_metrics": True})
     yield spied
     spied.engine.close()
 
@@ -29,6 +35,20 @@ def test_a_cold_prompt_is_computed_and_stored(spied: Spied, judge: Judge) -> Non
 
 def test_after_a_flush_it_is_loaded_to_other_pages(spied: Spied, judge: Judge) -> None:
     spied.loads_to_other_pages(judge)
+
+
+def test_the_engines_metrics_page_has_what_was_loaded(spied: Spied) -> None:
+    spied.ask("a")
+    spied.forget()
+    before = flexkv_series(spied.engine)
+    assert set(before) == all_series(UNIT)
+    served = spied.served(spied.ask_one("a"))
+    assert served == whole("a")
+    more = grown(spied.engine, before, series("flexkv_transfer_seconds_count", direction="load", unit=UNIT))
+    assert more[series("flexkv_hit_tokens_total", unit=UNIT)] == served
+    assert more[series("flexkv_moved_pages_total", direction="load", unit=UNIT)] == served // PAGE_TOKENS
+    failed = {name: value for name, value in more.items() if "failed" in name[0] and value}
+    assert not failed
 
 
 def test_after_eviction_by_pressure_it_is_loaded(spied: Spied, judge: Judge) -> None:

@@ -1,0 +1,56 @@
+"""The Prometheus page of a running SGLang engine, and what flexkv has on it."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from demo.sglang_process import SglangProcess
+from flexkv.observe import METRICS, MetricKind
+
+BEHIND_DEADLINE_S = 60.0
+"""The page is half a second behind, and more where all cores are busy."""
+
+Series = tuple[str, frozenset[tuple[str, str]]]
+"""Name without the engine's prefix, and labels."""
+
+Page = dict[Series, float]
+
+
+def series(name: str, **labels: str) -> Series:
+    return name, frozenset(labels.items())
+
+
+def flexkv_series(engine: SglangProcess) -> Page:
+    """What flexkv has on the page, by name and labels; of histograms the counts."""
+    families = text_string_to_metric_families(engine.call("metrics_page"))
+    prefix = "sglang:"
+    return {
+        series(sample.name.removeprefix(prefix), **sample.labels): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(f"{prefix}flexkv_") and not sample.name.endswith(("_bucket", "_sum"))
+    }
+
+
+def all_series(unit: str) -> set[Series]:
+    """Every series of the table that a unit has."""
+    return {
+        series(
+            metric.name + ("_count" if metric.kind is MetricKind.HISTOGRAM else ""),
+            unit=unit,
+            **dict(zip((name for name, _ in metric.labels), metric.label_values(values), strict=True)),
+        )
+        for metric in METRICS.values()
+        for values in metric.all_series()
+    }
+
+
+def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
+    """How much each series is above `before`, once the one of this name is."""
+    ends_s = time.monotonic() + BEHIND_DEADLINE_S
+    while (page := flexkv_series(engine))[name] == before[name]:
+        assert time.monotonic() < ends_s, f"{name} is still {before[name]:g}"
+        time.sleep(0.2)
+    return {key: value - before[key] for key, value in page.items()}
