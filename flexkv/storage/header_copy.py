@@ -50,7 +50,7 @@ def find_header(slab: Path) -> FoundHeader:
         DiskError: another version, or the file cannot be read.
     """
     copy, copy_fault = None, ""
-    if copy_path(slab).exists():  # else it was made before there were copies; the next start writes one
+    if copy_path(slab).exists():  # a slab without one is whole too; the next start writes it
         try:
             copy = _whole(copy_path(slab))
         except DiskError as error:

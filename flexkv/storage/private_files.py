@@ -45,8 +45,8 @@ def make_folders(folder: Path) -> None:
 
 
 def keep_private(folder: Path) -> None:
-    """Takes from others what a folder and its files let them do, which an earlier version made by the umask. Those of
-    another user, who shares the folder on purpose, stay as they are and are logged.
+    """Takes from others what a folder and its files let them do, whoever gave it to them. Those of another user, who
+    shares the folder on purpose, stay as they are and are logged.
 
     Raises:
         OSError: the file system refuses.

@@ -27,9 +27,9 @@ from flexkv.storage.base import (
     Generations,
     IndexRows,
     Keys,
-    LostDisk,
     Places,
 )
+from flexkv.storage.disk_states import DiskStates
 from flexkv.storage.folder import FolderLockedError
 from flexkv.storage.generations import GenerationCounter
 from flexkv.storage.header import codec_of
@@ -61,18 +61,12 @@ class DiskUnit(DiskTier):
         options: DiskOptions,
         faults: c_ext.IoFaults | None,
     ) -> None:
-        self._folders = list(folders)
+        self._states = DiskStates(folders)
         self._members = list(members)
         self._options = options
         self._faults = faults
         self._groups = list(groups)
         self._codecs = [codec_of(group) for group in groups]
-        self._lost: dict[int, str] = {}
-        self._notes: dict[int, str] = {}
-        """What was said of each disk's backend."""
-        self._full: dict[int, str] = {}
-        """Why a disk takes no new page now."""
-        self._untold: list[LostDisk] = []
         self._durable: deque[DurablePages] = deque()
         self._owed: dict[int, OwedRecords] = {}
         """Of each disk that has a journal."""
@@ -155,7 +149,7 @@ class DiskUnit(DiskTier):
             self._journals[disk] = journal
             self._owed[disk] = OwedRecords(journal, [self._slots] * len(self._codecs))
         if not any(self._journals):
-            raise DiskError("no disk can be used: " + "; ".join(self._lost.values()))
+            raise DiskError("no disk can be used: " + "; ".join(self._states.lost.values()))
 
     @property
     def disks(self) -> int:
@@ -163,7 +157,7 @@ class DiskUnit(DiskTier):
 
     @property
     def alive(self) -> tuple[bool, ...]:
-        return tuple(disk not in self._lost for disk in range(self.disks))
+        return self._states.alive
 
     @property
     def epoch(self) -> int:
@@ -197,7 +191,7 @@ class DiskUnit(DiskTier):
         if self._lane is not None:
             raise ContractError("the disk tier's lane was given away already")
         slabs = [
-            member.slabs if member is not None and disk not in self._lost else []
+            member.slabs if member is not None and disk not in self._states.lost else []
             for disk, member in enumerate(self._members)
         ]
         self._lane = c_ext.DiskLane(
@@ -217,7 +211,7 @@ class DiskUnit(DiskTier):
         groups = tuple(SlabGroup(group.stripe_bytes, group.runs) for group in self._groups)
         disks = tuple(
             tuple(SlabRow(*slab.row) for slab in member.slabs)
-            if member is not None and disk not in self._lost
+            if member is not None and disk not in self._states.lost
             else ()
             for disk, member in enumerate(self._members)
         )
@@ -274,14 +268,10 @@ class DiskUnit(DiskTier):
         return tell
 
     def _lose(self, disk: int, reason: str) -> None:
-        """Takes a disk out of everything, once, and tells the operator."""
-        if disk in self._lost:
+        """Takes a disk out of everything, once."""
+        if not self._states.lose(disk, reason):
             return
-        self._lost[disk] = reason
         self._owed.pop(disk, None)
-        folder = self._folders[disk]
-        self._untold.append(LostDisk(disk, folder, reason))
-        logger.error("disk %d (%s) was taken out, its pages are misses: %s", disk, folder, reason)
         journal = self._journals[disk]
         if journal is not None:
             journal.fail(reason)
@@ -293,30 +283,12 @@ class DiskUnit(DiskTier):
             for disk, (lost, reason, backend, note) in enumerate(self._lane.states()):
                 if lost:
                     self._lose(disk, reason)
-                if note != self._notes.get(disk, ""):
-                    self._notes[disk] = note
-                    logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
+                self._states.note_backend(disk, backend, note)
             for disk, reason in enumerate(self._lane.full_reasons()):
-                self._note_full(disk, reason)
+                self._states.note_full(disk, reason)
         for disk, journal in enumerate(self._journals):
             if journal is not None and journal.failure:
                 self._lose(disk, journal.failure)
-
-    def _note_full(self, disk: int, reason: str) -> None:
-        """Tells the operator once that a disk is full, and once that it is not any more."""
-        if disk in self._lost or bool(reason) == (disk in self._full):
-            return
-        if reason:
-            self._full[disk] = reason
-            logger.warning(
-                "disk %d (%s) takes no new pages: %s; what lies on it is served, and space is asked for again",
-                disk,
-                self._folders[disk],
-                reason,
-            )
-        else:
-            del self._full[disk]
-            logger.warning("disk %d (%s) takes new pages again", disk, self._folders[disk])
 
     @property
     def owes(self) -> bool:
@@ -326,11 +298,10 @@ class DiskUnit(DiskTier):
         self._find_lost()
         for owed in self._owed.values():
             owed.pay()
-        if not self._durable and not self._untold:
+        if not self._durable and not self._states.has_news:
             return NO_EVENTS
         durable = tuple(self._durable.popleft() for _ in range(len(self._durable)))
-        lost, self._untold = tuple(self._untold), []
-        return DiskEvents(durable, lost)
+        return DiskEvents(durable, self._states.take_lost())
 
     def stats(self) -> DiskStats:
         lag_s = max(journal.lag_s for journal in self._journals if journal is not None)
@@ -389,7 +360,7 @@ class DiskUnit(DiskTier):
             if member is None or journal is None:
                 continue
             done = journal.close(max(0.0, deadline - time.monotonic()))
-            all_done &= done or disk in self._lost
+            all_done &= done or disk in self._states.lost
             if journal.ended:
                 member.release()
             else:

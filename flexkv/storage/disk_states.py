@@ -1,0 +1,76 @@
+"""What became of each disk of a unit: lost, full, or without the backend that was asked for. Each is logged once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexkv.storage.base import LostDisk
+
+logger = logging.getLogger(__name__)
+
+
+class DiskStates:
+    """
+    Attributes:
+        lost: reasons of the disks that were taken out.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = list(folders)
+        self.lost: dict[int, str] = {}
+        self._not_taken: list[LostDisk] = []
+        """Those that no `take_lost` has returned."""
+        self._notes: dict[int, str] = {}
+        self._full: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """Of each disk, whether it is in use."""
+        return tuple(disk not in self.lost for disk in range(len(self)))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_lost` returns any."""
+        return bool(self._not_taken)
+
+    def take_lost(self) -> tuple[LostDisk, ...]:
+        """The disks that were lost since the last call."""
+        lost, self._not_taken = tuple(self._not_taken), []
+        return lost
+
+    def lose(self, disk: int, reason: str) -> bool:
+        """Notes that a disk is taken out; False if it was before."""
+        if disk in self.lost:
+            return False
+        self.lost[disk] = reason
+        folder = self._folders[disk]
+        self._not_taken.append(LostDisk(disk, folder, reason))
+        logger.error("disk %d (%s) was taken out, its pages are misses: %s", disk, folder, reason)
+        return True
+
+    def note_backend(self, disk: int, backend: str, note: str) -> None:
+        """Notes what keeps a disk's backend from being what was asked for; nothing while `note` is empty."""
+        if note != self._notes.get(disk, ""):
+            self._notes[disk] = note
+            logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
+
+    def note_full(self, disk: int, reason: str) -> None:
+        """Notes why a disk takes no new page now; it takes them while `reason` is empty."""
+        if disk in self.lost or bool(reason) == (disk in self._full):
+            return
+        if reason:
+            self._full.add(disk)
+            logger.warning(
+                "disk %d (%s) takes no new pages: %s; what lies on it is served, and space is asked for again",
+                disk,
+                self._folders[disk],
+                reason,
+            )
+        else:
+            self._full.remove(disk)
+            logger.warning("disk %d (%s) takes new pages again", disk, self._folders[disk])
