@@ -78,6 +78,7 @@ def rows(facts: Facts) -> dict[str, str]:
         "memory": f"{format_size(memory['usable_bytes'])} usable ({memory['limited_by']}) of "
         f"{format_size(memory['total_bytes'])}",
         "host tier": f"{size} with the current settings and one rank",
+        "eviction": f"{facts['eviction']['policy']} (index.policy), of all tiers",
         "huge pages, private": pages["private"],
         "huge pages, shared": pages["shared"],
         "huge pages, reserved": f"{pages['free_pages']} free of {format_size(pages['page_bytes'])}",

@@ -88,6 +88,7 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState) -> Facts:
     faults = folder_faults(config, held_bytes)
     return {
         "host_tier": {"bytes": host_bytes, "ranks": 1, "numa_node": config.host.numa_node},
+        "eviction": {"policy": config.index.policy},
         "disk_tier": {
             "mode": config.disk.mode,
             "io": "threads" if refusal or config.disk.io == "threads" else "io_uring",

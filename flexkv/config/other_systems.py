@@ -64,7 +64,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     "enable_async_loading": OtherName(LMCACHE, "load.mode", "'async' is the default"),
     "blocking_timeout_secs": OtherName(LMCACHE, "load.deadline_s", "in seconds, as there"),
-    "cache_policy": OtherName(LMCACHE, "index.policy", "'lru'"),
+    "cache_policy": OtherName(LMCACHE, "index.policy", "'lru' or 'bonus_lru'"),
     "numa_mode": OtherName(LMCACHE, "host.numa_node", "the node's number; unset: the kernel decides"),
     "pre_caching_hash_algorithm": OtherName(LMCACHE, how="flexkv's keys are always SHA-256"),
     "gds_path": OtherName(LMCACHE, "disk.folders", "absolute paths; with 'disk.gds' 'on' or 'auto'"),
@@ -87,7 +87,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "ssd_cache_dir": OtherName(TACO, "disk.folders", "absolute paths joined by ':', not ';'"),
     "enable_gds": OtherName(TACO, "disk.gds", "'on', 'auto' or 'off'"),
     "enable_layerwise_transfer": OtherName(TACO, "load.mode", "'layerwise'"),
-    "eviction_policy": OtherName(f"{TACO} and {VLLM}", "index.policy", "'lru'"),
+    "eviction_policy": OtherName(f"{TACO} and {VLLM}", "index.policy", "'lru' or 'bonus_lru'"),
     "use_hugepage_cpu_buffer": OtherName(TACO, "host.huge_pages", "'auto' or 'off'"),
     "use_ce_transfer_h2d": OtherName(
         TACO, "transfer.copy_kernel", "the opposite: false takes the copy engine"

@@ -317,8 +317,11 @@ class GdsConfig(Section):
 class IndexConfig(Section):
     """The index of what is stored."""
 
-    policy: Literal["lru"] = Field(
-        "lru", description="What is evicted first when the host tier is full: the least recently used."
+    policy: Literal["lru", "bonus_lru"] = Field(
+        "lru",
+        description="What leaves a full tier first, host memory or disks: with `lru` the block used longest ago. With "
+        "`bonus_lru` a block that a request has found counts as used one capacity of the tier later, so that what "
+        "comes back outlives what is stored and never asked for again; for conversations and agents.",
     )
 
 

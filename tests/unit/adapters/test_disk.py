@@ -9,6 +9,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.use import Use
+from flexkv.c_ext import eviction_policies
 from flexkv.errors import FlexKVError
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpKind
@@ -241,6 +242,22 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
     gauges = engine.counters.data
     assert gauges["flexkv_disk_page_seconds"]["read"] > 0
     assert gauges["flexkv_compute_token_seconds"][""] > 0
+
+
+@pytest.mark.parametrize("policy", eviction_policies())
+def test_eviction_policy_of_the_settings_decides_what_leaves(make_disk_engine: Make, policy: str) -> None:
+    engine = make_disk_engine(**{"index.policy": policy})
+    engine.run(make_request(PROMPT, "one"))
+    index = engine.side.unit.manager.hub.index
+    entries = index.take_coldest(0, 100)
+    found_later = set(map(bytes, index.keys_of(entries)))
+    index.unpin(entries)
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    engine.run(make_request(prompt(7), "three"))
+    evicted = set(map(bytes, index.evict(0, len(found_later))))
+    assert len(evicted) == 5
+    assert (evicted == found_later) == (policy == "lru")
 
 
 @pytest.mark.parametrize("compute_if_faster", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from flexkv.cache.base import GroupSpec
 from flexkv.cache.ids import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.config import IndexConfig, load_config
 from flexkv.errors import ConfigError
 from tests.soak import soak_rounds
 from tests.unit.cache.disk_world import DiskWorld, written
@@ -139,8 +141,15 @@ def run(policy: str, modelled: str, seed: int) -> Pair:
     return pair
 
 
-def test_every_policy_of_the_index_has_a_model() -> None:
+def test_every_policy_of_the_index_has_a_model_and_is_a_setting() -> None:
     assert tuple(c_ext.eviction_policies()) == POLICIES
+    allowed = get_args(IndexConfig.model_fields["policy"].annotation)
+    assert (allowed, IndexConfig().policy) == (POLICIES, POLICIES[0])
+
+
+def test_an_unknown_policy_in_the_settings_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"'index\.policy' .*'lfu'.*expected 'lru' or 'bonus_lru'"):
+        load_config({"index.policy": "lfu"}, {})
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from demo.model import PRESETS, model_config
+from flexkv.c_ext import eviction_policies
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cli.config_command import markdown_reference
 from flexkv.cli.main import COMMANDS, main
@@ -226,6 +227,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "memory": {"usable_bytes", "total_bytes", "limited_by", "numa_nodes"},
     "huge_pages": {"private", "shared", "page_bytes", "free_pages"},
     "host_tier": {"bytes", "ranks", "numa_node"},
+    "eviction": {"policy"},
     "disk_tier": {"mode", "io", "io_uring_refusal", "folders"},
     "model": None,
     "problems": None,
@@ -336,8 +338,27 @@ def test_info_shows_the_same_as_a_table(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert shown.count("hint: ") == len(facts["hints"])
     assert f"{facts['flexkv']['version']} from {ROOT / 'flexkv'}" in shown
-    for row in ("native core", "cpus", "memory", "host tier", "huge pages, private", "disk tier"):
+    for row in (
+        "native core",
+        "cpus",
+        "memory",
+        "host tier",
+        "eviction",
+        "huge pages, private",
+        "disk tier",
+    ):
         assert re.search(rf"^{row}  +\S", shown, re.M), row
+
+
+@pytest.mark.parametrize("policy", eviction_policies())
+def test_info_shows_the_eviction_policy(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEXKV_INDEX_POLICY", policy)
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eviction"] == {"policy": policy}
+    assert main(["info"]) == 0
+    assert re.search(rf"^eviction  +{policy} ", capsys.readouterr().out, re.M)
 
 
 def test_info_describes_the_folders_of_the_disk_tier(
