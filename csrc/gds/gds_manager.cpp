@@ -94,7 +94,7 @@ void GDSManager::close() {
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
   // The last holders close: I/O that is stuck keeps what it may still touch.
-  staging_ = nullptr;
+  staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   parts_.io = nullptr;
 }
@@ -115,10 +115,13 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
   const int64_t slots = slots_for(slot);
   const std::lock_guard lock(mutex_);
   // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
-  if (staging_ == nullptr || staging_->bytes() < slots * slot) {
-    staging_ = nullptr;  // before the larger one is made
+  std::shared_ptr<StagingBuffer> buffer = staging_.buffer;
+  if (buffer == nullptr || buffer->bytes() < slots * slot) {
+    // Before the larger one is made.
+    buffer = nullptr;
+    staging_ = {};
     try {
-      staging_ = std::make_shared<StagingBuffer>(parts_.device, parts_.io, slots * slot);
+      buffer = std::make_shared<StagingBuffer>(parts_.device, parts_.io, slots * slot);
     } catch (const CapacityError& error) {
       throw CapacityError(std::string(error.what()) + "; " + std::to_string(slots) + " staging slots of " +
                           std::to_string(slot) +
@@ -126,8 +129,8 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
                           "gds.use_staged_transfer off");
     }
   }
-  staging_slots_ = {slots, slot};
-  return staging_;
+  staging_ = {buffer, {slots, slot}};
+  return buffer;
 }
 
 void GDSManager::reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct) {
@@ -215,7 +218,7 @@ TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const S
   if (report.stuck) {
     const std::lock_guard lock(mutex_);
     down_reason_ = report.failures.back().reason;
-    staging_ = nullptr;
+    staging_ = {};
   }
   return report;
 }
@@ -263,12 +266,12 @@ int32_t GDSManager::threads() const {
 
 int64_t GDSManager::staging_bytes() const {
   const std::lock_guard lock(mutex_);
-  return staging_ ? staging_->bytes() : 0;
+  return staging_.buffer ? staging_.buffer->bytes() : 0;
 }
 
 GDSManager::StagingSlots GDSManager::staging_slots() const {
   const std::lock_guard lock(mutex_);
-  return staging_slots_;
+  return staging_.slots;
 }
 
 }  // namespace flexkv

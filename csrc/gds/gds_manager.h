@@ -87,7 +87,7 @@ class FLEXKV_EXPORT GDSManager {
   // Why this manager takes no transfers any more; empty while it does.
   std::string down_reason() const;
   int64_t staging_bytes() const;
-  // Of the manager's own staging, as the last reservation or transfer divided it; {0, 0} before the first.
+  // Of the manager's own staging, as the last reservation or transfer divided it; {0, 0} while it has none.
   struct StagingSlots {
     int64_t slots = 0;
     int64_t slot_bytes = 0;
@@ -116,8 +116,12 @@ class FLEXKV_EXPORT GDSManager {
   std::mutex staging_mutex_;  // one transfer at a time uses the manager's own staging
   mutable std::mutex mutex_;
   std::condition_variable idle_;
-  std::shared_ptr<StagingBuffer> staging_;
-  StagingSlots staging_slots_;
+  // Set as a whole, so that no slots are said of a buffer that is gone.
+  struct OwnStaging {
+    std::shared_ptr<StagingBuffer> buffer;
+    StagingSlots slots;
+  };
+  OwnStaging staging_;
   std::set<TransferControl*> running_;
   GdsTotals totals_;
   std::string down_reason_;

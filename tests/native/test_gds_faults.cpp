@@ -174,6 +174,41 @@ TEST_CASE_TEMPLATE("staging is reserved before the first transfer, or that is an
   CHECK_THROWS_AS(world.manager->reserve_staging(*world.map, world.pages(2)), ClosedError);
 }
 
+TEST_CASE("a manager without staging has no staging slots, however it lost it") {
+  GdsOptions options;
+  options.stuck_s = 2.0;
+  GdsWorld world({{.fault = IoFault::kStall, .write = false}}, options);
+  const auto check_slots = [&](int64_t slots, int64_t slot_bytes) {
+    CHECK(world.manager->staging_slots().slots == slots);
+    CHECK(world.manager->staging_slots().slot_bytes == slot_bytes);
+    CHECK(world.manager->staging_bytes() == slots * slot_bytes);
+  };
+  check_slots(0, 0);
+  world.manager->reserve_staging(*world.map, world.pages(2));
+  check_slots(3, GdsWorld::kImage);
+
+  SUBCASE("blocks that need more could not have it") {
+    const int64_t larger = 2 * GdsWorld::kImage;
+    const PageMap large =
+        PageMap::stripe(*world.view, {0, GdsWorld::kDigestOffset, GdsWorld::kDigestOffset, larger}, true);
+    world.device->fail_allocation(true);
+    CHECK_THROWS_AS(world.manager->reserve_staging(large, world.pages(2)), CapacityError);
+    check_slots(0, 0);
+    world.device->fail_allocation(false);
+    world.manager->reserve_staging(large, world.pages(2));
+    check_slots(3, larger);
+  }
+  SUBCASE("I/O that never ends has kept it") {
+    CHECK(world.move(true).stuck);
+    check_slots(0, 0);
+    world.io->release();
+  }
+  SUBCASE("it was closed") {
+    world.manager->close();
+    check_slots(0, 0);
+  }
+}
+
 TEST_CASE("staging holds no more than one transfer moves") {
   GdsOptions options;
   options.most_transfer_bytes = GdsWorld::kImage;  // two pages at most
