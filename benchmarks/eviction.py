@@ -1,0 +1,73 @@
+"""How many blocks of a request trace each eviction policy of the native index serves, in caches of several sizes.
+
+A trace has one JSON object a line, a request, whose `hash_ids` name its blocks in their order (Mooncake's traces, for
+instance). Requests come one after the other: blocks that are there are hits, the others are stored, and all of them are
+used together. Prints the share of blocks that were hits.
+
+    python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from flexkv import c_ext
+from flexkv.cache.ids import NO_ENTRY
+
+SIZES = (250, 500, 1000, 2000, 4000, 10_000, 20_000)
+
+
+def read_trace(path: Path) -> list[np.ndarray]:
+    """The keys of each request."""
+    requests = []
+    for line in path.read_text().splitlines():
+        keys = np.zeros((len(ids := json.loads(line)["hash_ids"]), 16), np.uint8)
+        # Mixed, as digests are: the index takes keys for random.
+        keys.view(np.uint64)[:] = np.array(ids, np.uint64)[:, None] * np.array(
+            [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64
+        )
+        requests.append(keys)
+    return requests
+
+
+def hit_rate(requests: list[np.ndarray], policy: str, blocks: int) -> float:
+    """The share of all blocks that were there when their request came."""
+    index = c_ext.BlockIndex([blocks], policy)
+    index.grow(0, blocks)
+    hits = asked = 0
+    for keys in requests:
+        there = index.find(0, keys) != NO_ENTRY
+        hits, asked = hits + int(np.count_nonzero(there)), asked + len(keys)
+        entries = index.insert(0, keys, len(keys))[1]
+        index.finish(entries, np.ones(len(entries), np.uint8))
+        found = index.find(0, keys[there])
+        index.touch(found, len(found))
+        index.touch(index.find(0, keys))
+    return hits / asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path, help="a file of requests, one JSON object a line")
+    parser.add_argument("--blocks", type=int, nargs="+", default=SIZES, help="sizes of the cache")
+    asked = parser.parse_args()
+    if not asked.trace.is_file():
+        parser.error(f"no trace at {asked.trace}: nothing to measure")
+    requests = read_trace(asked.trace)
+    table = Table("blocks", *c_ext.eviction_policies(), box=None)
+    for blocks in asked.blocks:
+        rates = (hit_rate(requests, policy, blocks) for policy in c_ext.eviction_policies())
+        table.add_row(str(blocks), *(f"{rate:.3f}" for rate in rates))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
