@@ -649,6 +649,15 @@ class BlockIndex:
         """`pin` for entries that are ready, or pending and leased by who fills them."""
     def unpin(self, entries: NDArray[np.uint32], hit: bool = False) -> None:
         """Ends one lease on each; `hit`: a request found these blocks and has used them."""
+    def keep_leases(self, leased: NDArray[np.uint32]) -> int:
+        """Ends every lease but these, each named once a lease; returns how many ended.
+
+        For a caller that broke off before it had noted what it leased. Pending entries without a lease leave. O(all
+        entries).
+
+        Raises:
+            ContractError: an entry is leased less often than it is named; nothing has changed.
+        """
     def touch(self, entries: NDArray[np.uint32], hits: int = 0) -> None:
         """Marks entries as used, in the order of their request; a request found the leading `hits` of them."""
     def insert(
@@ -858,7 +867,7 @@ class GDSManager:
         """Of the manager's own staging: 0 until it is reserved, or a transfer needs it."""
     @property
     def staging_slots(self) -> int:
-        """Into which the own staging is divided; 0 before the first."""
+        """Into which the own staging is divided; 0 while there is none."""
     @property
     def staging_slot_bytes(self) -> int: ...
     @property

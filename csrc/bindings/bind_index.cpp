@@ -275,6 +275,10 @@ void bind_index(py::module_& m) {
       .def("up_slots", &BlockIndex::up_slots, py::arg("group"))
       .def_property_readonly("evictions", &BlockIndex::evictions)
       .def(
+          "keep_leases",
+          [](BlockIndex& index, const Entries& leased) { return index.keep_leases(entries_of(leased)); },
+          py::arg("leased").noconvert())
+      .def(
           "check_integrity",
           [](const BlockIndex& index, const Entries& pinned) { index.check_integrity(entries_of(pinned)); },
           py::arg("pinned").noconvert());

@@ -103,6 +103,11 @@ class BlockIndex {
   // those that were removed meanwhile are freed. `use`: what the policy learns of it.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
+  // Ends every lease but these, each named once a lease, for a caller that lost count: it broke off before it
+  // had noted what it leased. Pending entries that nobody leases any more leave. Returns how many ended.
+  // Throws ContractError, and changes nothing, for an entry that is leased less often than it is named.
+  size_t keep_leases(std::span<const EntryId> leased);
+
   // Marks entries as just used, in the order given; the leading `hits` of them were found by a request. A
   // hint: an id that means nothing any more is passed over.
   void touch(std::span<const EntryId> entries, size_t hits = 0);

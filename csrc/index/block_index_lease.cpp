@@ -96,6 +96,26 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
   }
 }
 
+size_t BlockIndex::keep_leases(std::span<const EntryId> leased) {
+  std::vector<uint32_t> kept(table_.end(), 0);
+  for (const EntryId id : leased) {
+    if (!is_leased(id) || kept[id] == table_[id].pins()) {
+      throw ContractError("keep_leases: entry " + std::to_string(id) +
+                          " is not leased, or not as often as it is named");
+    }
+    ++kept[id];
+  }
+  size_t ended = 0;
+  for (EntryId id = table_.first(); id < table_.end(); ++id) {
+    if (!is_leased(id) || table_[id].pins() == kept[id]) continue;
+    if (kept[id] == 0 && table_[id].state() == EntryState::kPending) take_from_map(id);
+    for (uint32_t extra = table_[id].pins() - kept[id]; extra > 0; --extra, ++ended) {
+      unpin(std::span<const EntryId>(&id, 1));
+    }
+  }
+  return ended;
+}
+
 void BlockIndex::touch(std::span<const EntryId> entries, size_t hits) {
   const auto evictable = [&](EntryId id) {
     return id >= table_.first() && id < table_.end() && table_[id].state() == EntryState::kReady &&

@@ -206,7 +206,10 @@ class CacheListener:
 
 
 class CacheManager(ABC):
-    """The control plane of one ownership unit."""
+    """The control plane of one ownership unit.
+
+    A `match`, `begin_load` or `begin_store` that raises leaves nothing planned or leased.
+    """
 
     @abstractmethod
     def match(

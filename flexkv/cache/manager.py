@@ -25,6 +25,7 @@ from flexkv.cache.base import (
     StorePlan,
     TailCandidates,
 )
+from flexkv.cache.broken_plan import BrokenPlans
 from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup
 from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
@@ -142,6 +143,7 @@ class LocalCacheManager(CacheManager):
             compute_if_faster,
             clock,
         )
+        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests, self._leased)
         self._lookup = Lookup(
             self._specs,
             self.tiers,
@@ -219,6 +221,20 @@ class LocalCacheManager(CacheManager):
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
         check_lookup(len(self._specs), keys, start_block, tail)
+        last = self._ops.last_id
+        try:
+            return self._match(request_id, keys, start_block, tail)
+        except BaseException as error:
+            self._broken_plans.undo(last, error)
+            raise
+
+    def _match(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None,
+    ) -> MatchResult:
         promised = self._requests.lease(request_id) is not None
         self._end_lease(request_id)
         asked = max(0, min(len(k) for k in keys) - start_block)
@@ -317,6 +333,14 @@ class LocalCacheManager(CacheManager):
                 f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
             )
         targets = load_targets(self._specs, request_id, lease, blocks, tail)
+        last = self._ops.last_id
+        try:
+            return self._begin_load(request_id, lease, targets)
+        except BaseException as error:
+            self._broken_plans.undo(last, error)
+            raise
+
+    def _begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
         self._requests.pop_lease(request_id)
         self._end_wait(request_id)
         ops = [
@@ -350,10 +374,15 @@ class LocalCacheManager(CacheManager):
             raise ContractError(
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
-        offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
-        plan = self._store_route().begin(offer, room, self._epoch)
-        self._counts.busy_pages += plan.dropped
-        return plan
+        last = self._ops.last_id
+        try:
+            offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
+            plan = self._store_route().begin(offer, room, self._epoch)
+            self._counts.busy_pages += plan.dropped
+            return plan
+        except BaseException as error:
+            self._broken_plans.undo(last, error)
+            raise
 
     def _stores_of(self, tier: TierId) -> StoreRoute:
         route = self.tiers[tier].stores
@@ -494,6 +523,11 @@ class LocalCacheManager(CacheManager):
         self._requests.check_integrity()
         if self._room_for_loads() < 0:
             raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
+        for tier, entries in zip(self.tiers, self._leased(), strict=True):
+            tier.check_integrity(entries)
+
+    def _leased(self) -> list[list[EntryIds]]:
+        """Of each tier, the entries that promises, waits and ops lease, each once a lease."""
         pinned: list[list[EntryIds]] = [[] for _ in self.tiers]
         for lease in self._requests.leases():
             for group in lease.groups:
@@ -505,8 +539,7 @@ class LocalCacheManager(CacheManager):
             pinned[op.tier].append(op.entries)
             if isinstance(op, FetchOp | WriteOp):
                 pinned[HUB].append(op.host)
-        for tier, entries in zip(self.tiers, pinned, strict=True):
-            tier.check_integrity(entries)
+        return pinned
 
 
 def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:

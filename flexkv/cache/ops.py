@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,8 +195,11 @@ class OpTable:
     """Ops in flight by number and by request, with the pages and ops of each role and tier."""
 
     def __init__(self) -> None:
-        self._numbers = count(1)
+        self._last = OpId(0)
         self._ops: dict[OpId, Op] = {}
+        self._clear_counts()
+
+    def _clear_counts(self) -> None:
         self._by_request: dict[str, dict[OpId, RankOp]] = {}
         self._pages: dict[tuple[OpRole, TierId], int] = {}
         self._counts: dict[tuple[OpRole, TierId], int] = {}
@@ -206,7 +208,13 @@ class OpTable:
 
     def next_id(self) -> OpId:
         """A number that no op of this manager has had."""
-        return OpId(next(self._numbers))
+        self._last = OpId(self._last + 1)
+        return self._last
+
+    @property
+    def last_id(self) -> OpId:
+        """The last number that was given; 0 for none."""
+        return self._last
 
     @property
     def of_ranks(self) -> int:
@@ -279,6 +287,15 @@ class OpTable:
         if isinstance(op, RankOp):
             self._by_request.setdefault(op.request_id, {})[op.op_id] = op
             self._of_ranks += 1
+
+    def drop_after(self, last: OpId, handed_out: set[OpId]) -> None:
+        """Forgets the ops numbered above `last`, but for those `handed_out`, and counts all others anew: what added
+        them broke off, perhaps within `add`."""
+        kept = [op for op in self if op.op_id <= last or op.op_id in handed_out]
+        self._ops = {}
+        self._clear_counts()
+        for op in kept:
+            self.add(op)
 
     def remove(self, op: Op) -> None:
         del self._ops[op.op_id]

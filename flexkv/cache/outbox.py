@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexkv.cache.ids import TierId
-from flexkv.transfer.graph import TransferGraph, TransferOp
+from flexkv.transfer.graph import OpId, TransferGraph, TransferOp
 
 
 class Outbox:
@@ -14,6 +14,11 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def op_ids(self) -> set[OpId]:
+        """Of the ops that wait here."""
+        return {op.op_id for _, graph in self._graphs for op in graph.ops}
 
     def put(self, tier: TierId, op: TransferOp) -> None:
         self._graphs.append((tier, TransferGraph((op,))))

@@ -133,6 +133,13 @@ class RequestTable:
         """Requests that were to stop waiting before `ends_s`."""
         return [request_id for request_id, wait in self.waits.items() if wait.ends_s < ends_s]
 
+    def recount(self, in_flight: set[OpId]) -> None:
+        """Counts the leased pages anew, and ends the waits for fetches that are not `in_flight`: what was noting them
+        broke off."""
+        self.reserved_pages = sum(lease.pages for lease in self.leases())
+        for wait in self.waits.values():
+            wait.ops = {op_id: tier for op_id, tier in wait.ops.items() if op_id in in_flight}
+
     def check_integrity(self) -> None:
         """
         Raises:

@@ -69,9 +69,10 @@ class Trail:
     def put_at(self, first_block: int, positions: NDArray[np.integer], entries: EntryIds) -> None:
         """Entry i is that of block `first_block + positions[i]`; ascending, at least one."""
         last = int(positions[-1])
-        self._parts.append((first_block, None if last < len(positions) else positions, entries))
+        # The room for the part first: where this breaks off, what is kept still fits.
         self.blocks = max(self.blocks, first_block + last + 1)
         self._stored += len(entries)
+        self._parts.append((first_block, None if last < len(positions) else positions, entries))
         if self._stored > MOST_STORED * self.blocks:
             self.entries()
 

@@ -223,6 +223,36 @@ TEST_CASE("a removed block is a miss at once and its slot is free after its last
   index.check_integrity({});
 }
 
+TEST_CASE("all leases but those named end, and what was pending without one leaves") {
+  BlockIndex index({8}, "lru", 42);
+  index.grow(0, 8);
+  const auto ready = keys(3, 1), coming = keys(2, 2), kept = keys(1, 3);
+  const Inserted stored = index.insert(0, ready, 3);
+  const std::vector<uint8_t> ok(3, 1);
+  std::vector<uint8_t> published(3);
+  index.finish(stored.entries, ok.data(), published.data());
+  std::vector<int32_t> slots(3);
+  index.pin(stored.entries, slots.data());
+  index.pin(stored.entries, slots.data());
+  const Inserted lost = index.insert(0, coming, 2, 0, 1);  // leased twice each
+  const Inserted named = index.insert(0, kept, 1);
+  index.remove(std::span(stored.entries).first(1), published.data());
+  CHECK(index.free_slots(0) == 2);
+
+  const std::vector<EntryId> too_often = {named.entries[0], named.entries[0]};
+  CHECK_THROWS_AS(index.keep_leases(too_often), ContractError);
+  const std::vector<EntryId> never_leased = {kNoEntry};
+  CHECK_THROWS_AS(index.keep_leases(never_leased), ContractError);
+  const std::vector<EntryId> leased = {named.entries[0], stored.entries[1]};
+  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // the removed one, the others that are ready, the lost
+  index.check_integrity(leased);
+  CHECK(index.free_slots(0) == 5);
+  std::vector<EntryId> found(2);
+  CHECK(index.find(0, coming, false, found.data()) == 0);
+  CHECK(index.find(0, ready, true, std::vector<EntryId>(3).data()) == 2);
+  CHECK(index.keep_leases(leased) == 0);
+}
+
 TEST_CASE("clear empties the index but for what is leased") {
   FullIndex index(8);
   const auto chain = keys(6, 11);

@@ -328,6 +328,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "BlockIndex.finish": _pending,
     "BlockIndex.grow": lambda _: {"group": 1, "slots": 16},
     "BlockIndex.insert": lambda _: {"group": 0, "keys": _keys(seed=1), "max_new": 4},
+    "BlockIndex.keep_leases": lambda world: {"leased": _entries(world)},
     "BlockIndex.pin": _ready,
     "BlockIndex.pin_coming": _ready,
     "BlockIndex.pin_found": _found,

@@ -1,0 +1,218 @@
+"""Plans that break off: memory runs out before any line of the control plane, once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flexkv.cache
+from flexkv.cache.base import Keys, MatchResult, StorePlan
+from flexkv.cache.broken_plan import BrokenPlans
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.errors import FlexKVError
+from flexkv.transfer.graph import BlockIds
+from tests.soak import soak_factor
+from tests.unit.cache import disk_world
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic, two_groups
+
+CONTROL_PLANE = str(Path(flexkv.cache.__file__).parent)
+NOT_INJECTED = ("broken_plan.py", "op_log.py")
+"""What carries out the undoing, and the log."""
+
+PAGES = 4
+
+
+class MemoryRunsOut:
+    """Raises MemoryError before step number `at`, counted from 0, of what runs in the control plane; counts all.
+
+    Args:
+        each: what a step is: a "line", or an "opcode".
+    """
+
+    def __init__(self, at: int, each: str) -> None:
+        self._at = at
+        self._each = each
+        self.steps = 0
+        self.where = ""
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Whether the call broke off."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        except MemoryError:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith(CONTROL_PLANE) or file.endswith(NOT_INJECTED):
+            return None
+        frame.f_trace_opcodes = self._each == "opcode"
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == self._each:
+            self.steps += 1
+            if self.steps == self._at + 1:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise MemoryError(f"before {self.where}")
+        return self._step
+
+
+@dataclass
+class Case:
+    """A world, and a call that plans.
+
+    Attributes:
+        again: what is to work as ever once the request of the call that broke off has ended.
+    """
+
+    world: DiskWorld
+    call: Callable[[], Any]
+    again: Callable[[], Any]
+
+    def check_nothing_is_left(self) -> None:
+        """What was in flight before ends, the request ends, and all slots and places can be had."""
+        world, manager = self.world, self.world.manager
+        manager.check_integrity()
+        for op in [op for op in manager._ops if op.role.value in ("load", "store")]:
+            world._ended(op.plan)
+        for plan in list(world.lane.ops.values()):
+            world.end(plan)
+        world.run()
+        for name in ("r", "w"):
+            manager.end_request(name)
+        manager.check_integrity()
+        assert manager.inflight_ops() == 0
+        assert not manager.work.moving
+        assert manager._requests.reserved_pages == 0
+        for group, tier_slots in enumerate(len(slots) for slots in world.host):
+            assert manager.held_slots(group) == set()
+            world.drop_host()
+            assert manager.free_slots(group) == tier_slots
+
+
+def stores(world: DiskWorld, keys: Keys, blocks: BlockIds) -> Case:
+    def call() -> StorePlan:
+        return world.manager.begin_store("w", 0, keys, blocks, 0)
+
+    return Case(world, call, call)
+
+
+def store(gds: bool = False) -> Case:
+    """Into a full host tier, some of whose blocks leave, or to disk."""
+    limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
+    world = DiskWorld(limits=limits)
+    if not gds:
+        world.store(chain(6, seed=9), "earlier")
+        world.run()
+    keys = chain(PAGES)
+    blocks = np.arange(PAGES, dtype=np.int32)
+    return stores(world, keys, blocks)
+
+
+def store_of_what_is_read(gds: bool) -> Case:
+    """The same of blocks that are being read from disk, and of others."""
+    limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
+    keys = chain(PAGES + 2)
+    world = disk_world.written(keys[:PAGES], limits=traffic())
+    if gds:
+        world = _with_disk_of(world, limits)
+    world.look(keys[:PAGES])
+    world.take()
+    if gds:
+        world.load(PAGES)
+    blocks = np.arange(len(keys), dtype=np.int32) + 20
+    return stores(world, keys, blocks)
+
+
+def _with_disk_of(world: DiskWorld, limits: Any) -> DiskWorld:
+    """A new manager over the same folders."""
+    return DiskWorld(disk=world.disk.reopened(world.disk), limits=limits)
+
+
+def look(groups: int = 1, **facts: Any) -> Case:
+    """For blocks in host memory and others on disk."""
+    limits = traffic(**facts)
+    if groups == 2:
+        world, keys = two_groups(PAGES, limits=limits)
+    else:
+        keys = [chain(PAGES)]
+        world = disk_world.written(keys[0], limits=limits)
+    for group, mine in enumerate(keys):
+        world.store(mine[:1], f"earlier {group}", group)
+    world.run()
+
+    def call() -> MatchResult:
+        return world.manager.match("r", keys, 0)
+
+    return Case(world, call, call)
+
+
+def load(groups: int = 1, **facts: Any) -> Case:
+    """Of what such a lookup has promised."""
+    looking = look(groups, **facts)
+    world, promised = looking.world, looking.call()
+    assert promised.blocks
+    targets = [np.arange(promised.blocks, dtype=np.int32)] * groups
+    return Case(world, lambda: world.manager.begin_load("r", targets), looking.call)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "store": store,
+    "gds store": lambda: store(gds=True),
+    "store of what is read": lambda: store_of_what_is_read(gds=False),
+    "gds store of what is read": lambda: store_of_what_is_read(gds=True),
+    "lookup": look,
+    "lookup of two groups": lambda: look(2),
+    "lookup that streams": lambda: look(streams=True),
+    "lookup that finds pages where they lie": lambda: look(gds_loads=GdsUse.ALWAYS),
+    "load": load,
+    "load of two groups": lambda: load(2),
+    "load of what streams": lambda: load(streams=True),
+    "load from host memory and disk": lambda: load(gds_loads=GdsUse.ALWAYS),
+}
+
+
+def break_everywhere(make: Callable[[], Case], each: str = "line") -> None:
+    """Breaks the call of a case off before each of its steps.
+
+    Raises:
+        AssertionError: something stayed behind; names the step.
+    """
+    counting = MemoryRunsOut(-1, each)
+    assert not counting.run(make().call)
+    assert counting.steps > 20
+    for at in range(counting.steps):
+        case, memory = make(), MemoryRunsOut(at, each)
+        assert memory.run(case.call)
+        try:
+            case.check_nothing_is_left()
+            case.again()
+            case.check_nothing_is_left()
+        except (AssertionError, FlexKVError, LookupError) as error:
+            raise AssertionError(f"after a MemoryError before {memory.where}: {error!r}") from error
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_breaks_off_leaves_nothing_behind(name: str) -> None:
+    break_everywhere(CASES[name], "line" if soak_factor() == 1 else "opcode")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_control_a_manager_that_undoes_nothing_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BrokenPlans, "undo", lambda plans, last, error: None)
+    with pytest.raises(AssertionError, match="after a MemoryError before"):
+        break_everywhere(CASES[name])
