@@ -12,21 +12,15 @@ from numpy.typing import NDArray
 from flexkv.blend.base import PLANES, KvShape, Tokens
 from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
-from flexkv.blend.segment_disk import FLUSH_LOOK_S, SegmentDisk
 from flexkv.blend.segment_load import SegmentLoad
 from flexkv.blend.segment_lookup import MOST_HITS, READS_A_HIT, SegmentLookup
 from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
+from flexkv.blend.segment_unit import FLUSH_LOOK_S, SegmentUnit
 from flexkv.blend.staging import StagingPool
-from flexkv.c_ext import SlotImage
-from flexkv.cache.base import GroupSpec, ManagerLimits
-from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.engine import TransferEngine
-from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
-from flexkv.transfer.trailer import digest_areas
 
 
 class SegmentCache:
@@ -68,47 +62,33 @@ class SegmentCache:
         self.scheme = SegmentKeyScheme(namespace, block_tokens, shape)
         blocks = -(-staging_tokens // block_tokens)
         self.staging = StagingPool(shape, blocks, block_tokens)
-        self.disk: SegmentDisk | None = None
-        if disk is not None and disk.folders:
-            ops = READS_A_HIT * MOST_HITS
-            self.disk = SegmentDisk(
-                disk, shape, block_tokens, self.scheme.namespace, self.staging.view, model, ops
-            )
+        self.unit = SegmentUnit(
+            shape,
+            block_tokens,
+            slots,
+            self.staging.view,
+            max(1, blocks),
+            self.scheme.namespace,
+            model,
+            disk or DiskConfig(),
+            READS_A_HIT * MOST_HITS,
+            deadline_s,
+        )
+        live = self.unit.live
+        self.manager, self.pool = live.manager, live.pool
         self._requests = itertools.count()
         try:
-            self._start(slots, blocks)
+            self.engine = TransferEngine()
+            place = live.places[0]
+            assert place.digests is not None, "segments are verified"
+            self.engine.attach_view(
+                GROUP, self.staging.view, self.pool, place.stripe, place.digests, owners=[self.staging.rows]
+            )
         except BaseException:
-            if self.disk is not None:
-                self.disk.close(deadline_s)
+            self.unit.close()
             raise
-
-    def _start(self, slots: int, blocks: int) -> None:
-        view = self.staging.view
-        trailer_bytes, (digests,) = digest_areas([len(view.runs)])
-        image = SlotImage([view.stripe_bytes], trailer_bytes)
-        slot_bytes, digest_offset = image.total_bytes, image.trailer_offset + digests
-        if self.disk is not None:
-            slot_bytes, digest_offset = self.disk.slot_bytes, self.disk.digest_offset
-        self.pool = HostPool(slot_bytes, slots)
-        if not self.pool.wait_ready(slots, self.deadline_s):
-            raise CapacityError(f"the pool for {slots} pages did not come up: {self.pool.stopped_reason}")
-        self.engine = TransferEngine()
-        self.engine.attach_view(GROUP, view, self.pool, 0, digest_offset, owners=[self.staging.rows])
-        limits = ManagerLimits(
-            ranks=1, inflight_load_pages=max(1, blocks), inflight_store_pages=max(1, blocks)
-        )
-        self.manager = LocalCacheManager(
-            [GroupSpec(self.block_tokens, slots)],
-            limits,
-            # Nobody measures how fast the model computes.
-            compute_if_faster=False,
-            tiers=unit_tiers() if self.disk is None else self.disk.tiers(max(1, blocks), self.pool),
-        )
-        self.manager.grow(GROUP, slots)
-        self._moves = SegmentMoves(self.manager, self.engine, self.staging, self.disk)
-        self._lookup = SegmentLookup(self.manager, self._moves, self.scheme, self.disk)
-        if self.disk is not None:
-            self.disk.start(self.manager, self.pool)
+        self._moves = SegmentMoves(self.unit, self.engine, self.staging)
+        self._lookup = SegmentLookup(self.unit, self._moves, self.scheme)
 
     # --- lookups ---
 
@@ -202,8 +182,7 @@ class SegmentCache:
                 raise TransferError(f"a store still moves after {self.deadline_s:g} s")
             self._moves.take_results()
         self.manager.release(request)
-        if self.disk is not None:
-            self.disk.pump()
+        self.unit.live.poll()
 
     def cached_tokens(self, tokens: Tokens) -> int:
         """How many leading tokens of a segment are cached, in host memory or on disk. Brings nothing up."""
@@ -224,7 +203,7 @@ class SegmentCache:
         False also where there is no disk, or it is lost or full, where a page could not be written, and while pages
         still move.
         """
-        if self.disk is None:
+        if not self.unit.live.has_tiers:
             return False
         ends_s = time.monotonic() + self.deadline_s
         while self.manager.inflight_ops():  # leases pages, which are not written
@@ -235,7 +214,7 @@ class SegmentCache:
             if time.monotonic() >= ends_s:
                 return False
             time.sleep(FLUSH_LOOK_S)
-        return self.disk.flush(max(0.0, ends_s - time.monotonic()))
+        return self.unit.flush(max(0.0, ends_s - time.monotonic()))
 
     def close(self) -> bool:
         """With a disk, writes what only host memory has and makes it durable, within the deadline.
@@ -249,6 +228,4 @@ class SegmentCache:
         if not self.engine.close(self.deadline_s):
             raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
         self._moves.take_results()
-        survives = self.disk is not None and self.disk.close(self.deadline_s)
-        self.pool.close()
-        return survives
+        return self.unit.close()

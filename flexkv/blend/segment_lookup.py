@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from flexkv.blend.base import Hit, Tokens
 from flexkv.blend.keys import SegmentKeys, SegmentKeyScheme
-from flexkv.blend.segment_disk import SegmentDisk
 from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
-from flexkv.cache.base import CacheManager
+from flexkv.blend.segment_unit import SegmentUnit
 from flexkv.transfer.base import Ticket
 
 MOST_HITS = 256
@@ -40,18 +39,12 @@ class Asked:
 class SegmentLookup:
     """Asks the manager of one segment cache, and begins the loads of what it has."""
 
-    def __init__(
-        self,
-        manager: CacheManager,
-        moves: SegmentMoves,
-        scheme: SegmentKeyScheme,
-        disk: SegmentDisk | None,
-    ) -> None:
-        self._manager = manager
+    def __init__(self, unit: SegmentUnit, moves: SegmentMoves, scheme: SegmentKeyScheme) -> None:
+        self._unit = unit
+        self._manager = unit.live.manager
         self._moves = moves
         self._staging = moves.staging
         self._scheme = scheme
-        self._disk = disk
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
@@ -80,16 +73,16 @@ class SegmentLookup:
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
         """Begins the loads, and keeps in `found` what was begun whenever it raises."""
-        if self._disk is not None:
+        if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
                 self._match_tail(one)  # first of all: these are waited for
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))
             self._manager.release(one.request)
-        if self._disk is not None:
+        if self._unit.live.has_tiers:
             waiting = [one.tail_request for one, _ in found]
-            self._disk.wait_while(lambda: any(map(self._manager.waits, waiting)), deadline_s)
+            self._unit.wait_while(lambda: any(map(self._manager.waits, waiting)), deadline_s)
         for at, (one, hit) in enumerate(found):
             found[at] = (one, self._with_tail(one, hit))
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.blend.base import Hit
-from flexkv.blend.segment_disk import SegmentDisk
+from flexkv.blend.segment_unit import SegmentUnit
 from flexkv.blend.staging import StagingPool
-from flexkv.cache.base import CacheManager, OpRole
+from flexkv.cache.base import OpRole
 from flexkv.transfer.base import DataPlane, Ticket
 from flexkv.transfer.graph import OpResult, TransferGraph
 
@@ -33,24 +33,22 @@ class SegmentMoves:
     """The transfers of one segment cache. Driven by the thread that drives the cache.
 
     Args:
+        unit: whose tiers bring up pages that loads wait for.
         engine: between the two pools.
-        disk: what brings up pages that loads wait for; None without disks.
     """
 
-    def __init__(
-        self, manager: CacheManager, engine: DataPlane, staging: StagingPool, disk: SegmentDisk | None
-    ) -> None:
+    def __init__(self, unit: SegmentUnit, engine: DataPlane, staging: StagingPool) -> None:
         self.staging = staging
         self.engine = engine
-        self._manager = manager
-        self._disk = disk
+        self._unit = unit.live
+        self._manager = unit.live.manager
         self._late: list[LateBlocks] = []
         self._why_failed: dict[str, str] = {}
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
         """None: no queue place; then, and after an error, the manager knows that the graph never moves."""
         try:
-            self._pump()  # loads wait for the reads
+            self._unit.poll()  # loads wait for the reads
             ticket = self.engine.submit(graph)
         except Exception as error:
             self._cancel(graph, f"{type(error).__name__}: {error}")
@@ -82,7 +80,7 @@ class SegmentMoves:
 
     def take_results(self) -> None:
         """Tells the manager of what has ended, on the disks too."""
-        self._pump()
+        self._unit.poll()
         while results := self.engine.poll():
             for result in results:
                 done = self._manager.complete(0, result)
@@ -95,7 +93,7 @@ class SegmentMoves:
 
     def free_late(self) -> None:
         """Frees what has ended since its deadline passed."""
-        self._pump()
+        self._unit.poll()
         ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
         if not ended:
             return
@@ -111,7 +109,3 @@ class SegmentMoves:
     def late_blocks(self) -> set[int]:
         """Staging blocks that are freed later."""
         return {block for late in self._late for block in late.blocks.tolist()}
-
-    def _pump(self) -> None:
-        if self._disk is not None:
-            self._disk.pump()

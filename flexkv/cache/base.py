@@ -333,6 +333,10 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
+    def disable(self) -> None:
+        """From now on lookups are misses and nothing is stored; what is promised or under way ends as before."""
+
+    @abstractmethod
     def grow(self, group: int, slots: int) -> None:
         """The first `slots` slots of the group's host pool are up and may be used. Never shrinks."""
 

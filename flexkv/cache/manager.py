@@ -107,6 +107,7 @@ class LocalCacheManager(CacheManager):
         self._trails = TrailTable(len(groups))
         self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._epoch = 0
+        self._disabled = False
         self.cost = CostModel()
         self.hub = Hub(self._specs, policy, self._counts, listener)
         self.tiers: list[Tier] = []
@@ -239,9 +240,9 @@ class LocalCacheManager(CacheManager):
         self._end_lease(request_id)
         asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self.failed_loads.of(request_id)
-        if failed is not None:
+        if failed is not None and not self._disabled:
             keys, tail = failed.still_promised(keys, start_block), None
-        elif self.failed_loads.rests and not promised:
+        elif self._disabled or (self.failed_loads.rests and not promised):
             keys, tail = [group_keys[:start_block] for group_keys in keys], None
         straight = failed is None or not failed.straight
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
@@ -374,6 +375,8 @@ class LocalCacheManager(CacheManager):
             raise ContractError(
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
+        if self._disabled:
+            return StorePlan(None, np.empty(0, np.int32), 0, 0)
         last = self._ops.last_id
         try:
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
@@ -500,6 +503,9 @@ class LocalCacheManager(CacheManager):
         if self._listener:
             self._listener.on_reset(self._epoch)
         return self._epoch
+
+    def disable(self) -> None:
+        self._disabled = True
 
     def grow(self, group: int, slots: int) -> None:
         self._check_group(group)

@@ -10,7 +10,7 @@ Driven by the manager's thread; nothing here but `finish_reset` and `close` may 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -132,6 +132,23 @@ class TierCounts:
     gds_written: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """What a tier has room for, for people.
+
+    Attributes:
+        pages: in all.
+        setting: that sizes the tier.
+        shares: how often the setting's bytes are taken, such as disks in use.
+        more: what else is to be said of it.
+    """
+
+    pages: int
+    setting: str
+    shares: int
+    more: str
+
+
 class Plane(Protocol):
     """Moves the pages of a tier's ops. One result an op, after its last byte has stopped moving."""
 
@@ -250,12 +267,14 @@ class Tier(ABC):
             `stores` take them from there.
         straight: `loads`, of a tier other than the hub.
         plane: moves the pages of its own ops; None where the ranks do.
+        durable_pages: written so that they would survive a crash.
     """
 
     facts: TierFacts
     presence: BlockIndex
     counts: TierCounts
     down: str = ""
+    durable_pages: int = 0
     source: Source | None = None
     sink: Sink | None = None
     loads: LoadRoute | None = None
@@ -306,6 +325,14 @@ class Tier(ABC):
     def close(self, deadline_s: float) -> bool:
         """Makes what was written durable. False: not all of it."""
         return True
+
+    def room_of(self, group: int) -> TierRoom | None:
+        """What it has room for now; None of a tier that nobody sizes."""
+        return None
+
+    def gauges(self) -> Mapping[str, float]:
+        """Values of the metrics that only this tier has, by name."""
+        return {}
 
     def check_integrity(self, pinned: Sequence[EntryIds]) -> None:
         """

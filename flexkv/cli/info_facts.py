@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexkv import c_ext
-from flexkv.adapters.common.start_check import start_faults
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
 from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
@@ -18,6 +17,7 @@ from flexkv.config.memory import allowed_nodes
 from flexkv.errors import FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
 from flexkv.storage.folder_share import folder_faults, nearest_there
+from flexkv.unit.start_check import start_faults
 
 PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"

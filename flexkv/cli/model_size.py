@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
 from flexkv.config.names import shown
 from flexkv.config.values import MAX_COUNT
 from flexkv.errors import ConfigError
+from flexkv.unit.capacity import PromptLimit, TierCapacity
 
 BLOCK_TOKENS = 16
 """The block that engines take on a GPU unless they are told another."""

@@ -47,7 +47,7 @@ def sleep_while_copying(
     core.model_executor.sleep = sleep
     end_copies = connector.scheduler._end_copies
     if not ends_copies:
-        connector.scheduler._end_copies = lambda parts: True
+        connector.scheduler._end_copies = lambda: True
     try:
         llm.sleep(level=1, mode=mode)
     finally:

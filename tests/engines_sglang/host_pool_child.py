@@ -15,11 +15,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.host_pool import LAYOUTS
 from flexkv.adapters.sglang.identity import Place
 from flexkv.errors import ContractError, DiskError, GeometryError
+from flexkv.unit.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")

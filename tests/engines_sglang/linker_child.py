@@ -16,13 +16,13 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
 from flexkv import c_ext
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang import linker as linker_module
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.linker import FlexKVLinker
 from flexkv.errors import ClosedError, DiskError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind
+from flexkv.unit.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
 
 DONE_S = 60.0

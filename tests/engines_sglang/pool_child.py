@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache import memory_pool
 
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.errors import GeometryError
+from flexkv.unit.ranks import UnitOwner
 
 PAGE_TOKENS, TOKENS, LAYERS = 16, 160, 3
 COMMON = {

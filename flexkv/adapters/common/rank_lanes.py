@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexkv.adapters.common.base import RankPlace
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, FlexKVError
@@ -13,6 +12,7 @@ from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.unit.ranks import RankPlace
 
 
 def open_gds_lane(

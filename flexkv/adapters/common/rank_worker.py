@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexkv.adapters.common.base import (
-    NO_POOL,
-    NO_UNIT,
-    PoolGrant,
-    PoolId,
-    RankFacts,
-    RankPlace,
-    UnitId,
-    random_id,
-)
 from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
@@ -23,6 +13,7 @@ from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.unit.ranks import NO_POOL, NO_UNIT, PoolGrant, PoolId, RankFacts, RankPlace, UnitId, random_id
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.sglang.engine_watch import watch_weights
 from flexkv.adapters.sglang.host_pool import view_of_host_pool
@@ -23,6 +22,7 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.errors import ContractError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.unit.build import share_of_node
 
 logger = get_logger(__name__)
 

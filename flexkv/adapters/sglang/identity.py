@@ -10,8 +10,6 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
-from flexkv.adapters.common.base import UnitOwner
-from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.common_keys import (
     COMMON,
     SharedModel,
@@ -28,6 +26,8 @@ from flexkv.adapters.sglang.pools import PoolView
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
+from flexkv.unit.capacity import PromptLimit
+from flexkv.unit.ranks import UnitOwner
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.sglang.engine_watch import watch_memory, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
@@ -22,6 +21,7 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.unit.build import share_of_node
 
 logger = get_logger(__name__)
 

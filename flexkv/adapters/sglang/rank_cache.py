@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from flexkv.adapters.common.base import RankFacts, UnitOwner
-from flexkv.adapters.common.capacity import PromptLimit
-from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.rank_op import FAILURE_LABELS
@@ -23,6 +20,10 @@ from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
+from flexkv.unit.base import CacheRole
+from flexkv.unit.build import build_unit
+from flexkv.unit.capacity import PromptLimit
+from flexkv.unit.ranks import RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 
@@ -48,7 +49,8 @@ class RankCache:
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
         heads: of K and V; 0 where a page is not made of heads.
-        fails_requests, prompt_limit: see `HostUnit.create`.
+        fails_requests: see `CacheRole`.
+        prompt_limit: see `build_unit`.
 
     Attributes:
         lanes: the rank's transfer engine.
@@ -80,15 +82,12 @@ class RankCache:
         self._started_s: dict[OpId, float] = {}
         self._page_bytes = int(view.stripe_bytes)
         facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
-        self._unit = HostUnit.create(
+        self._unit = build_unit(
             config,
             page_tokens,
-            pages,
             {0: facts},
-            False,
-            None,
             owner,
-            fails_requests=fails_requests,
+            CacheRole(fails_requests=fails_requests),
             prompt_limit=prompt_limit,
         )
         self.manager = self._unit.manager
@@ -201,7 +200,7 @@ class RankCache:
     def pump(self) -> None:
         """`poll`, and gives disks and leases what they need. Costs a few microseconds; never waits."""
         self.poll()
-        self._unit.pump()
+        self._unit.poll()
         self._unit.grow()
         self._unit.expire_if_due(self.counters)
         self._report.report_if_due()
@@ -209,7 +208,7 @@ class RankCache:
     @property
     def disk_busy(self) -> bool:
         """Whether the disks have something to do, which `pump` gives them."""
-        return self._unit.disk_busy
+        return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
         watcher = self._watchers.pop(result.op_id, None)

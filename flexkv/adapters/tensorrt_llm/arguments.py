@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.errors import ConfigError
 from flexkv.layout.trtllm import TrtllmModel
 from flexkv.observe import get_logger
+from flexkv.unit.capacity import PromptLimit
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.tensorrt_llm.joined_ranks import Joined, JoinedRanks
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder
+from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
 from flexkv.adapters.tensorrt_llm.requests import (
     NO_BLOCKS,
     NO_TOKENS,
@@ -34,7 +34,7 @@ class Promises:
     """
 
     def __init__(
-        self, ranks: JoinedRanks, counters: Counters, sync: bool, by_layer: bool, lease_s: float
+        self, ranks: RankCoordinator, counters: Counters, sync: bool, by_layer: bool, lease_s: float
     ) -> None:
         self._ranks = ranks
         self._counters = counters
@@ -83,7 +83,7 @@ class Promises:
         keys = tracked.keys.of(tokens)[:end]
         match = unit.manager.match(request_id, [keys], start)
         self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
-        unit.pump()
+        unit.poll()
         if not match.blocks:
             unit.manager.release(request_id)
         return range(start, start + match.blocks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.adapters.tensorrt_llm.joined_ranks import Joined
+from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined
 from flexkv.adapters.tensorrt_llm.requests import GROUP, Tracked
 from flexkv.observe import Counters
 from flexkv.transfer.graph import TransferGraph, TransferOp

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
-from flexkv.adapters.tensorrt_llm.joined_ranks import Joined, JoinedRanks
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, SaveOrder, StepMetadata
 from flexkv.adapters.tensorrt_llm.promises import Promises
+from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
 from flexkv.adapters.tensorrt_llm.request_stores import RequestStores
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import OpResult
+from flexkv.unit.base import EngineUnit
 
 logger = get_logger(__name__)
 
@@ -30,7 +30,7 @@ class SchedulerSide:
         self.sync = config.load.mode != "async"
         self.by_layer = config.load.mode == "layerwise" and _has_hooks(config, arguments)
         self.counters = Counters()
-        self.ranks = JoinedRanks(config, arguments, self.counters)
+        self.ranks = RankCoordinator(config, arguments, self.counters)
         self._promises = Promises(self.ranks, self.counters, self.sync, self.by_layer, config.load.lease_s)
         self._stores = RequestStores(self.counters, config.store.tokens == "prompt")
         self._step = 0
@@ -45,9 +45,9 @@ class SchedulerSide:
         return self.ranks.usable
 
     @property
-    def unit(self) -> HostUnit | None:
-        """None until every rank has said what its pool is: until then nothing is promised and nothing stored."""
-        return self.ranks.joined.unit if self.ranks.joined is not None else None
+    def unit(self) -> EngineUnit:
+        """One that has nothing until every rank has said what its pool is."""
+        return self.ranks.unit
 
     # --- lookups and loads ---
 

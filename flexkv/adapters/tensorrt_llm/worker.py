@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexkv.adapters.common.base import LoadJob, PoolGrant
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_worker import RankWorker
@@ -26,6 +26,7 @@ from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, FailedOps, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
+from flexkv.unit.ranks import PoolGrant
 
 logger = get_logger(__name__)
 

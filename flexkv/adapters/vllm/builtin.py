@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.bare_tensors import config_of_tensors
@@ -25,6 +24,7 @@ from flexkv.adapters.vllm.engine_checks import (
     end_registration,
     register_only,
 )
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
 from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -32,11 +32,12 @@ from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
-from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
+from flexkv.unit.capacity import PromptLimit
+from flexkv.unit.ranks import UnitOwner
 
 if TYPE_CHECKING:
     import torch
@@ -216,17 +217,18 @@ class FlexKVConnectorV1Impl:
             return None
         geometry: BlockGeometry = block_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
-        side = SchedulerSide(
+        model = self._vllm_config.model_config
+        policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
+        spec = EngineSpec(
             self._settings,
             geometry,
-            engine_namespace(self._vllm_config, geometry, self._settings),
+            UnitOwner("", engine_namespace(self._vllm_config, geometry, self._settings), "unit0"),
             ranks=1,
             step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-            with_events=events is not None and events.enable_kv_cache_events,
-            stores_end_in_step=True,
-            use=Use(recomputes=self._vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"),
-            prompt_limit=PromptLimit(self._vllm_config.model_config.max_model_len, "max_model_len"),
+            role=EngineRole(recomputes=policy == "recompute", stores_end_in_step=True),
+            prompt_limit=PromptLimit(model.max_model_len, "max_model_len"),
         )
+        side = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         side.bind_watch(NoWatch())
         side.take_handshake({0: handshake})
         self._scheduler = side

@@ -14,8 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapters.common.capacity import PromptLimit
-from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.engine_checks import (
@@ -24,6 +22,7 @@ from flexkv.adapters.vllm.engine_checks import (
     end_registration,
     register_only,
 )
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
 from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import block_geometry, required_layout
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
@@ -32,10 +31,12 @@ from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.adapters.vllm.possible_modes import with_possible_modes
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
-from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.observe import Counters, configure_logging, get_logger, log_package
+from flexkv.unit.build import share_of_node
+from flexkv.unit.capacity import PromptLimit
+from flexkv.unit.ranks import UnitOwner
 
 if TYPE_CHECKING:
     import torch
@@ -125,24 +126,27 @@ class FlexKVConnector(KVConnectorBase_V1):
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
-        self.scheduler = SchedulerSide(
+        transfer = self._kv_transfer_config
+        spec = EngineSpec(
             share_of_node(with_possible_modes(settings, vllm_config), units_on_node(settings, vllm_config)),
             geometry,
-            engine_namespace(vllm_config, geometry, settings),
+            UnitOwner(
+                str(vllm_config.model_config.model),
+                engine_namespace(vllm_config, geometry, settings),
+                f"dp{parallel.data_parallel_index}",
+            ),
             ranks,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            with_events=events is not None and events.enable_kv_cache_events,
-            use=Use(
-                loads=self._kv_transfer_config.is_kv_consumer,
-                stores=self._kv_transfer_config.is_kv_producer,
+            EngineRole(
+                loads=transfer.is_kv_consumer,
+                stores=transfer.is_kv_producer,
+                recomputes=transfer.kv_load_failure_policy == "recompute",
                 drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
                 ends_copies=sleeps_without_hooks(vllm_config),
-                recomputes=self._kv_transfer_config.kv_load_failure_policy == "recompute",
             ),
-            model=str(vllm_config.model_config.model),
-            unit_name=f"dp{parallel.data_parallel_index}",
-            prompt_limit=PromptLimit(vllm_config.model_config.max_model_len, "max_model_len"),
+            PromptLimit(vllm_config.model_config.max_model_len, "max_model_len"),
         )
+        self.scheduler = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         # Last: what is refused is not its engine's connector.
         self._registration = register_only(vllm_config, role, type(self).__name__)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flexkv.adapters.common.base import LoadJob, UnitId
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import TransferGraph
+from flexkv.unit.ranks import UnitId
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from flexkv.adapters.common.base import PoolId
+from flexkv.unit.ranks import PoolId
 
 if TYPE_CHECKING:
     from flexkv.adapters.vllm.worker import WorkerSide

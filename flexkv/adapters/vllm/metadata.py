@@ -10,8 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.adapters.common.base import NO_UNIT, LoadJob, PoolGrant, RankFacts, UnitId
+from flexkv.adapters.common.base import LoadJob
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
+from flexkv.unit.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 
 
 @dataclass(frozen=True, slots=True)

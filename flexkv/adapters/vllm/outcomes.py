@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
@@ -18,6 +17,8 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
 from flexkv.observe import Counters
 from flexkv.transfer.graph import OpResult
+from flexkv.unit.base import EngineUnit
+from flexkv.unit.ranks import NO_UNIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Outcomes:
 
     def __init__(
         self,
-        unit: HostUnit,
+        unit: EngineUnit,
         workers: Collection[WorkerSide],
         requests: RequestTable,
         loads: Loads,
@@ -82,8 +83,8 @@ class Outcomes:
         for rank, error in report.errors.items():
             self._unit.disable(rank, error)
         for rank, reason in report.no_gds.items():
-            self._unit.stop_gds(rank, reason)
-        self._unit.heard(report.ready)
+            self._unit.stop_straight_loads(rank, reason)
+        self._unit.rank_ready(report.ready)
         for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
             self._complete(rank, result)
         if report.step:
@@ -111,7 +112,7 @@ class Outcomes:
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
         """The request loses its blocks. Its stores may still be under way, and `step` not heard of."""
-        if tracker.block_ids:
+        if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker.request_id, tracker.block_ids))
 
     def _complete(self, rank: int, result: OpResult) -> None:

@@ -65,7 +65,7 @@ class RequestTable:
         tracker.preemptions = tracker.request.num_preemptions
 
     def follow(
-        self, output: SchedulerOutput, stores: StoreMode | None, preempted: Callable[[RequestTracker], None]
+        self, output: SchedulerOutput, stores: StoreMode, preempted: Callable[[RequestTracker], None]
     ) -> None:
         """Keeps the block tables: O(new blocks).
 
@@ -99,12 +99,11 @@ def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) 
     tracker.preemptions = tracker.request.num_preemptions
 
 
-def _start(tracker: RequestTracker, block_ids: list[int], stores: StoreMode | None) -> None:
+def _start(tracker: RequestTracker, block_ids: list[int], stores: StoreMode) -> None:
     """The request begins, or begins again, with this block table."""
     # What was loaded before a reset is still there; only losing the blocks ends that.
     stale = tracker.stale
     tracker.restart()
     tracker.stale = stale
     tracker.block_ids.extend(block_ids)
-    if stores is not None:
-        stores.started(tracker)
+    stores.started(tracker)

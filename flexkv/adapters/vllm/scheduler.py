@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from flexkv.adapters.common.base import NO_UNIT, UnitOwner
-from flexkv.adapters.common.capacity import PromptLimit
-from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.eager import EagerStores
+from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
-from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.lazy import LazyStores
+from flexkv.adapters.vllm.loads import Loads
+from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.parts import Blueprint, Parts
+from flexkv.adapters.vllm.outcomes import Outcomes
 from flexkv.adapters.vllm.request import RequestTracker
 from flexkv.adapters.vllm.request_table import RequestTable
-from flexkv.adapters.vllm.store_watch import BlockWatch, StoreWatch
-from flexkv.adapters.vllm.use import Use
-from flexkv.adapters.vllm.worker import current_device_is_host
-from flexkv.config import FlexKVConfig
-from flexkv.errors import ClosedError, ContractError
+from flexkv.adapters.vllm.step_times import StepTimes
+from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
+from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
+from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
+from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
+from flexkv.cache.base import CacheListener
+from flexkv.cache.listeners import Listeners
+from flexkv.errors import ClosedError, ContractError, GeometryError
 from flexkv.observe import Counters, get_logger
+from flexkv.unit.base import EngineUnit, UnitState
+from flexkv.unit.build import build_unit
+from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.null_unit import NullUnit
+from flexkv.unit.ranks import NO_UNIT
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -40,58 +50,47 @@ report of the first step; with two batches in flight that is heard with the thir
 class SchedulerSide:
     """One ownership unit. All methods are called by the engine's scheduler thread; none waits for a copy.
 
+    Args:
+        with_events: the engine publishes KV cache events.
+
     Attributes:
         requests: the live requests.
         orders: what has been ordered since the last step.
-        parts: None until every rank has shaken hands: until then nothing is promised and nothing stored.
+        unit: one that has nothing until every rank has shaken hands.
+        workers: all ranks' worker sides if they live in this process, else none.
     """
 
-    def __init__(
-        self,
-        config: FlexKVConfig,
-        geometry: BlockGeometry,
-        namespace: bytes,
-        ranks: int,
-        step_tokens: int,
-        with_events: bool = False,
-        stores_end_in_step: bool = False,
-        use: Use = Use(),  # noqa: B008 - frozen
-        model: str = "",
-        unit_name: str = "unit0",
-        prompt_limit: PromptLimit | None = None,
-    ) -> None:
-        owner = UnitOwner(model, namespace, unit_name)
-        self._blueprint = Blueprint(
-            config, geometry, namespace, owner, step_tokens, stores_end_in_step, use, prompt_limit
-        )
-        self._config = config
-        self._geometry = geometry
-        self._ranks = ranks
+    unit: EngineUnit
+    workers: tuple[WorkerSide, ...]
+
+    def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
+        self._spec = spec
         self.handshakes: dict[int, Handshake] = {}
-        self.requests = RequestTable(namespace, geometry, config.keys.scheme)
+        self.requests = RequestTable(spec.namespace, spec.geometry, spec.config.keys.scheme)
         self.orders = ConnectorMetadata()
-        self.parts: Parts | None = None
-        self._watch: StoreWatch | None = None
+        self._watch: StoreWatch = NoWatch()
+        self._watch_bound = False
         self._step = 0
         self._forward_step = 0
         self.counters = Counters()
-        self.events = EventLog(with_events, geometry)
-        self._owed_reset = False
+        self.events = EventLog(with_events, spec.geometry)
         self._old_kv = False
         self._refused = False
+        self._serve(NullUnit(), (), NoStores())
 
     # --- set up ---
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Takes the engine's block pool, which says when a block is handed out again."""
-        self.bind_watch(BlockWatch(pool, self._config.store.max_reference_share))
+        self.bind_watch(BlockWatch(pool, self._spec.config.store.max_reference_share))
 
     def bind_watch(self, watch: StoreWatch) -> None:
         """Takes what says when a block is handed out again."""
         self._watch = watch
+        self._watch_bound = True
 
     def take_handshake(self, ranks: Mapping[int, Handshake]) -> None:
-        """When every rank's geometry is known: sizes and creates the host pool. Until then nothing is promised.
+        """When every rank's geometry is known: builds the unit. Until then nothing is promised.
 
         Raises:
             ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
@@ -101,9 +100,11 @@ class SchedulerSide:
         if foreign := self._foreign_pool(ranks):
             raise ContractError(foreign)
         self.handshakes.update(ranks)
-        if self.parts is None and len(self.handshakes) == self._ranks:
-            self.parts = self._make_parts()
-            self._reset_if_owed(self.parts)
+        if self.unit.state is UnitState.AWAITING_RANKS and len(self.handshakes) == self._spec.ranks:
+            was_reset = isinstance(self.unit, NullUnit) and self.unit.was_reset
+            self._build()
+            if was_reset:
+                self._reset_built_unit()
 
     def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
         """Why one of these handshakes is not of this engine's rank; empty where all are."""
@@ -116,27 +117,87 @@ class SchedulerSide:
                 )
         return ""
 
-    def _make_parts(self) -> Parts:
-        assert self._watch is not None, "the engine binds its block pool before the handshake"
+    def _build(self) -> None:
+        """Makes the unit, and what serves the engine with it."""
+        assert self._watch_bound, "the engine binds its block pool before the handshake"
+        spec, listeners = self._spec, Listeners(self.events)
+        counts = {said.num_blocks for said in self.handshakes.values()}
+        if counts != {spec.geometry.num_blocks}:
+            raise GeometryError(
+                f"the ranks have {sorted(counts)} blocks, the scheduler {spec.geometry.num_blocks}"
+            )
         workers = local_link.workers_of_pools([said.pool_id for _, said in sorted(self.handshakes.items())])
-        return self._blueprint.make(
-            self.handshakes, workers, self._watch, self.requests, self.counters, self.events
+        unit = build_unit(
+            spec.config,
+            spec.geometry.block_tokens,
+            self.handshakes,
+            spec.owner,
+            spec.cache_role(shared=not workers),
+            listeners,
+            spec.prompt_limit,
+        )
+        with ExitStack() as on_error:
+            on_error.callback(unit.close)
+            for worker in workers:
+                worker.attach(unit.unit_id, unit.pool, unit.places[worker.rank], unit.slabs)
+            if not workers:
+                unit.grant = unit.make_grant(not current_device_is_host())
+            stores = self._make_stores(unit)
+            if isinstance(stores, CacheListener):
+                listeners.add(stores)
+            self._serve(unit, workers, stores)
+            on_error.pop_all()
+
+    def _make_stores(self, unit: LiveUnit) -> StoreMode:
+        spec, store = self._spec, self._spec.config.store
+        if not spec.role.stores:
+            return NoStores()
+        rules = StoreRules(spec.geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
+        planner = StorePlanner(unit.manager, self._watch, rules, self.counters, self.events)
+        if store.mode != "lazy":
+            by_layer = store.mode == "layerwise"
+            return EagerStores(planner, self.requests, spec.role.stores_end_in_step, by_layer)
+        return LazyStores(
+            planner,
+            self.requests,
+            unit.manager,
+            self._watch,
+            spec.geometry,
+            spec.namespace,
+            spec.step_tokens,
+            unit.slots,
+            self.counters,
+            self.events,
+        )
+
+    def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
+        """From now on the engine is served by `unit`."""
+        spec, mode = self._spec, self._spec.config.load.mode
+        self.unit, self.workers, self._stores = unit, workers, stores
+        self._lookups = Lookups(
+            unit.manager,
+            spec.geometry,
+            spec.config.store.partial_blocks,
+            self.counters,
+            spec.role.drop_last_block,
+        )
+        self._loads = Loads(self._lookups, sync=mode != "async", by_layer=mode == "layerwise")
+        self._outcomes = Outcomes(
+            unit, workers, self.requests, self._loads, stores, self._watch, self.counters, self.events
+        )
+        self._steps = (
+            StepTimes(unit.manager.cost.compute) if isinstance(unit, LiveUnit) and unit.has_tiers else None
         )
 
     def _warn_of_missing_ranks(self) -> None:
-        missing = [rank for rank in range(self._ranks) if rank not in self.handshakes]
+        missing = [rank for rank in range(self._spec.ranks) if rank not in self.handshakes]
         logger.warning(
             "no handshake from rank(s) %s of %d after %d steps of the engine: until every rank has shaken hands "
             "nothing is stored and nothing is loaded",
             ", ".join(map(str, missing)),
-            self._ranks,
+            self._spec.ranks,
             self._step,
         )
-
-    @property
-    def unit(self) -> HostUnit | None:
-        """The host memory, once it is made."""
-        return self.parts.unit if self.parts is not None else None
 
     # --- lookups and loads ---
 
@@ -145,28 +206,27 @@ class SchedulerSide:
 
         (None, False) while more comes up from disk: the engine asks again with its next step.
         """
-        parts = self.parts
-        if parts is None or not parts.unit.usable or not self._blueprint.use.loads:
+        if not self.unit.usable or not self._spec.role.loads:
             return 0, False
-        parts.outcomes.collect_early()
-        self._pump(parts)
-        parts.unit.grow()
+        self._outcomes.collect_early()
+        self._poll()
+        self.unit.grow()
         tracker = self.requests.of(request)
         self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
-        tracker.own_from = computed_tokens // self._geometry.block_tokens
-        tokens = parts.lookups.match(tracker, computed_tokens)
+        tracker.own_from = computed_tokens // self._spec.geometry.block_tokens
+        tokens = self._lookups.match(tracker, computed_tokens)
         # What the lookup found on disk is asked for at once.
-        self._pump(parts)
+        self._poll()
         if tokens is None:
             return None, False
-        return tokens, tokens > 0 and self._config.load.mode == "async"
+        return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave the request its blocks, and takes `external_tokens` of what was promised."""
-        if self.parts is None:
+        if self.unit.state is UnitState.AWAITING_RANKS:
             return
-        job = self.parts.loads.begin(self.requests.of(request), blocks, external_tokens)
+        job = self._loads.begin(self.requests.of(request), blocks, external_tokens)
         if job is not None:
             self.orders.loads.append(job)
 
@@ -175,100 +235,95 @@ class SchedulerSide:
     def build(self, output: SchedulerOutput) -> ConnectorMetadata:
         """The step's orders. Costs O(requests + new blocks)."""
         self._step += 1
-        parts = self.parts
-        if parts is None and self._step == HANDSHAKE_STEPS:
+        unit = self.unit
+        if unit.state is UnitState.AWAITING_RANKS and self._step == HANDSHAKE_STEPS:
             self._warn_of_missing_ranks()
-        self.requests.follow(output, parts.stores if parts is not None else None, self._preempted)
+        self.requests.follow(output, self._stores, self._preempted)
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
         self.orders.step = self._forward_step
-        if parts is not None and parts.unit.usable:
-            parts.unit.grow()
-            parts.stores.plan_step(output, self._step, self.orders)
-            self._watch_reuse(parts.watch, output)
-            self._pump(parts)
-            self.orders.disk_busy = parts.unit.disk_busy
-            self.orders.grant = parts.unit.grant
-            parts.unit.expire_if_due(self.counters)
-            if parts.steps is not None and output.total_num_scheduled_tokens:
-                sync = any(job.sync for job in self.orders.loads)
-                parts.steps.began(self._forward_step, output, sync)
-        if parts is not None:
-            # Also of a unit that is off: its last ops end by these orders' reports.
-            self.orders.unit = parts.unit.unit_id
+        unit.grow()
+        if unit.usable:
+            self._stores.plan_step(output, self._step, self.orders)
+        self._watch_reuse(output)
+        self._poll()
+        unit.expire_if_due(self.counters)
+        self.orders.disk_busy = unit.busy
+        self.orders.grant = unit.grant
+        if self._steps is not None and output.total_num_scheduled_tokens:
+            sync = any(job.sync for job in self.orders.loads)
+            self._steps.began(self._forward_step, output, sync)
+        # Also of a unit that is disabled: its last ops end by these orders' reports.
+        self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
 
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the workers' reports of a step: failures first, so that nothing computed from them is published."""
-        if output.invalid_block_ids and self.parts is not None:
-            self.parts.outcomes.take_failed_blocks(set(output.invalid_block_ids))
+        if output.invalid_block_ids:
+            self._outcomes.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerMetadata):
             self._take_reports(report)
 
     def collect(self) -> None:
         """Takes the reports of workers in this process, for a connector class that does not carry them."""
-        for worker in self.parts.workers if self.parts is not None else ():
+        for worker in self.workers:
             if (report := worker.take_metadata()) is not None:
                 self._take_reports(report)
 
     def finished(self, request: Request) -> None:
         """The request has ended, its blocks are about to be freed."""
-        tracker, parts = self.requests.pop(request.request_id), self.parts
-        if tracker is None or parts is None:
+        tracker = self.requests.pop(request.request_id)
+        if tracker is None:
             return
         if tracker.loading is not None:
             # Nobody waits for the load any more; its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
-        elif parts.unit.usable:
-            parts.outcomes.collect_early()
-            parts.outcomes.retire(tracker, self._forward_step)
-            self.orders.early += parts.stores.ended(tracker, self._step)
-            self._submit_early(parts)
+        else:
+            self._outcomes.collect_early()
+            self._outcomes.retire(tracker, self._forward_step)
+            self.orders.early += self._stores.ended(tracker, self._step)
+            self._submit_early()
         # Last, because it marks the request's blocks as used together.
-        parts.unit.manager.end_request(tracker.request_id)
+        self.unit.manager.end_request(tracker.request_id)
 
-    def _submit_early(self, parts: Parts) -> None:
-        if parts.workers and current_device_is_host() and self.orders.early:
+    def _submit_early(self) -> None:
+        if self.workers and current_device_is_host() and self.orders.early:
             # The forward that wrote the blocks has returned, and no further step may ever come.
             early, self.orders.early = self.orders.early, []
-            for worker in parts.workers:
+            for worker in self.workers:
                 worker.before_forward(
-                    ConnectorMetadata(parts.unit.unit_id, step=self._forward_step, early=early)
+                    ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early)
                 )
 
     def _preempted(self, tracker: RequestTracker) -> None:
-        if self.parts is not None:
-            self.parts.stores.preempted(tracker)
-            self.parts.outcomes.retire(tracker, self._forward_step)
+        self._stores.preempted(tracker)
+        self._outcomes.retire(tracker, self._forward_step)
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
-            if self.parts is not None and part.unit == self.parts.unit.unit_id:
+            if part.unit == self.unit.unit_id != NO_UNIT:
                 # Also of a rank whose engine has registered another pool, which says so itself.
-                self._take_report(self.parts, part)
+                self._take_report(part)
             elif foreign := self._foreign_pool(part.handshakes):
                 self._refuse_report(foreign)
-            elif self.parts is None and part.unit == NO_UNIT and part.handshakes:
+            elif self.unit.unit_id == NO_UNIT and part.unit == NO_UNIT and part.handshakes:
                 self.take_handshake(part.handshakes)
             elif part.unit != NO_UNIT:
                 # Its ops have the numbers of ours, and say nothing of them.
-                own = (
-                    f"unit {self.parts.unit.unit_id.hex()}"
-                    if self.parts is not None
-                    else "one that is not made yet"
-                )
+                own = self.unit.unit_id
+                of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
                 self._refuse_report(
-                    f"a report of unit {part.unit.hex()} reached the scheduler's side of {own}"
+                    f"a report of unit {part.unit.hex()} reached the scheduler's side of {of}"
                 )
 
-    def _take_report(self, parts: Parts, report: WorkerMetadata) -> None:
-        parts.outcomes.take(report)
-        if parts.steps is not None and report.step:
-            parts.steps.ended(report.step)
-        self._pump(parts)
+    def _take_report(self, report: WorkerMetadata) -> None:
+        self._outcomes.take(report)
+        if self._steps is not None and report.step:
+            self._steps.ended(report.step)
+        self._poll()
 
     def _refuse_report(self, reason: str) -> None:
         """A rank of another unit reports."""
@@ -277,13 +332,13 @@ class SchedulerSide:
             self._refused = True
             logger.error("%s: dropped, as all further ones", reason)
 
-    def _pump(self, parts: Parts) -> None:
-        """Gives the disks what there is to do, and takes what they have done."""
-        if parts.unit.pump():
-            parts.outcomes.changed = True
+    def _poll(self) -> None:
+        """Gives the tiers what there is to do, and takes what they have done."""
+        if self.unit.poll():
+            self._outcomes.changed = True
 
-    def _watch_reuse(self, watch: StoreWatch, output: SchedulerOutput) -> None:
-        reused = watch.take_reused()
+    def _watch_reuse(self, output: SchedulerOutput) -> None:
+        reused = self._watch.take_reused()
         if reused:
             self.orders.reused = reused
             for op_id in reused if output.kv_cache_block_copies or output.new_block_ids_to_zero else ():
@@ -295,17 +350,18 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
-        parts = self.parts
-        if parts is None or not parts.unit.usable:
-            return False
-        parts.outcomes.collect_early()
-        self._pump(parts)
-        if parts.unit.disk_busy:
+        self._outcomes.collect_early()
+        self._poll()
+        unit = self.unit
+        if unit.busy:
             return True
-        if parts.unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or parts.unit.grant:
+        if not unit.usable:
+            # A rank that cannot use the pool may never report its ops.
+            return False
+        if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
             return True
         # One more step, so that the gauges show the end of the last copy and not the state before.
-        return parts.outcomes.changed
+        return self._outcomes.changed
 
     def reset(self) -> bool:
         """New weights: nothing stored before is ever a hit again.
@@ -317,47 +373,42 @@ class SchedulerSide:
             rank has shaken hands: then the reset is carried out as soon as they have, before anything is stored or
             promised.
         """
-        parts = self.parts
-        if parts is None:
-            self._owed_reset = True
+        self._outcomes.collect_early()
+        self.unit.manager.reset()
+        if self.unit.state is UnitState.AWAITING_RANKS:
             self._old_kv = any(tracker.block_ids for tracker in self.requests) or bool(self._hashed_blocks())
             return True
-        parts.outcomes.collect_early()
-        parts.unit.manager.reset()
-        self.orders.void.extend(parts.loads)
+        self.orders.void.extend(self._loads)
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests:
             tracker.stale = bool(tracker.block_ids)
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
-        parts.stores.reset(self._hashed_blocks())
-        if self._blueprint.use.ends_copies and not self._end_copies(parts):
+        self._stores.reset(self._hashed_blocks())
+        if self._spec.role.ends_copies and not self._end_copies():
             return False
-        return not parts.loads
+        return not self._loads
 
-    def _reset_if_owed(self, parts: Parts) -> None:
+    def _reset_built_unit(self) -> None:
         """Carries out a reset that came before there was anything to reset: disks may hold pages of the old weights.
 
         What the engine had computed before it may have spread since, so then nothing of what it has now is stored.
         """
-        if not self._owed_reset:
-            return
-        self._owed_reset = False
         if self._old_kv:
             self.reset()
         else:
-            parts.unit.manager.reset()
+            self.unit.manager.reset()
             self.counters.add("flexkv_resets_total")
 
     def _hashed_blocks(self) -> dict[int, bytes]:
         """Blocks that the engine's own prefix cache knows, and their hashes."""
-        assert self._watch is not None, "the engine binds its block pool before it resets"
+        assert self._watch_bound, "the engine binds its block pool before it resets"
         return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
 
-    def _end_copies(self, parts: Parts) -> bool:
+    def _end_copies(self) -> bool:
         """Ends every copy, and drops stores that are not begun yet; whether nothing moves any more."""
-        if not parts.workers:
-            pending = parts.unit.manager.inflight_ops()
+        if not self.workers:
+            pending = self.unit.manager.inflight_ops()
             if pending:
                 logger.error(
                     "%d copies are in flight on workers in other processes, so the engine must not sleep; step it "
@@ -367,13 +418,13 @@ class SchedulerSide:
             return not pending
         early, self.orders.early = self.orders.early, []
         ended = True
-        for worker in parts.workers:
+        for worker in self.workers:
             try:
                 worker.end_copies(early)
             except ClosedError as error:
                 logger.error("the engine must not sleep: %s", error)
                 ended = False
-        parts.outcomes.collect_early()
+        self._outcomes.collect_early()
         return ended
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -382,18 +433,18 @@ class SchedulerSide:
 
     def take_counters(self) -> Counters | None:
         """Values of the metrics since the last call; None when nothing happened."""
-        if self.parts is not None and self.parts.outcomes.changed:
-            self.parts.outcomes.changed = False
-            self.parts.unit.count(self.counters)
+        if self._outcomes.changed:
+            self._outcomes.changed = False
+            self.unit.count(self.counters)
         return self.counters.take() if self.counters else None
 
     def close(self) -> None:
-        """Ends disks and host pool; the workers' lanes have ended, or end by themselves."""
-        if self.parts is not None:
-            for worker in self.parts.workers:
-                worker.close()
-            # What has ended in these workers, also while they closed, is stored, and so goes to disk.
-            self.parts.outcomes.collect_early()
-            self.parts.watch.close()
-            self.parts.unit.close()
-            self.parts = None
+        """Ends tiers and host pool; the workers' lanes have ended, or end by themselves. Idempotent."""
+        if self.unit.state is UnitState.CLOSED:
+            return
+        for worker in self.workers:
+            worker.close()
+        # What has ended in these workers, also while they closed, is stored, and so goes to other tiers.
+        self._outcomes.collect_early()
+        self._watch.close()
+        self.unit.close()

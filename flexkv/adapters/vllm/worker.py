@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
-from flexkv.adapters.common.base import UnitId
 from flexkv.adapters.common.layer_loads import LayerLoads
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.rank_worker import RankWorker
@@ -24,6 +23,7 @@ from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
 from flexkv.transfer.graph import OpResult, TransferGraph
+from flexkv.unit.ranks import UnitId
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -1,4 +1,4 @@
-"""Makes a manager with the tiers that a unit has."""
+"""The tiers that a unit may have."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from collections.abc import Sequence
 from functools import partial
 
 from flexkv.cache.tier import Plane, TierFactory, TierFacts
+from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.host.tier import HostTier
+from flexkv.cache.tiers.peers.plan import plan_peers
 from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
+from flexkv.cache.tiers.plan import PlanTier, TierPlan, UnitFacts
 from flexkv.storage.base import DiskTier as Volumes
 from flexkv.storage.base import StoredPages
+
+TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers)
+"""Behind host memory, in the order in which a lookup asks them. A new tier is a package of its own and a name here."""
+
+
+def plan_tiers(unit: UnitFacts) -> list[TierPlan]:
+    """The tiers behind host memory that the unit's settings want, in the order in which a lookup asks them."""
+    return [planned for plan in TIERS if (planned := plan(unit)) is not None]
 
 
 def unit_tiers(
@@ -21,7 +32,7 @@ def unit_tiers(
     peer_facts: TierFacts = TierFacts("peers"),  # noqa: B008 - frozen
     peer_plane: PeerPlane | None = None,
 ) -> Sequence[TierFactory]:
-    """The tiers of one unit, in the order in which a lookup asks them.
+    """The tiers of a manager whose storage the caller has opened.
 
     Args:
         volumes: of the unit's own disks; None for none.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.storage.header import read_header
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.storage.damage import flip
@@ -25,7 +25,7 @@ def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
     fixed = {
         "disk.folders": str(folder),
         "disk.bytes_per_folder": SLAB_BYTES,
-        "use": Use(recomputes=True),
+        "role": EngineRole(recomputes=True),
     }
 
     def make(**more: object) -> MiniEngine:
@@ -39,9 +39,7 @@ def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
 
 def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read, written or heard of from here on, until `monkeypatch.undo()`."""
-    disk = engine.side.unit.disk
-    assert disk is not None
-    monkeypatch.setattr(disk._driver, "poll", lambda: None)
+    monkeypatch.setattr(engine.unit.driver, "poll", lambda: None)
 
 
 def spoil(folder: Path, places: Sequence[int] | None = None) -> None:

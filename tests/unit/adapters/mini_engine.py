@@ -14,17 +14,19 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from flexkv.adapters.common.capacity import PromptLimit
 from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
 from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.adapters.vllm.scheduler import SchedulerSide
-from flexkv.adapters.vllm.use import Use
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
 from flexkv.observe import Counters
+from flexkv.unit.capacity import PromptLimit
+from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.ranks import UnitOwner
 from tests.unit.adapters.mini_pools import Live, MiniPools, kv_config
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 
@@ -51,7 +53,7 @@ class MiniEngine:
         remote: bool = False,
         worker_class: type[WorkerSide] = WorkerSide,
         with_events: bool = False,
-        use: Use = Use(),  # noqa: B008 - frozen
+        role: EngineRole = EngineRole(),  # noqa: B008 - frozen
         latent: bool = False,
         early_handshake: bool = True,
         prompt_limit: PromptLimit | None = None,
@@ -68,16 +70,16 @@ class MiniEngine:
             worker.register_kv_caches(caches, self.kv_config)
             if not remote:
                 local_link.announce(worker)
-        self.side = SchedulerSide(
+        spec = EngineSpec(
             config,
             block_geometry(self.kv_config),
-            NAMESPACE,
+            UnitOwner("", NAMESPACE, "unit0"),
             ranks,
             step_tokens=16,
-            with_events=with_events,
-            use=use,
+            role=role,
             prompt_limit=prompt_limit,
         )
+        self.side = SchedulerSide(spec, with_events)
         self.side.bind_block_pool(self.pool)
         if early_handshake:
             self.take_handshakes()
@@ -167,9 +169,16 @@ class MiniEngine:
         return tell
 
     @property
+    def unit(self) -> LiveUnit:
+        """The unit, once every rank has shaken hands."""
+        unit = self.side.unit
+        assert isinstance(unit, LiveUnit), f"no unit is built: {unit.state}"
+        return unit
+
+    @property
     def stored_pages(self) -> int:
         """Pages that have become visible so far."""
-        return int(self.side.unit.manager.stats().stored_pages)
+        return int(self.unit.manager.stats().stored_pages)
 
     def until(self, done: Callable[[], bool]) -> None:
         """Empty steps until something is so."""

@@ -80,7 +80,7 @@ class RandomEngine(MiniEngine):
 
     def verify(self) -> None:
         """Whatever a running request counts as computed is in its blocks."""
-        self.side.unit.manager.check_integrity()
+        self.unit.manager.check_integrity()
         for name, live in self.live.items():
             if not live.waiting_for_load:
                 assert self.wrong(name) == [], f"{name}: {live.request.num_computed_tokens} tokens"
@@ -92,7 +92,7 @@ class RandomEngine(MiniEngine):
         self.drain()
         for _ in range(3):
             self.step({})
-        manager = self.side.unit.manager
+        manager = self.unit.manager
         manager.check_integrity()
         assert manager.inflight_ops() == 0
         assert len(self.side.requests) == 0

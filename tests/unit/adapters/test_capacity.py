@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.capacity import PromptLimit, TierCapacity
+from flexkv.unit.capacity import PromptLimit, TierCapacity
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.c_ext import eviction_policies
 from flexkv.errors import FlexKVError
 from flexkv.simulation.world import DISK
@@ -27,7 +27,7 @@ def prompt(number: int) -> list[int]:
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
     """Makes engines with a disk tier in the test's folder; each ends the one before."""
-    return in_turn(make_engine, tmp_path, use=Use())
+    return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
 def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) -> None:
@@ -85,7 +85,7 @@ def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mod
     # Bursts of stores must find slots that were made free before: one in 16 is kept so.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
-    slots = engine.side.unit.slots
+    slots = engine.unit.slots
     prompts = 2 * slots // 5
     for number in range(prompts):
         engine.run(make_request(prompt(number), f"a{number}"))
@@ -107,7 +107,7 @@ def test_the_engine_is_asked_to_wait_and_does_not_pay_for_it(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine()
-    manager = engine.side.unit.manager
+    manager = engine.unit.manager
     request = make_request(PROMPT, "two")
     stop_disks(engine, monkeypatch)
     lookups = manager.stats().lookups
@@ -128,7 +128,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(make_disk_engine: Mak
     assert engine.side.match(request, 0) == (None, False)
     engine.side.finished(request)
     engine.drain()
-    manager = engine.side.unit.manager
+    manager = engine.unit.manager
     manager.check_integrity()
     assert manager._requests.waits == {}
     assert engine.run(make_request(PROMPT, "three")) == 20
@@ -189,7 +189,7 @@ def test_a_crash_before_the_next_start_brings_nothing_back_after_a_reset(make_di
     engine.add(request)
     engine.step()
     assert engine.side.reset()
-    assert disk_tier(engine.side.unit.manager).pages.epoch % 2 == 1
+    assert disk_tier(engine.unit.manager).pages.epoch % 2 == 1
     engine.finish("two")
     engine.drain()
     engine = make_disk_engine()
@@ -212,7 +212,7 @@ def test_two_engines_do_not_share_a_unit(make_disk_engine: Make, make_engine: Ma
 def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.ttl_s": 3600})
-    manager = engine.side.unit.manager
+    manager = engine.unit.manager
     disk_tier(manager)._unix_s = manager._lookup._unix_s = lambda: time.time() + 3601
     assert engine.run(make_request(PROMPT, "two")) == 0
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
@@ -221,7 +221,7 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     engine = make_disk_engine()
     engine.run(make_request(PROMPT, "one"))
-    engine.until(lambda: not engine.side.unit.manager.work.busy)
+    engine.until(lambda: not engine.unit.manager.work.busy)
     engine.step({})
     data = engine.counters.data
     assert data["flexkv_disk_pages_total"] == {"write": 5}
@@ -237,7 +237,7 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
     engine = make_disk_engine(**share)
     assert engine.run(make_request(long, "two")) == 96
     engine.run(make_request([7, *long[1:]], "three"))
-    rates = engine.side.unit.manager.cost
+    rates = engine.unit.manager.cost
     assert (rates.fetch(DISK).samples, rates.load.samples, rates.compute.samples) == (1, 1, 1)
     gauges = engine.counters.data
     assert gauges["flexkv_disk_page_seconds"]["read"] > 0
@@ -248,7 +248,7 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
 def test_eviction_policy_of_the_settings_decides_what_leaves(make_disk_engine: Make, policy: str) -> None:
     engine = make_disk_engine(**{"index.policy": policy})
     engine.run(make_request(PROMPT, "one"))
-    index = engine.side.unit.manager.hub.index
+    index = engine.unit.manager.hub.index
     entries = index.take_coldest(0, 100)
     found_later = set(map(bytes, index.keys_of(entries)))
     index.unpin(entries)
@@ -266,7 +266,7 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.compute_if_faster": compute_if_faster})
-    rates, now_s = engine.side.unit.manager.cost, time.monotonic()
+    rates, now_s = engine.unit.manager.cost, time.monotonic()
     for n in range(1, 9):
         rates.fetch(DISK).see(n, 100.0 * n, now_s)
         rates.compute.see(n, 1e-6 * n, now_s)

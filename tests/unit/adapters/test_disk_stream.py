@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.simulation.world import DISK
 from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -58,7 +58,7 @@ def test_the_promise_is_made_before_the_disk_is_asked(
     engine.check("two")
 
 
-@pytest.mark.parametrize("settings", [{"use": Use()}, {"disk.stream": False}])
+@pytest.mark.parametrize("settings", [{"role": EngineRole()}, {"disk.stream": False}])
 def test_who_cannot_compute_what_is_missing_waits(make_streaming: Make, settings: dict[str, object]) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
     engine = make_streaming(**settings)
@@ -97,11 +97,11 @@ def test_a_request_that_ends_while_its_pages_come_up(
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
     blocks = engine.finish("two")
-    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.until(lambda: engine.unit.manager.inflight_ops() == 0)
     engine.pool.free_blocks(reversed(blocks))
     monkeypatch.undo()
     engine.drain()
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 
@@ -123,7 +123,7 @@ def test_a_disk_that_takes_too_long_is_computed(
     monkeypatch.undo()
     engine.finish("two")
     engine.drain()
-    assert len(disk_tier(engine.side.unit.manager)) == 5, "nothing is wrong with the pages"
+    assert len(disk_tier(engine.unit.manager)) == 5, "nothing is wrong with the pages"
 
 
 def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
@@ -132,7 +132,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     make_streaming().run(make_request(PROMPT, "one"))
     # Its deadline is an hour: only being told can end it here.
     engine = make_streaming(**{"load.deadline_s": 3600})
-    driver = engine.side.unit.disk._driver
+    driver = engine.unit.driver
     monkeypatch.setattr(driver._planes[DISK], "submit", lambda graph: None)
     assert engine.add(make_request(PROMPT, "two")) == 20
     fails_and_is_computed(engine, "two", 5)

@@ -180,7 +180,7 @@ def test_the_tiers_sizes_are_reported_before_anything_moves(make_engine: Make) -
     engine = make_engine()
     assert engine.side.has_work, "the engine takes a step that reports them"
     engine.step({})
-    assert engine.counters.value("flexkv_host_slots") == engine.side.unit.slots
+    assert engine.counters.value("flexkv_host_slots") == engine.unit.slots
     assert not engine.side.has_work
 
 

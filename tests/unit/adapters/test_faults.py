@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
+from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import CapacityError, GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.full_queue import four_loads
@@ -61,7 +62,7 @@ def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make
     engine.step()
     worker.movers[0].release()
     engine.check("two")
-    engine.until(lambda: not engine.side.unit.manager.inflight_ops())
+    engine.until(lambda: not engine.unit.manager.inflight_ops())
     engine.finish("two")
     engine.drain()
     engine.forget()
@@ -103,16 +104,16 @@ def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make
     engine.drain()
     engine.step({})
     assert engine.finished_loads == ["two"]
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
 def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine: Make) -> None:
     slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
-    recomputes = Use(recomputes=True)
+    recomputes = EngineRole(recomputes=True)
     engine = stored_engine(
-        make_engine, PROMPT, worker_class=slow, use=recomputes, **{"load.deadline_s": 0.05}
+        make_engine, PROMPT, worker_class=slow, role=recomputes, **{"load.deadline_s": 0.05}
     )
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 20
@@ -197,7 +198,7 @@ def test_the_engine_comes_to_rest(make_engine: Make) -> None:
 def test_bytes_that_changed_in_host_memory_are_found(make_engine: Make) -> None:
     engine = stored_engine(make_engine, PROMPT, **{"host.verify": True})
     for slot in range(5):
-        engine.side.unit.pool.slot(slot)[3] ^= 1
+        engine.unit.pool.slot(slot)[3] ^= 1
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 5
     engine.forget()
@@ -213,8 +214,9 @@ def test_too_little_memory_says_how_much_a_slot_needs(make_engine: Make) -> None
 def test_ranks_that_disagree_are_refused(make_engine: Make) -> None:
     engine = make_engine()
     other = make_engine(blocks=16)
-    engine.side.parts = None
-    engine.side.handshakes.clear()
+    engine.close()
+    engine.side = SchedulerSide(engine.side._spec)
+    engine.side.bind_block_pool(engine.pool)
     said = other.workers[0].handshake()
     assert said is not None
     with pytest.raises(GeometryError, match="16"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.errors import ConfigError
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.gds_lane import make_gds_lane
@@ -54,7 +54,7 @@ def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
-    manager = engine.side.unit.manager
+    manager = engine.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "two"))
     manager.hub.evicted(0, manager.hub.index.evict(0, 1000))
     manager.check_integrity()
@@ -78,7 +78,8 @@ def test_fewer_staging_slots_than_blocks(make_gds: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"use": Use()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.gds": "off"}]
+    "settings",
+    [{"role": EngineRole()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.gds": "off"}],
 )
 def test_who_cannot_compute_what_is_missing_waits(make_gds: Make, settings: dict[str, object]) -> None:
     make_gds().run(make_request(PROMPT, "one"))
@@ -89,7 +90,7 @@ def test_who_cannot_compute_what_is_missing_waits(make_gds: Make, settings: dict
 def test_without_gpudirect_auto_goes_through_host_memory(make_gds: Make) -> None:
     make_gds().run(make_request(PROMPT, "one"))
     engine = make_gds(**{"disk.gds": "auto"})
-    assert engine.side.unit.slabs is None
+    assert engine.unit.slabs is None
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert (gds_pages(engine), read(engine)) == (0, 5)
 
@@ -103,7 +104,7 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert gds_pages(engine) == 5
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: self.rank < 1)
-    assert make_gds(**{"disk.gds": "auto", "ranks": 2}).side.unit.slabs is None
+    assert make_gds(**{"disk.gds": "auto", "ranks": 2}).unit.slabs is None
 
 
 def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -130,7 +131,7 @@ def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_hos
     # The first load may be planned before the ranks have said anything: it is computed, and nothing is forgotten.
     engine.run(make_request(PROMPT, "two"))
     assert gds_pages(engine) == 0
-    assert disk_tier(engine.side.unit.manager).counts.failed_reads == 0
+    assert disk_tier(engine.unit.manager).counts.failed_reads == 0
     said = [r.getMessage() for r in caplog.records if "disk.gds=auto" in r.getMessage()]
     assert len(said) == 1
     assert "rank 1" in said[0]
@@ -150,7 +151,7 @@ def test_with_on_a_rank_that_cannot_open_the_slabs_is_an_error(
         make_gds()
     engine = make_gds(remote=True)
     engine.run(make_request(PROMPT, "one"))
-    assert not engine.side.unit.usable
+    assert not engine.unit.usable
 
 
 def test_staging_that_cannot_be_had_is_an_error_at_the_start(make_gds: Make) -> None:
@@ -181,7 +182,7 @@ def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) ->
 def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: Path) -> None:
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
-    (row,) = engine.side.unit.slabs.disks[0]
+    (row,) = engine.unit.slabs.disks[0]
     engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
     # Only now: a slab that is too short at start is made anew.
@@ -196,7 +197,7 @@ def test_a_place_that_holds_another_page_by_now_is_a_miss(make_gds: Make) -> Non
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine = make_gds()
-    index = disk_tier(engine.side.unit.manager)
+    index = disk_tier(engine.unit.manager)
     index._tags[0]["generation"] += 1
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 5
@@ -210,11 +211,11 @@ def test_a_request_that_ends_while_its_pages_are_loaded(make_gds: Make) -> None:
     engine.step({})
     loading = engine.live["two"].waiting_for_load  # it may have ended within the step
     blocks = engine.finish("two")
-    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.until(lambda: engine.unit.manager.inflight_ops() == 0)
     if loading:
         engine.pool.free_blocks(reversed(blocks))
     engine.drain()
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.simulation.world import DISK
+from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -25,13 +26,19 @@ def gds_pages(engine: MiniEngine, direction: str) -> float:
     return engine.counters.data.get("flexkv_disk_gds_pages_total", {}).get(direction, 0)
 
 
+def sealed_apart(engine: MiniEngine) -> bool:
+    volumes = disk_tier(engine.unit.manager).volumes
+    assert isinstance(volumes, DiskUnit)
+    return volumes._options.sealed_apart
+
+
 def on_disk(engine: MiniEngine) -> int:
-    return len(disk_tier(engine.side.unit.manager))
+    return len(disk_tier(engine.unit.manager))
 
 
 def found_on_disk(engine: MiniEngine) -> int:
     """Blocks of PROMPT that a lookup would find there."""
-    return len(disk_tier(engine.side.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
+    return len(disk_tier(engine.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -44,8 +51,8 @@ def test_every_rank_stores_its_own_stripe(
     engine = make_gds(**settings)
     engine.run(make_request(PROMPT, "one"))
     assert gds_pages(engine, "write") == 5
-    assert engine.side.unit.manager.cached_blocks() == 0, "nothing is in host memory"
-    engine.side.unit.manager.check_integrity()
+    assert engine.unit.manager.cached_blocks() == 0, "nothing is in host memory"
+    engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20
     # Also by the next process, and by one that reads through host memory.
@@ -65,7 +72,7 @@ def test_a_page_is_there_when_it_is_sealed_and_not_before(
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     stop_disks(engine, monkeypatch)
-    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.until(lambda: engine.unit.manager.inflight_ops() == 0)
     assert on_disk(engine) == 5, "its places are taken"
     assert found_on_disk(engine) == 0
     monkeypatch.undo()
@@ -77,10 +84,10 @@ def test_a_seal_that_the_lane_does_not_take_leaves_nothing(
     make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_gds()
-    monkeypatch.setattr(engine.side.unit.disk._driver._planes[DISK], "submit", lambda graph: None)
+    monkeypatch.setattr(engine.unit.driver._planes[DISK], "submit", lambda graph: None)
     engine.run(make_request(PROMPT, "one"))
     assert on_disk(engine) == 0
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     monkeypatch.undo()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 0
@@ -92,12 +99,12 @@ def test_new_weights_between_stripes_and_seal(make_gds: Make, monkeypatch: pytes
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     stop_disks(engine, monkeypatch)
-    engine.until(lambda: engine.side.unit.manager.inflight_ops() == 0)
+    engine.until(lambda: engine.unit.manager.inflight_ops() == 0)
     engine.side.reset()
     monkeypatch.undo()
     engine.finish("one")
     engine.drain()
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     engine.forget()
     assert found_on_disk(engine) == 0
 
@@ -107,11 +114,11 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
     tell = engine.hold_reports()
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    assert engine.side.unit.manager.discard_from("one", 2) == 3
+    assert engine.unit.manager.discard_from("one", 2) == 3
     tell()
     engine.finish("one")
     engine.drain()
-    engine.side.unit.manager.check_integrity()
+    engine.unit.manager.check_integrity()
     assert on_disk(engine) == 2
 
 
@@ -120,7 +127,7 @@ def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds
     longer, and what was stored is there, byte for byte."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
-    (row,) = engine.side.unit.slabs.disks[0]
+    (row,) = engine.unit.slabs.disks[0]
     with open(row.path, "r+b") as slab:
         slab.truncate(row.header_bytes)
     engine.forget()
@@ -137,12 +144,12 @@ def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds
 
 
 def test_an_engine_that_cannot_recompute_stores_in_host_memory(make_gds: Make) -> None:
-    engine = make_gds(use=Use())
+    engine = make_gds(role=EngineRole())
     engine.run(make_request(PROMPT, "one"))
-    assert engine.side.unit.manager.cached_blocks() == 5
+    assert engine.unit.manager.cached_blocks() == 5
     assert gds_pages(engine, "write") == 0
-    assert not engine.side.unit.disk._volumes._options.sealed_apart, "free slots are cleared ahead, as ever"
-    assert make_gds().side.unit.disk._volumes._options.sealed_apart
+    assert not sealed_apart(engine), "free slots are cleared ahead, as ever"
+    assert sealed_apart(make_gds())
 
 
 def test_only_gds_writes_are_ordered(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from flexkv.adapters.common.base import NO_UNIT, LoadJob, PoolId, UnitId, random_id
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.vllm import local_link, one_engine
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
@@ -23,6 +23,7 @@ from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
 from flexkv.observe import Counters
 from flexkv.transfer.graph import OpResult
+from flexkv.unit.ranks import NO_UNIT, PoolId, UnitId, random_id
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.mini_pools import make_caches
 from tests.unit.adapters.vllm_objects import make_request
@@ -56,7 +57,7 @@ def two_engines(make_engine: Make, **options: Any) -> tuple[MiniEngine, MiniEngi
 
 
 def slots_of(engine: MiniEngine) -> Any:
-    pool = engine.side.unit.pool
+    pool = engine.unit.pool
     return np.stack([pool.slot(slot).copy() for slot in range(pool.slots)])
 
 
@@ -89,13 +90,13 @@ def test_a_load_of_another_unit_is_refused_and_its_blocks_are_named(
     second.step()
     second.check("two")
     second.finish("two")
-    assert second.side.unit.manager.inflight_ops() == 0, "ops of the refused step have ended"
+    assert second.unit.manager.inflight_ops() == 0, "ops of the refused step have ended"
     assert first.pools.caches[0]["layer.0"].equal(pools), "the other engine's pool was written"
     assert np.array_equal(slots_of(first), kept), "the other unit's host memory was written"
     assert errors(logged, "nothing of such steps is loaded or stored") == 1
-    assert not second.side.unit.usable, "its scheduler goes on promising what no worker loads"
+    assert not second.unit.usable, "its scheduler goes on promising what no worker loads"
     assert first.workers[0].counters.data[MESSAGES]["orders"] == steps
-    assert first.side.unit.usable
+    assert first.unit.usable
     assert first.run(make_request(ONE, "again")) == 20
 
 
@@ -107,7 +108,7 @@ def test_without_the_check_the_other_engine_reads_wrong_kv(
     _, second = two_engines(make_engine, **{"load.mode": mode})
     monkeypatch.setattr(ForeignSteps, "begin", lambda self, orders, own: False)
     # Reports of the first unit are the second's, too.
-    monkeypatch.setattr(second.workers[0], "unit", second.side.unit.unit_id)
+    monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
     second.add(make_request(TWO, "two"))
     second.end_load("two")
     second.step()
@@ -122,7 +123,7 @@ def test_stores_of_another_unit_are_refused_and_not_published(make_engine: Make)
     second.step()
     second.finish("three")
     second.step({})
-    assert second.side.unit.manager.inflight_ops() == 0
+    assert second.unit.manager.inflight_ops() == 0
     assert second.stored_pages == stored
     assert np.array_equal(slots_of(first), kept)
 
@@ -141,9 +142,9 @@ def test_a_step_of_another_unit_takes_no_report_of_this_one(make_engine: Make) -
     while worker._ops._ops:
         worker.poll(idle=True)
     second.step({})
-    assert first.side.unit.manager.inflight_ops() > 0
+    assert first.unit.manager.inflight_ops() > 0
     first.step({})
-    assert first.side.unit.manager.inflight_ops() == 0
+    assert first.unit.manager.inflight_ops() == 0
 
 
 def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_one(make_engine: Make) -> None:
@@ -178,9 +179,9 @@ def test_a_report_of_another_unit_frees_and_publishes_nothing(
         report = replace(report, unit=UnitId(random_id()), errors={0: "broken"})
         engine.side.update(KVConnectorOutput(kv_connector_worker_meta=report))
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=report))
-    assert (engine.side.unit.manager.inflight_ops() == 0) is own
+    assert (engine.unit.manager.inflight_ops() == 0) is own
     assert (engine.stored_pages == 5) is own
-    assert engine.side.unit.usable
+    assert engine.unit.usable
     assert errors(logged, "reached the scheduler's side of unit") == (0 if own else 1)
     counters = engine.side.take_counters()
     assert counters is not None
@@ -189,7 +190,7 @@ def test_a_report_of_another_unit_frees_and_publishes_nothing(
 
 def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     engine = make_engine()
-    unit, other = engine.side.unit.unit_id, UnitId(random_id())
+    unit, other = engine.unit.unit_id, UnitId(random_id())
     strange = OpResult.cancelled(1, 1, "of another unit")  # type: ignore[arg-type]
     joined = WorkerMetadata(unit, ready={0: 5}).aggregate(WorkerMetadata(other, results=[(1, strange)]))
     assert (joined.unit, joined.ready, joined.results) == (unit, {0: 5}, [])
@@ -223,19 +224,19 @@ def test_a_pool_that_replaced_another_is_not_written_by_loads_for_that(
     assert engine.invalid >= loaded
     engine.step()
     engine.check("two")
-    assert not engine.side.unit.usable
-    assert engine.side.unit.manager.inflight_ops() == 0
+    assert not engine.unit.usable
+    assert engine.unit.manager.inflight_ops() == 0
 
 
 def test_a_grant_for_another_pool_is_not_taken(make_engine: Make) -> None:
     engine = make_engine(remote=True)
-    worker, grant = engine.workers[0], engine.side.unit.grant
+    worker, grant = engine.workers[0], engine.unit.grant
     assert grant is not None
-    worker.take_grant(replace(grant, pools=(random_id(),)))
+    worker.take_grant(replace(grant, pools=(PoolId(random_id()),)))
     worker.take_grant(replace(grant, pools=()))
     assert (worker.unit, worker.attached) == (NO_UNIT, False)
     worker.take_grant(grant)
-    assert (worker.unit, worker.attached) == (engine.side.unit.unit_id, True)
+    assert (worker.unit, worker.attached) == (engine.unit.unit_id, True)
 
 
 def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
@@ -243,17 +244,17 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
     engine.step({})
     worker = engine.workers[0]
     unit, attached = worker.unit, worker._pool
-    assert unit == engine.side.unit.unit_id
+    assert unit == engine.unit.unit_id
     other = make_engine(remote=True)
-    worker.take_grant(replace(other.side.unit.make_grant(False), pools=(worker.pool_id,)))
+    worker.take_grant(replace(other.unit.make_grant(False), pools=(worker.pool_id,)))
     assert (worker.unit, worker._pool) == (unit, attached)
     with pytest.raises(ContractError, match=f"serves unit {unit.hex()}"):
-        worker.attach(other.side.unit.unit_id, other.side.unit.pool, other.side.unit.places[0])
+        worker.attach(other.unit.unit_id, other.unit.pool, other.unit.places[0])
 
 
 def test_two_units_and_two_pools_never_have_one_id(make_engine: Make) -> None:
     engines = [make_engine() for _ in range(3)]
-    assert len({engine.side.unit.unit_id for engine in engines}) == 3
+    assert len({engine.unit.unit_id for engine in engines}) == 3
     assert len({engine.workers[0].pool_id for engine in engines}) == 3
 
 
@@ -263,7 +264,7 @@ def test_two_units_and_two_pools_never_have_one_id(make_engine: Make) -> None:
 def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make_engine: Make) -> None:
     first, second = make_engine(ranks=2), make_engine(ranks=2)
     for engine in (first, second):
-        assert list(engine.side.parts.workers) == engine.workers
+        assert list(engine.side.workers) == engine.workers
     pools = [first.workers[0].pool_id, second.workers[1].pool_id]
     assert local_link.workers_of_pools(pools) == (first.workers[0], second.workers[1])
     assert local_link.workers_of_pools([*pools, PoolId(random_id())]) == ()

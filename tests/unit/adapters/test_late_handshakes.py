@@ -65,7 +65,7 @@ def test_handshakes_with_the_first_report_are_in_time(
     engine = make_engine(ranks=2, remote=True, **LATE)
     steps(engine, 2 * HANDSHAKE_STEPS)
     assert "handshake" not in said.text
-    assert engine.side.unit is not None
+    assert engine.unit.usable
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
     if reset:
         assert engine.side.reset()
     steps(engine, 1)
-    assert engine.side.unit is not None
+    assert engine.unit.usable
     return engine
 
 
@@ -105,17 +105,17 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
     # The engine cannot reset while the request runs, and keeps its blocks.
     assert engine.side.reset()
     reports()
-    assert engine.side.unit is not None
+    assert engine.unit.usable
     engine.adopt(make_request([*PROMPT[:8], *range(10)], "two"), engine.live["one"].blocks[:2])
     engine.step()
     engine.finish("one")
     engine.finish("two")
     steps(engine, 3)
     engine.drain()
-    assert engine.side.unit.manager.cached_blocks() == 0
+    assert engine.unit.manager.cached_blocks() == 0
     engine.forget()
     engine.run(make_request(PROMPT, "three"))
-    assert engine.side.unit.manager.cached_blocks() == 5
+    assert engine.unit.manager.cached_blocks() == 5
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -139,8 +139,7 @@ def test_a_rank_shakes_hands_for_one_pool(
             engine.side.take_handshake({0: second})
     assert engine.side.handshakes[0].pool_id == first.pool_id
     steps(engine, 2)
-    assert engine.side.unit is not None
-    assert engine.side.unit.pools == tuple(worker.pool_id for worker in engine.workers)
+    assert engine.unit.pools == tuple(worker.pool_id for worker in engine.workers)
     assert "a rank has one pool" not in said.text
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.geometry import build_view
+from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import GeometryError
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -35,9 +36,9 @@ def test_a_page_is_one_latent_a_layer_for_any_number_of_ranks() -> None:
 def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bool) -> None:
     engine = make_engine(ranks=3, remote=remote, latent=True, **{"host.verify": verify})
     apart = make_engine(ranks=3, remote=remote, **{"host.verify": verify})
-    unit = engine.side.unit
+    unit = engine.unit
     assert len({place.stripe for place in unit.places}) == 1
-    assert len({place.stripe for place in apart.side.unit.places}) == 3
+    assert len({place.stripe for place in apart.unit.places}) == 3
     engine.run(make_request(PROMPT, "one"))
     moved = [
         worker.counters.value("flexkv_moved_pages_total", direction="store") for worker in engine.workers
@@ -71,6 +72,8 @@ def test_a_store_that_fails_on_the_rank_that_writes_is_a_miss_for_all(make_engin
 def test_ranks_that_disagree_on_it_are_refused(make_engine: Make) -> None:
     engine = make_engine(ranks=2, latent=True)
     shaken = dict(engine.side.handshakes)
-    engine.side.close()
+    engine.close()
+    side = SchedulerSide(engine.side._spec)
+    side.bind_block_pool(engine.pool)
     with pytest.raises(GeometryError, match="same bytes"):
-        engine.side.take_handshake({1: replace(shaken[1], replicated=False)})
+        side.take_handshake(shaken | {1: replace(shaken[1], replicated=False)})

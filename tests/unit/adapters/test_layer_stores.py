@@ -196,7 +196,7 @@ def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_ru
     with pytest.raises(BrokenForwardError):
         engine.step()
     if hooks_run:
-        engine.workers[0].submit_stores(ConnectorMetadata(engine.side.unit.unit_id))
+        engine.workers[0].submit_stores(ConnectorMetadata(engine.unit.unit_id))
         assert engine.workers[0]._ops.engine.wait(1, LONG_S)
     else:
         assert worker.movers[0].calls == WHOLE // 4, "one layer, and no other"

@@ -26,7 +26,7 @@ def stored_after_pressure(engine: MiniEngine) -> int:
     engine.finish("filler")
     engine.step({})
     engine.drain()
-    return int(engine.side.unit.manager.stats().stored_pages)
+    return int(engine.unit.manager.stats().stored_pages)
 
 
 @pytest.mark.parametrize(("skip", "pages"), [(True, 0), (False, 5)])
@@ -56,14 +56,14 @@ def test_a_store_that_failed_is_offered_again(make_engine: Make) -> None:
     assert worker.movers[0].acted > 0
     engine.step({})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == 5
+    assert engine.unit.manager.stats().stored_pages == 5
 
 
 def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))
     assert stored_after_pressure(engine) == 5
-    manager, keys = engine.side.unit.manager, engine.keys_of(make_request(PROMPT, "probe"))
+    manager, keys = engine.unit.manager, engine.keys_of(make_request(PROMPT, "probe"))
     assert manager.match("probe", [keys], 0).blocks == 5
     manager.release("probe")
     assert manager.forget(0, keys) == 5
@@ -77,16 +77,16 @@ def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None
 
 def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Make) -> None:
     """The engine's queue is longer than the tier: no step without a change may plan anything."""
-    slot = make_engine(blocks=13, **LAZY).side.unit.pool.slot_bytes
+    slot = make_engine(blocks=13, **LAZY).unit.pool.slot_bytes
     engine = make_engine(blocks=13, **LAZY | {"host.bytes": 4 * slot})
-    assert engine.side.unit.slots == 4
+    assert engine.unit.slots == 4
     engine.run(make_request(PROMPT, "one"))
     stored_after_pressure(engine)
-    before = engine.side.unit.manager.stats().stored_pages
+    before = engine.unit.manager.stats().stored_pages
     for _ in range(5):
         engine.step({})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == before
+    assert engine.unit.manager.stats().stored_pages == before
 
 
 @pytest.mark.parametrize(("share", "missed"), [(1.0, 0), (0.17, 3)])

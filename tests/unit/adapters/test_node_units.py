@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.host_unit import share_of_node
 from flexkv.adapters.vllm.node_units import units_on_node
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
+from flexkv.unit.build import share_of_node
 
 
 def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:

@@ -41,7 +41,7 @@ def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) 
 def served(engine: MiniEngine) -> int:
     """Blocks of the prompt that a lookup would promise."""
     keys = engine.keys_of(make_request(PROMPT, "probe"))
-    return int(engine.side.unit.manager.match("probe", [keys], 0).blocks)
+    return int(engine.unit.manager.match("probe", [keys], 0).blocks)
 
 
 def test_nothing_computed_from_another_connectors_failed_load_is_published(make_engine: Make) -> None:

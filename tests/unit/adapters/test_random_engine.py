@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.storage.unit import DiskUnit
 from tests.soak import soak_rounds
@@ -30,7 +30,7 @@ def make_random() -> Iterator[Make]:
     engines: list[RandomEngine] = []
 
     def make(seed: int, **options: Any) -> RandomEngine:
-        engines.append(RandomEngine(seed, blocks=BLOCKS, use=Use(recomputes=True), **options))
+        engines.append(RandomEngine(seed, blocks=BLOCKS, role=EngineRole(recomputes=True), **options))
         return engines[-1]
 
     yield make

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common import host_unit
-from flexkv.adapters.vllm import parts
+from flexkv.adapters.vllm import scheduler
 from flexkv.errors import ClosedError, ConfigError
 from flexkv.transfer.host_pool import HostPool
+from flexkv.unit import build
 from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -35,11 +35,11 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
         made.append(HostPool(*arguments, **named))
         return made[-1]
 
-    monkeypatch.setattr(host_unit, "HostPool", make)
+    monkeypatch.setattr(build, "HostPool", make)
     return made
 
 
-@pytest.mark.parametrize(("module", "name"), [(host_unit, "UnitDisk"), (parts, "Outcomes")])
+@pytest.mark.parametrize(("module", "name"), [(build, "LiveUnit"), (scheduler, "EagerStores")])
 def test_a_refused_start_holds_no_memory_and_no_folder(
     make_engine: Make,
     pools: list[HostPool],
@@ -48,7 +48,10 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
     module: Any,
     name: str,
 ) -> None:
-    settings = {"disk.folders": str(tmp_path), "disk.bytes_per_folder": SLAB_BYTES}
+    settings = {
+        "disk.folders": str(tmp_path),
+        "disk.bytes_per_folder": SLAB_BYTES,
+    }
     with monkeypatch.context() as broken:
         broken.setattr(module, name, fails)
         # Whoever has the exception has, by its traceback, everything that the start had made.

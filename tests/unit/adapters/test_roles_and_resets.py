@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexkv import c_ext
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -19,17 +19,17 @@ PROMPT = list(range(100, 123))
 
 
 def test_a_consumer_stores_nothing_and_a_producer_loads_nothing(make_engine: Make) -> None:
-    consumer = make_engine(use=Use(stores=False), **{"store.partial_blocks": True})
+    consumer = make_engine(role=EngineRole(stores=False), **{"store.partial_blocks": True})
     consumer.run(make_request(PROMPT, "one"))
-    assert consumer.side.unit.manager.cached_blocks() == 0
-    producer = make_engine(use=Use(loads=False))
+    assert consumer.unit.manager.cached_blocks() == 0
+    producer = make_engine(role=EngineRole(loads=False))
     producer.run(make_request(PROMPT, "one"))
-    assert producer.side.unit.manager.cached_blocks() == 5
+    assert producer.unit.manager.cached_blocks() == 5
     assert producer.run(make_request(PROMPT, "two")) == 0
 
 
 def test_a_draft_model_gets_a_block_to_compute(make_engine: Make) -> None:
-    engine = make_engine(use=Use(drop_last_block=True), **{"store.partial_blocks": True})
+    engine = make_engine(role=EngineRole(drop_last_block=True), **{"store.partial_blocks": True})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 16
@@ -69,7 +69,7 @@ def test_what_the_engine_kept_of_the_old_weights_is_not_stored(make_engine: Make
     for _ in range(3):
         engine.step({})
     engine.drain()
-    assert engine.side.unit.manager.cached_blocks() == 0
+    assert engine.unit.manager.cached_blocks() == 0
 
 
 def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Make) -> None:
@@ -91,6 +91,6 @@ def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Ma
     engine.finish("two")
     engine.step({})
     engine.drain()
-    manager = engine.side.unit.manager
+    manager = engine.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "three"))
     assert manager.match("probe", [keys], 0).blocks == 1

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
-from flexkv.adapters.vllm.use import Use
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import ASLEEP
 from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpStatus
@@ -210,7 +210,7 @@ def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleepin
 
 # --- vLLM 0.32, which calls no hook of its workers' connectors ---
 
-ENDS = {"use": Use(ends_copies=True)}
+ENDS = {"role": EngineRole(ends_copies=True)}
 
 
 def store_stalls(make: Make, **options: Any) -> tuple[SleepingEngine, Any]:
@@ -274,7 +274,7 @@ def test_a_reset_that_fails_ends_the_stores_that_were_not_begun(
     assert not engine.side.reset()
     worker.movers[0].release()
     engine.drain()
-    assert engine.side.unit.manager.inflight_ops() == 0
+    assert engine.unit.manager.inflight_ops() == 0
     assert engine.side.reset()
 
 
@@ -304,7 +304,7 @@ def test_stores_not_begun_before_a_sleep_are_dropped(
     assert engine.side.reset()
     assert not engine.side.orders.early
     engine.drain()
-    assert engine.side.unit.manager.inflight_ops() == 0
+    assert engine.unit.manager.inflight_ops() == 0
 
 
 class BuiltinEngine(MiniEngine):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.common.start_check import start_faults
 from flexkv.cli.main import main
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.unit.start_check import start_faults
 from tests.unit.adapters.mini_engine import MiniEngine
 
 Make = Callable[..., MiniEngine]
@@ -95,8 +95,7 @@ def test_what_this_machine_has_is_not_refused(make_engine: Make, tmp_path: Path)
     config = load_config(settings, {})
     assert start_faults(config, 1, lambda root: 0) == []
     engine = make_engine(**settings, **{"disk.space_share": 0.001})
-    assert engine.side.unit is not None
-    assert engine.side.unit.disk is not None
+    assert engine.unit.has_tiers
 
 
 def test_the_line_that_says_what_to_set_comes_before_the_exception(caplog: pytest.LogCaptureFixture) -> None:

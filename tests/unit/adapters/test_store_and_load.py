@@ -48,7 +48,7 @@ def test_nothing_is_stored_twice(make_engine: Make) -> None:
     engine.forget()
     engine.run(make_request(PROMPT, "two"))
     engine.run(make_request([*PROMPT[:20], *range(9)], "three"))
-    assert engine.side.unit.manager.stats().stored_pages == 5 + 2
+    assert engine.unit.manager.stats().stored_pages == 5 + 2
 
 
 def test_a_hit_leaves_a_token_to_compute(make_engine: Make) -> None:
@@ -81,8 +81,8 @@ def test_a_promise_that_is_overruled_is_given_back(make_engine: Make) -> None:
     assert engine.side.match(request, 0)[0] == 20
     engine.side.allocated(request, _blocks([1, 2, 3]), 0)
     assert engine.side.orders.loads == []
-    engine.side.unit.manager.check_integrity()
-    assert engine.side.unit.manager.inflight_ops() == 0
+    engine.unit.manager.check_integrity()
+    assert engine.unit.manager.inflight_ops() == 0
 
 
 def test_generated_blocks_are_stored_too(make_engine: Make) -> None:
@@ -127,16 +127,16 @@ def test_drafts_are_not_stored_before_they_are_accepted(make_engine: Make) -> No
     request.num_output_placeholders = 6
     engine.step({"one": 6})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == 1
+    assert engine.unit.manager.stats().stored_pages == 1
     request.num_computed_tokens, request.num_output_placeholders = 7, 0
     request.append_output_token_ids([51])
     engine.step({"one": 1})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == 1
+    assert engine.unit.manager.stats().stored_pages == 1
     request.append_output_token_ids([52])
     engine.step({"one": 1})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == 2
+    assert engine.unit.manager.stats().stored_pages == 2
     engine.check("one")
 
 
@@ -148,7 +148,7 @@ def test_more_than_the_share_waits_for_room(make_engine: Make) -> None:
     for _ in range(40):
         engine.step({"one": 0})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages == 5
+    assert engine.unit.manager.stats().stored_pages == 5
 
 
 def test_two_tenants_never_share_a_block(make_engine: Make) -> None:
@@ -190,7 +190,7 @@ def test_a_prefix_of_three_tokens_is_a_hit(make_engine: Make) -> None:
     engine.forget()
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17], "hello, how are you")) == 3
     engine.forget()
-    used = engine.side.unit.slots - engine.side.unit.manager.free_slots(0)
+    used = engine.unit.slots - engine.unit.manager.free_slots(0)
     # "hello", the whole block of the second request, and its tail.
     assert used == 3
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17, 18], "again")) == 7
@@ -218,12 +218,12 @@ def test_a_request_that_reads_no_cache_still_stores(make_engine: Make) -> None:
 def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **{"store.mode": "lazy"})
     engine.run(make_request(PROMPT, "one"))
-    assert engine.side.unit.manager.stats().stored_pages == 0
+    assert engine.unit.manager.stats().stored_pages == 0
     # Twelve blocks: "two" takes the six that were never used, and the head of the queue is "one".
     engine.run(make_request([*range(23)], "two"))
     engine.step({})
     engine.drain()
-    assert engine.side.unit.manager.stats().stored_pages >= 5
+    assert engine.unit.manager.stats().stored_pages >= 5
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 

@@ -31,7 +31,6 @@ def main(folder: str, life: str) -> None:
         before = [cache.cached_tokens(segment) for segment in segments]
         prompt = [segments[2], segments[0], segments[1], segments[3]]
         logits, _, report = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
-        assert cache.disk is not None
         found = {
             "cached": before,
             "reused": report.reused,

@@ -56,8 +56,7 @@ def open_cache(tmp_path: Path, model):
 
 def end(cache: SegmentCache) -> None:
     cache.begin_load([None]).close()
-    assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.work.moving, 60.0)
+    cache.unit.wait_while(lambda: cache.manager.work.moving, 60.0)
     cache.manager.check_integrity()
     cache.close()
 
@@ -135,9 +134,8 @@ def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
     segments = random_segments(LENGTHS)
     precompute(model, segments[:3], open_cache())
     cache = open_cache()
-    assert cache.disk is not None
     graphs: list[TransferGraph] = []
-    plane = cache.disk._plane
+    plane = disk_tier(cache.manager).plane
     assert plane is not None
     submit = plane.submit
 
@@ -228,8 +226,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     getattr(broken, damage)()
     cache = open_cache()
     found = prefill(model, moved(segments), cache, RATIO_0)
-    assert cache.disk is not None
-    assert {name: count for name, count in cache.disk.misses.items() if count} == {miss: 1}
+    assert {name: count for name, count in cache.unit.misses.items() if count} == {miss: 1}
     (lost,) = found.report.lost
     assert lost.startswith("segment 2: ")
     assert "read" in lost
@@ -288,8 +285,7 @@ def test_a_slab_that_was_cut_off_costs_its_pages(
     with slab.open("r+b") as file:
         file.truncate(header.header_bytes + 3 * header.slot_bytes)
     found = prefill(model, moved(segments), cache, RATIO_0)
-    assert cache.disk is not None
-    assert cache.disk.misses["short"] > 0
+    assert cache.unit.misses["short"] > 0
     assert found.report.lost
     assert found.report.reused + 9 < 78
     cold = make_cache(model)

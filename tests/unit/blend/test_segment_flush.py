@@ -24,6 +24,7 @@ from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.simulation.world import DISK
 from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
 from tests.unit.cache.disk_world import disk_tier
 
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
@@ -77,8 +78,7 @@ def put(cache: SegmentCache, *segments: Text) -> None:
 
 def settle(cache: SegmentCache) -> None:
     """Until no read or write is under way."""
-    assert cache.disk is not None
-    cache.disk.wait_while(lambda: cache.manager.work.moving, 60.0)
+    cache.unit.wait_while(lambda: cache.manager.work.moving, 60.0)
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
@@ -152,8 +152,7 @@ def test_a_flush_waits_for_room_in_the_journal(
     assert cache.flush()
     put(cache, second)
     assert cache.flush()
-    assert cache.disk is not None
-    assert cache.disk.tier.stats().owed_pages == 0
+    assert disk_tier(cache.manager).volumes.stats().owed_pages == 0
     assert cache.close()
     assert opened().cached_tokens(second) == len(second)
 
@@ -216,8 +215,6 @@ def test_a_page_that_was_forgotten_before_its_commit_holds_up_no_flush(
     commit.set()
     cache.deadline_s = 20.0
     assert cache.flush()
-    assert cache.disk is not None
-    assert cache.disk._driver is not None
     assert disk_tier(cache.manager).durable_pages == 2
 
 
@@ -267,16 +264,15 @@ def test_a_wait_takes_descriptors_of_any_number(
     if hard != resource.RLIM_INFINITY and hard < 2048:
         pytest.skip(f"this process may open {hard} files")
     cache = opened()
-    assert cache.disk is not None
-    plane = cache.disk._plane
-    assert plane is not None
+    plane = disk_tier(cache.manager).plane
+    assert isinstance(plane, TransferEngine)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     try:
         high = fcntl.fcntl(plane.event_fd, fcntl.F_DUPFD_CLOEXEC, 1024)
         assert high >= 1024
         monkeypatch.setattr(type(plane), "event_fd", property(lambda self: high))
         looks = iter([True, True, False])
-        cache.disk.wait_while(lambda: next(looks), 60.0)
+        cache.unit.wait_while(lambda: next(looks), 60.0)
         os.close(high)
     finally:
         monkeypatch.undo()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.layout.sglang import SglangHandler
+from flexkv.unit.ranks import UnitOwner
 
 LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 3, 40, 4, 2, 8
 

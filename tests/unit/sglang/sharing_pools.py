@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Keys
@@ -20,6 +19,7 @@ from flexkv.layout.format_id import Interior
 from flexkv.layout.sglang import SglangHandler
 from flexkv.layout.trtllm import TrtllmHandler, TrtllmModel
 from flexkv.layout.vllm import VllmGroup, VllmHandler
+from flexkv.unit.ranks import UnitOwner
 
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 10, 4, 2, 8
 FLOAT = torch.float32

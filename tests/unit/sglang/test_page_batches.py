@@ -60,10 +60,9 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
     first.store(hashes_of(1, 2, 3), [1, 2, 3])
     first.cache.close()
     world = worlds(**settings)
-    disk = world.cache._unit.disk
-    assert disk is not None
-    held = HeldReads(disk._driver._planes[DISK])
-    disk._driver._planes[DISK] = held
+    planes = world.cache._unit.driver._planes
+    held = HeldReads(planes[DISK])
+    planes[DISK] = held
     batches = PageBatches(world.cache, LONG_S)
     yield world, batches, held
     held.go.set()

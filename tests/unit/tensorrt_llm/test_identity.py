@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.adapters.common.base import UnitId, random_id
-from flexkv.adapters.tensorrt_llm.joined_ranks import JoinedRanks
 from flexkv.adapters.tensorrt_llm.link import (
     LENGTH,
     MAX_STRANGERS,
@@ -23,9 +21,12 @@ from flexkv.adapters.tensorrt_llm.link import (
     connect,
 )
 from flexkv.adapters.tensorrt_llm.messages import RankReport
+from flexkv.adapters.tensorrt_llm.rank_coordinator import RankCoordinator
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.errors import TransferError
 from flexkv.transfer.graph import OpKind
+from flexkv.unit.base import UnitState
+from flexkv.unit.ranks import UnitId, random_id
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, lookup, promised, stored
@@ -41,7 +42,7 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return caplog
 
 
-def ranks_of(world: World) -> JoinedRanks:
+def ranks_of(world: World) -> RankCoordinator:
     assert world.scheduler is not None
     return world.scheduler.side.ranks
 
@@ -230,7 +231,7 @@ def test_a_rank_whose_pool_was_replaced_takes_no_grant_for_the_old_one(
 
     monkeypatch.setattr(WorkerSide, "_join", join_and_replace)
     world.serve(PROMPT)
-    until(world, lambda: world.scheduler.side.unit is not None)
+    until(world, lambda: world.scheduler.side.unit.state is not UnitState.AWAITING_RANKS)
     for _ in range(20):
         world.executor.step()
     until(world, lambda: not world.scheduler.side.unit.usable)

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexkv.adapters.common.base import UnitOwner
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
 from flexkv.cache.keys import TokenChain
 from flexkv.config import load_config
 from flexkv.layout.sglang import SglangHandler
+from flexkv.unit.ranks import UnitOwner
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.pool import Pool
 from tests.unit.tensorrt_llm.request import Request

@@ -12,6 +12,7 @@ from typing import Any
 
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
+from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import Executor
 from tests.unit.tensorrt_llm.faults import Faults
@@ -127,7 +128,7 @@ class World:
         assert self.executor.idle
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
         assert self.worker.side.awaited == 0
-        if self.scheduler is not None and self.scheduler.side.unit is not None:
+        if self.scheduler is not None:
             self.scheduler.side.poll()
             self.scheduler.side.unit.manager.check_integrity()
 
@@ -204,7 +205,9 @@ def wait_for_the_disk(world: World) -> None:
 def rest_over(world: World) -> None:
     """As if the time had passed for which nothing is promised after a load that was not brought."""
     assert world.scheduler is not None
-    failed = world.scheduler.side.unit.manager.failed_loads
+    manager = world.scheduler.side.unit.manager
+    assert isinstance(manager, LocalCacheManager)
+    failed = manager.failed_loads
     assert failed.rests
     failed._rests_until_s = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import Keys
 from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import Plane, Sink, TierContext, TierFacts
+from flexkv.cache.tier import Plane, Sink, TierContext, TierFacts, TierRoom
 from flexkv.cache.tiers.disk.load_route import GdsLoads, GdsUse
 from flexkv.cache.tiers.disk.store_route import GdsStores
 from flexkv.cache.tiers.stored_tier import StoredTier
@@ -51,9 +52,6 @@ class DiskTier(StoredTier, Sink):
 
     Raises:
         ConfigError: a time to live that is not positive.
-
-    Attributes:
-        durable_pages: written so that they would survive a crash.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class DiskTier(StoredTier, Sink):
         self.volumes = volumes
         self.plane = plane
         self.sink = self
-        self.durable_pages = 0
         self._ttl_s = traffic.ttl_s
         self._any_expires |= traffic.ttl_s is not None
         if traffic.gds_loads is not GdsUse.NEVER:
@@ -170,6 +167,19 @@ class DiskTier(StoredTier, Sink):
             self.lose(lost.disk)
         if events.lost and not any(self.volumes.alive):
             self.go_down("no disk is left")
+
+    def room_of(self, group: int) -> TierRoom:
+        alive, disks = sum(self.volumes.alive), self.volumes.disks
+        pages = self.volumes.slots(group) // disks * alive
+        there = f", on {alive} of {disks} disk(s); {len(self)} blocks there already"
+        return TierRoom(pages, "disk.bytes_per_folder", alive, there)
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "flexkv_disk_slots": self.presence.up_slots(0),
+            "flexkv_disk_slots_used": len(self.presence),
+            "flexkv_disks": sum(self.volumes.alive),
+        }
 
     @property
     def unflushed(self) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexkv.adapters.common.base import NO_UNIT, RankFacts, UnitOwner
-from flexkv.adapters.common.host_unit import HostUnit
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
@@ -16,6 +14,11 @@ from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import Counters, get_logger
+from flexkv.unit.base import CacheRole, EngineUnit
+from flexkv.unit.build import build_unit
+from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.null_unit import NullUnit
+from flexkv.unit.ranks import RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 
@@ -29,15 +32,16 @@ class Joined:
         block_tokens: of every rank's pool.
     """
 
-    unit: HostUnit
+    unit: LiveUnit
     requests: RequestTable
     block_tokens: int
 
 
-class JoinedRanks:
+class RankCoordinator:
     """Hears the ranks, makes the unit of them, and sends them orders. Never waits for one.
 
     Attributes:
+        unit: of the engine; one that has nothing until every rank has joined, and where they cannot be served.
         joined: None until every rank has said what its pool is, and for good where that cannot be served.
     """
 
@@ -50,7 +54,7 @@ class JoinedRanks:
         self._ready: set[int] = set()
         self._rank_of: dict[Wire, int] = {}
         self._refused = False
-        self._off = ""
+        self.unit: EngineUnit = NullUnit()
         self.joined: Joined | None = None
         self._report: MetricReport | None = None
 
@@ -62,9 +66,7 @@ class JoinedRanks:
     @property
     def usable(self) -> bool:
         """Whether promises can be made: every rank has the host pool."""
-        return (
-            self.joined is not None and self.joined.unit.usable and len(self._ready) == self._arguments.ranks
-        )
+        return self.unit.usable and len(self._ready) == self._arguments.ranks
 
     def order(self, order: Order) -> None:
         """To every rank."""
@@ -73,13 +75,10 @@ class JoinedRanks:
     def poll(self) -> None:
         """Takes what the ranks said, and gives the disks what there is to do."""
         self.hear()
-        if self.joined is None:
-            return
-        unit = self.joined.unit
-        if self._listener.broken and unit.usable:
-            unit.disable(-1, f"a rank is gone: {self._listener.broken}")
-        unit.pump()
-        unit.expire_if_due(self._counters)
+        if self._listener.broken and self.unit.usable:
+            self.unit.disable(-1, f"a rank is gone: {self._listener.broken}")
+        self.unit.poll()
+        self.unit.expire_if_due(self._counters)
         if self._report is not None:
             self._report.report_if_due()
 
@@ -104,9 +103,8 @@ class JoinedRanks:
             return f"rank {rank} has joined before" if rank in self._facts else ""
         if self._rank_of[wire] != rank:
             return f"rank {rank} reports on the connection of rank {self._rank_of[wire]}"
-        unit = self.joined.unit.unit_id if self.joined is not None else NO_UNIT
-        if report.unit != unit:
-            return f"rank {rank} reports to unit {report.unit.hex()}, this is {unit.hex()}"
+        if report.unit != self.unit.unit_id:
+            return f"rank {rank} reports to unit {report.unit.hex()}, this is {self.unit.unit_id.hex()}"
         return ""
 
     def _refuse(self, wire: Wire, reason: str) -> None:
@@ -123,7 +121,7 @@ class JoinedRanks:
             self._rank_of[wire] = report.rank
             self._listener.admit(wire)
             self._facts[report.rank] = (report.facts, report.block_tokens)
-            if len(self._facts) == self._arguments.ranks and self.joined is None and not self._off:
+            if len(self._facts) == self._arguments.ranks and self.joined is None and not self.unit.reason:
                 self._join()
             return
         if self.joined is None:
@@ -132,7 +130,7 @@ class JoinedRanks:
         if report.error:
             unit.disable(report.rank, report.error)
         if report.ready is not None and report.ready >= 0:
-            unit.heard({report.rank: report.ready})
+            unit.rank_ready({report.rank: report.ready})
             self._ready.add(report.rank)
         for result in report.results:
             done = unit.manager.complete(report.rank, result)
@@ -151,25 +149,24 @@ class JoinedRanks:
             block_tokens = tokens.pop()
             facts = {rank: said for rank, (said, _) in self._facts.items()}
             namespace = engine_namespace(self._arguments, self._config, block_tokens, facts[0].dtype)
-            unit = HostUnit.create(
+            unit = build_unit(
                 self._config,
                 block_tokens,
-                facts[0].num_blocks,
                 facts,
-                True,
-                None,
                 UnitOwner(self._arguments.model, namespace, "rank0"),
+                CacheRole(shared=True),
                 prompt_limit=self._arguments.prompt_limit,
             )
         except FlexKVError as error:
             # The engine is serving by now and can live without a cache.
-            self._off = f"{type(error).__name__}: {error}"
-            logger.error("nothing is cached: %s", self._off)
+            self.unit = NullUnit(f"{type(error).__name__}: {error}")
+            logger.error("nothing is cached: %s", self.unit.reason)
             return
         logger.warning(
             "TensorRT-LLM does not say when weights change: never update them in a running engine with this connector, "
             "or KV of the old ones is served; restart it with the new ones"
         )
+        self.unit = unit
         self.joined = Joined(unit, RequestTable(block_tokens, namespace), block_tokens)
         self._report = MetricReport(
             self._counters,
@@ -190,6 +187,6 @@ class JoinedRanks:
             if self._report is not None:
                 self._report.close()
             logger.info("rank 0: %s", unit.manager.stats())
-            unit.close()
             self.joined = None
+        self.unit.close()
         self._listener.close()

@@ -1,0 +1,149 @@
+"""The unit of a segment cache: host memory, and maybe folders that keep what host memory has lost."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable, Mapping
+
+from flexkv.blend.base import KvShape
+from flexkv.c_ext import KvView
+from flexkv.cache.tiers.disk.tier import DiskTier
+from flexkv.config import DiskConfig, FlexKVConfig, HostConfig, LoadConfig, StoreConfig, TransferConfig
+from flexkv.errors import CapacityError
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.transfer.engine import TransferEngine
+from flexkv.unit.base import CacheRole
+from flexkv.unit.build import build_unit
+from flexkv.unit.ranks import RankFacts, UnitOwner
+
+UNIT = "segments"
+"""Name of the ownership unit: one segment cache at a time uses a model's folder."""
+
+QUEUE_PLACES = 4
+"""Of the disks' lane for each op of a lookup: reads and writes each have so many, and a result holds its place until it
+was taken."""
+
+LOOK_EVERY_S = 0.05
+"""A wait for reads looks at least so often whether a disk was lost."""
+
+FLUSH_LOOK_S = 0.005
+"""How often a flush looks whether what it waits for has ended."""
+
+
+class SegmentUnit:
+    """Driven by the thread that drives the cache; only `wait_while`, `flush` and `close` wait.
+
+    Pages are promised while they are on their way up, and loaded layer by layer: a prompt computes what a load did not
+    bring. Nothing is left to the model, because nobody measures how fast that is.
+
+    Args:
+        slots: of the host pool.
+        view: of the staging pool, whose runs a page has.
+        pages: of the staging pool; so many are on their way to host memory at most.
+        namespace: 32 bytes: whatever keeps two callers apart. Other namespaces lie in folders of their own.
+        model: for people: what `flexkv disk ls` shows.
+        disk: folders; one without any for none.
+        ops: reads that one lookup may plan.
+        deadline_s: of each wait.
+
+    Raises:
+        CapacityError: the pool does not fit the memory that is there.
+        FolderLockedError: another cache, of this process or another, uses a folder.
+        FlexKVError: a folder cannot be used; says which and why.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        block_tokens: int,
+        slots: int,
+        view: KvView,
+        pages: int,
+        namespace: bytes,
+        model: str,
+        disk: DiskConfig,
+        ops: int,
+        deadline_s: float,
+    ) -> None:
+        format_id = str(FormatId.of_view(view, Interior.KV_SPLIT_NHD, block_tokens, ranks=1))
+        facts = RankFacts.of_view(view, 0, pages, format_id, dtype=shape.dtype)
+        config = FlexKVConfig(
+            host=HostConfig(bytes=slots * view.stripe_bytes, verify=True),
+            load=LoadConfig(mode="layerwise", inflight_pages=pages),
+            store=StoreConfig(inflight_pages=max(pages, disk.write_pages)),
+            transfer=TransferConfig(queue_ops=QUEUE_PLACES * ops, close_s=deadline_s),
+            disk=disk.model_copy(update={"stream": True, "gds": "off", "gds_stores": False}),
+        )
+        role = CacheRole(recomputes=True, compute_if_faster=False)
+        owner = UnitOwner(model, namespace, UNIT)
+        self.live = build_unit(config, block_tokens, {0: facts}, owner, role, slots=slots)
+        if not self.live.pool.wait_ready(slots, deadline_s):
+            reason = self.live.pool.stopped_reason
+            self.live.close()
+            raise CapacityError(f"the pool for {slots} pages did not come up: {reason}")
+        self.live.grow()
+        self._survives: bool | None = None
+        """What `close` found."""
+
+    @property
+    def _down(self) -> bool:
+        return any(tier.down for tier in self.live.manager.tiers)
+
+    def wait_while(self, waits: Callable[[], bool], deadline_s: float) -> None:
+        """Returns when nothing waits any more, or after `deadline_s` seconds."""
+        ends_s = time.monotonic() + deadline_s
+        news = select.poll()  # `select.select` refuses descriptors from 1024 on
+        for tier in self.live.manager.tiers:
+            if isinstance(tier.plane, TransferEngine):
+                news.register(tier.plane.event_fd, select.POLLIN)
+        self.live.poll()
+        while waits() and (left_s := ends_s - time.monotonic()) > 0:
+            news.poll(math.ceil(1000 * min(left_s, LOOK_EVERY_S)))
+            self.live.poll()
+
+    def flush(self, deadline_s: float) -> bool:
+        """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds.
+
+        False where there is no disk; also where some of it is leased, could not be written, or found no place.
+        """
+        if not self.live.has_tiers:
+            return False
+        ends_s = time.monotonic() + deadline_s
+        work = self.live.manager.work
+        work.offer_all()
+        while self.live.busy or not self.live.driver.look_durable():
+            if time.monotonic() >= ends_s or self._down:
+                return False
+            work.flush()
+            self.live.poll()
+            time.sleep(FLUSH_LOOK_S)
+        # Not by counts: of what could not be written, some may be gone from host memory or have been written since.
+        return not self._down and not work.unwritten()
+
+    @property
+    def misses(self) -> Mapping[str, int]:
+        """Pages that were asked for and not served, by why; see docs/disk-storage.md. None without disks."""
+        return {
+            reason: count
+            for tier in self.live.manager.tiers
+            if isinstance(tier, DiskTier)
+            for reason, count in tier.volumes.stats().misses.items()
+        }
+
+    def close(self) -> bool:
+        """Writes what waits and what only host memory has, and makes it durable. Further calls say the same again.
+
+        False: not all of it within the deadline, or there is no disk; the rest is lost, which costs a later miss.
+        """
+        if self._survives is None:
+            ended = self.live.close()
+            self._survives = (
+                self.live.has_tiers
+                and ended
+                and self.live.driver.look_durable()
+                and not self._down
+                and not self.live.manager.work.unwritten()
+            )
+        return self._survives

@@ -1,0 +1,179 @@
+"""A unit's own disks as its settings want them, before any folder is opened."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from flexkv.cache.tier import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
+from flexkv.cache.tiers.plan import ImageNeeds, TierPlan, UnitFacts
+from flexkv.errors import GeometryError
+from flexkv.observe import get_logger
+from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
+from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
+from flexkv.storage.header import codec_of
+from flexkv.storage.unit import DiskUnit
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabMap
+
+logger = get_logger(__name__)
+
+OPS_SHARE = 2
+"""The control plane uses at most one in so many of the lane's queue places for each direction: a lane whose results
+have not been polled yet still holds theirs."""
+
+PROMISES_NEED = (
+    "it needs an engine that computes what a load did not bring: vLLM with "
+    '"kv_load_failure_policy":"recompute"'
+)
+GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
+
+
+def plan_disk(unit: UnitFacts) -> TierPlan | None:
+    """None without `disk.folders`.
+
+    Raises:
+        GeometryError: the ranks say different formats of their pages.
+    """
+    return DiskPlan(unit) if unit.config.disk.folders else None
+
+
+class DiskPlan(TierPlan):
+    """Made by `plan_disk`."""
+
+    def __init__(self, unit: UnitFacts) -> None:
+        self._unit = unit
+        self._group = disk_group(unit)
+        self._traffic = disk_traffic(unit)
+        codec = codec_of(self._group)
+        digests = (
+            [codec.digest_offset(rank) for rank in range(codec.ranks)] if unit.config.host.verify else []
+        )
+        self.image = ImageNeeds(codec.image_bytes, tuple(digests))
+        self._slabs: SlabMap | None = None
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
+        """
+        Raises:
+            FlexKVError: a folder is in use by another process, or cannot be used; says which and why.
+        """
+        config = self._unit.config
+        disk, transfer = config.disk, config.transfer
+        for roots in shared_file_systems(disk):
+            logger.warning(
+                "disk.folders: %s lie on one file system, which striping over them does not make faster; name one "
+                "folder a disk",
+                " and ".join(map(str, roots)),
+            )
+        identity = disk_identity(self._unit)
+        options = DiskOptions(
+            bytes_per_disk=bytes_per_folder(
+                disk, config.host.units_per_node, own_bytes(identity, self._group)
+            ),
+            io=disk.io,
+            depth=disk.depth,
+            stuck_s=disk.stuck_s,
+            register_buffers=disk.register_buffers,
+            sealed_apart=self._traffic.gds_stores,
+        )
+        volumes = DiskUnit.open(disk_folders(self._unit), identity, [self._group], options)
+        on_error.callback(volumes.close, transfer.close_s)
+        plane = TransferEngine(
+            queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[volumes.lane([pool])]
+        )
+        on_error.callback(plane.close, transfer.close_s)
+        if self._traffic.gds_loads is not GdsUse.NEVER:
+            self._slabs = volumes.slab_map()
+        return partial(DiskTier, volumes=volumes, traffic=self._traffic, plane=plane)
+
+    def slab_map(self) -> SlabMap | None:
+        return self._slabs
+
+
+def disk_traffic(unit: UnitFacts) -> DiskTraffic:
+    """How the unit uses its disks: the settings as this engine and its ranks can have them."""
+    disk = unit.config.disk
+    if disk.stream and not unit.recomputes:
+        logger.warning("disk.stream is off here: %s", PROMISES_NEED)
+    gds_loads = _gds_loads(unit)
+    gds_stores = disk.gds_stores
+    if gds_stores and gds_loads is GdsUse.NEVER:
+        logger.warning("disk.gds_stores is off here: %s", GDS_NEEDS)
+        gds_stores = False
+    return DiskTraffic(disk_facts(unit), disk.ttl_s, gds_loads, gds_stores)
+
+
+def disk_facts(unit: UnitFacts) -> TierFacts:
+    """The bounds of the unit's traffic with its folders."""
+    config = unit.config
+    disk = config.disk
+    return TierFacts(
+        "disk",
+        write=WriteMode(disk.mode),
+        write_pages=disk.write_pages,
+        fetch_pages=config.load.inflight_pages,
+        waiting_pages=config.store.inflight_pages,
+        fetch_ops=max(1, config.transfer.queue_ops // OPS_SHARE),
+        wait_s=disk.wait_s,
+        streams=disk.stream and unit.recomputes,
+        stream_layers=config.load.mode == "layerwise",
+    )
+
+
+def _gds_loads(unit: UnitFacts) -> GdsUse:
+    """`disk.gds` as this engine and its ranks can have it."""
+    wanted = unit.config.disk.gds
+    if wanted == "off":
+        return GdsUse.NEVER
+    if not unit.recomputes or unit.config.load.mode != "async":
+        if wanted == "on":
+            logger.warning("disk.gds=on is off here: %s", GDS_NEEDS)
+        return GdsUse.NEVER
+    if wanted == "on":
+        return GdsUse.ALWAYS
+    return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in unit.ranks) else GdsUse.NEVER
+
+
+def disk_group(unit: UnitFacts) -> DiskGroup:
+    """The unit's pages as disks see them.
+
+    Raises:
+        GeometryError: the ranks say different formats of their pages.
+    """
+    ranks = unit.ranks
+    formats = {rank.format_id for rank in ranks}
+    if len(formats) != 1:
+        raise GeometryError(f"the ranks have pages of different formats: {', '.join(sorted(formats))}")
+    return DiskGroup(
+        format_id=ranks[0].format_id,
+        stripe_bytes=tuple(rank.stripe_bytes for rank in ranks),
+        runs=tuple(rank.run_table for rank in ranks),
+        block_tokens=unit.block_tokens,
+        dtype=ranks[0].dtype,
+        host_digests=unit.config.host.verify,
+    )
+
+
+def disk_identity(unit: UnitFacts) -> DiskIdentity:
+    return DiskIdentity(unit.owner.model, unit.owner.namespace, unit.owner.unit)
+
+
+def disk_folders(unit: UnitFacts) -> list[Path]:
+    return [Path(folder) for folder in unit.config.disk.folders]
+
+
+def overwritable(unit: UnitFacts) -> OwnBytes:
+    """Bytes in a folder that the unit may write over.
+
+    Raises:
+        GeometryError: as `disk_group`, when it is asked.
+    """
+
+    def own(root: Path) -> int:
+        return own_bytes(disk_identity(unit), disk_group(unit))(root)
+
+    return own

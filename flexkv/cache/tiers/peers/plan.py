@@ -1,0 +1,41 @@
+"""Folders of other units as the settings want them read, before any is opened."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from flexkv.cache.tier import TierFactory, WriteMode
+from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_group, disk_identity
+from flexkv.cache.tiers.peers.tier import PeerTier
+from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.storage.sibling_pages import SiblingPages
+from flexkv.storage.sibling_reader import SiblingReader
+from flexkv.storage.siblings import open_siblings
+from flexkv.transfer.host_pool import HostPool
+
+
+def plan_peers(unit: UnitFacts) -> TierPlan | None:
+    """None but with the common key scheme: with an engine's own keys another engine's pages lie in folders of another
+    fingerprint."""
+    config = unit.config
+    return PeersPlan(unit) if config.disk.folders and config.keys.scheme == "common" else None
+
+
+class PeersPlan(TierPlan):
+    """What other engines, or other units, have left of this model in the unit's folders."""
+
+    def __init__(self, unit: UnitFacts) -> None:
+        self._unit = unit
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
+        unit, config = self._unit, self._unit.config
+        group = disk_group(unit)
+        peers = open_siblings(disk_folders(unit), disk_identity(unit), group, unit.ranks[0].heads)
+        if not peers:
+            return None
+        reader = SiblingReader(peers, group, pool, config.transfer.queue_ops, config.disk.stuck_s)
+        on_error.callback(reader.close, config.transfer.close_s)
+        facts = replace(disk_facts(unit), name="peers", write=WriteMode.OFF, stream_layers=False)
+        return partial(PeerTier, pages=SiblingPages(peers), facts=facts, plane=reader)

@@ -1,0 +1,162 @@
+"""Builds a unit from what its ranks say: slot geometry, host memory, tiers, manager; all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierFactory
+from flexkv.cache.tiers.disk.plan import overwritable
+from flexkv.cache.tiers.factory import plan_tiers
+from flexkv.cache.tiers.host.tier import HostTier
+from flexkv.cache.tiers.plan import UnitFacts
+from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
+from flexkv.errors import CapacityError, GeometryError
+from flexkv.observe import get_logger
+from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
+from flexkv.unit.base import CacheRole
+from flexkv.unit.capacity import PromptLimit, TierCapacity
+from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.slot_geometry import SlotGeometry
+from flexkv.unit.start_check import check_start
+
+logger = get_logger(__name__)
+
+START_WAIT_S = 10.0
+"""How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
+the first requests find room; the rest comes up while the engine runs."""
+
+FAILED_LOAD_REST_S = 30.0
+"""How long nothing is promised to an engine that ends a request whose load is late. Each try costs a client its
+request, and what is slow for longer than `load.deadline_s` is seldom fast a moment later."""
+
+
+def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
+    """The configuration of one of `units` units on this node, unless it says the number itself."""
+    if units <= 1 or config.origin("host.units_per_node") != "default":
+        return config
+    return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})
+
+
+def build_unit(
+    config: FlexKVConfig,
+    block_tokens: int,
+    ranks: Mapping[int, RankFacts],
+    owner: UnitOwner,
+    role: CacheRole = CacheRole(),  # noqa: B008 - frozen
+    listener: CacheListener | None = None,
+    prompt_limit: PromptLimit | None = None,
+    slots: int | None = None,
+) -> LiveUnit:
+    """
+    Args:
+        ranks: of every rank, by number.
+        slots: of the host pool; None for as many as `host.bytes` or its like hold.
+        listener: is told what becomes visible in host memory and what leaves it.
+        prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
+
+    Raises:
+        GeometryError: a rank is missing, or the ranks do not agree.
+        CapacityError: the memory does not hold one slot, or is not there.
+        ConfigError: several settings cannot be had on this machine, or `host.numa_node`.
+        FlexKVError: a folder cannot be used, or another process uses it.
+    """
+    facts = UnitFacts(config, block_tokens, _stripes(ranks), owner, role.recomputes)
+    check_start(config, len(ranks), overwritable(facts))
+    plans = plan_tiers(facts)
+    images = [plan.image for plan in plans if plan.image is not None]
+    geometry = SlotGeometry.of(facts.ranks, len(ranks), config.host.verify, images)
+    with ExitStack() as on_error:
+        if slots is None:
+            slots = _slots(config, block_tokens, geometry.slot_bytes, len(ranks))
+        pool = _make_pool(config, geometry.slot_bytes, slots, role.shared)
+        on_error.callback(pool.close)
+        tiers: list[TierFactory] = [HostTier]
+        tiers += [tier for plan in plans if (tier := plan.open(pool, on_error)) is not None]
+        manager = LocalCacheManager(
+            [GroupSpec(block_tokens, pool.slots)],
+            ManagerLimits(
+                ranks=len(ranks),
+                inflight_store_pages=config.store.inflight_pages,
+                inflight_load_pages=config.load.inflight_pages,
+                lease_s=config.load.lease_s,
+                rest_s=FAILED_LOAD_REST_S if role.fails_requests and not role.recomputes else 0.0,
+            ),
+            policy=config.index.policy,
+            listener=listener,
+            compute_if_faster=config.disk.compute_if_faster and role.compute_if_faster,
+            tiers=tiers,
+        )
+        slabs = next((slabs for plan in plans if (slabs := plan.slab_map()) is not None), None)
+        pools = [ranks[rank].pool_id for rank in range(len(ranks))]
+        unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s)
+        _log_capacity(config, unit, block_tokens, prompt_limit)
+        on_error.pop_all()
+        return unit
+
+
+def _stripes(ranks: Mapping[int, RankFacts]) -> tuple[RankFacts, ...]:
+    """Each rank that has a stripe of its own; one where all hold the same bytes.
+
+    Raises:
+        GeometryError: a rank is missing, or the ranks do not agree.
+    """
+    if sorted(ranks) != list(range(len(ranks))):
+        raise GeometryError(f"handshake of ranks {sorted(ranks)}; expected 0 to {len(ranks) - 1}")
+    facts = [ranks[rank] for rank in range(len(ranks))]
+    counts = {rank.num_blocks for rank in facts}
+    if len(counts) != 1:
+        raise GeometryError(f"the ranks' pools have {', '.join(map(str, sorted(counts)))} blocks")
+    if len({(rank.replicated, rank.stripe_bytes if rank.replicated else 0) for rank in facts}) != 1:
+        raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {facts}")
+    return tuple(facts[:1] if facts[0].replicated else facts)
+
+
+def _log_capacity(config: FlexKVConfig, unit: LiveUnit, block_tokens: int, limit: PromptLimit | None) -> None:
+    ranks, slot_bytes = len(unit.places), unit.pool.slot_bytes
+    per_rank = config.host.bytes_per_rank is not None
+    setting, shares = ("host.bytes_per_rank", ranks) if per_rank else ("host.bytes", 1)
+    host = TierCapacity("host tier", unit.slots, block_tokens, slot_bytes, setting, shares)
+    host.log(logger, limit, f", for {ranks} rank(s)")
+    for tier in unit.manager.tiers:
+        if (room := tier.room_of(0)) is not None:
+            capacity = TierCapacity(
+                f"{tier.facts.name} tier", room.pages, block_tokens, slot_bytes, room.setting, room.shares
+            )
+            capacity.log(logger, limit, room.more)
+
+
+def _slots(config: FlexKVConfig, block_tokens: int, slot_bytes: int, ranks: int) -> int:
+    memory = read_memory()
+    size = resolve_host_bytes(config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free)
+    slots = size // slot_bytes
+    if slots < 1:
+        raise CapacityError(
+            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of {block_tokens} tokens over "
+            f"{ranks} ranks): set host.bytes to some thousand times {slot_bytes}"
+        )
+    return slots
+
+
+def _make_pool(config: FlexKVConfig, slot_bytes: int, slots: int, shared: bool) -> HostPool:
+    extent_bytes = min(MAX_EXTENT_BYTES, max(config.host.extent_bytes, slot_bytes))
+    pool = HostPool(
+        slot_bytes,
+        slots,
+        shared=shared,
+        extent_bytes=extent_bytes,
+        huge_pages=config.host.huge_pages,
+        numa_node=config.host.numa_node,
+    )
+    if not pool.wait_ready(min(slots, max(1, extent_bytes // slot_bytes)), START_WAIT_S):
+        if pool.stopped_reason:
+            logger.warning("host tier: no memory came up: %s", pool.stopped_reason)
+        else:
+            logger.warning(
+                "host tier: none of its memory is up after %.0f s; it comes up meanwhile, and takes blocks as it does",
+                START_WAIT_S,
+            )
+    return pool

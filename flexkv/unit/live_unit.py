@@ -1,0 +1,139 @@
+"""A unit that serves: made by `build_unit`, whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.unit_driver import UnitDriver
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabMap
+from flexkv.unit.base import EngineUnit, UnitState
+from flexkv.unit.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
+from flexkv.unit.tier_metrics import TierMetrics
+
+logger = get_logger(__name__)
+
+EXPIRE_EVERY_S = 1.0
+"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
+
+
+class LiveUnit(EngineUnit):
+    """
+    Args:
+        places: each rank's share of a slot.
+        slabs: for workers that move pages straight between a tier and the engine's pool; None where none does.
+        pools: see the attribute.
+        close_s: how long a close may take.
+
+    Attributes:
+        pools: of each rank, the engine's pool that this was made for.
+        driver: of the tiers behind host memory.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        manager: LocalCacheManager,
+        places: tuple[RankPlace, ...],
+        slabs: SlabMap | None,
+        pools: Sequence[PoolId],
+        close_s: float,
+    ) -> None:
+        self.unit_id = UnitId(random_id())
+        self.state = UnitState.USABLE
+        self.pool = pool
+        self.manager: LocalCacheManager = manager
+        self.places = places
+        self.slabs = slabs
+        self.slots = pool.slots
+        self.driver = UnitDriver(manager, fail_read=pool.fail_read)
+        self.pools = tuple(pools)
+        self._close_s = close_s
+        self._metrics = TierMetrics(manager)
+        self._workers_pin = False
+        self._ready: dict[int, int] = {}
+        self._up = 0
+        self._expire_at_s = 0.0
+        self._closed: bool | None = None
+        """What the close found; None before it."""
+
+    def make_grant(self, on_device: bool) -> PoolGrant:
+        """What workers in other processes need to map the pool.
+
+        Args:
+            on_device: the engine's pool lies on devices, whose processes register the memory before they use it.
+        """
+        self._workers_pin = on_device
+        return PoolGrant(self.unit_id, self.pools, self.pool.descriptor(), self.places, self.slabs)
+
+    # --- the ranks ---
+
+    def rank_ready(self, ready: Mapping[int, int]) -> None:
+        self._ready.update(ready)
+        if self.grant is not None and len(self._ready) == len(self.places):
+            self.grant = None
+
+    def grow(self) -> None:
+        if self.state is UnitState.CLOSED:
+            return
+        up = self.pool.ready_slots
+        if self._workers_pin:
+            # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
+            # device a slot is up for all at once, and workers map the pool before they touch it.
+            up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
+        if up > self._up:
+            self._up = up
+            self.manager.grow(0, up)
+
+    def disable(self, rank: int, error: str) -> None:
+        if self.state is not UnitState.USABLE:
+            return
+        logger.error("nothing is cached any more: rank %d: %s", rank, error)
+        self.state = UnitState.DISABLED
+        self.reason = f"rank {rank}: {error}"
+        self.grant = None
+        self.manager.disable()
+
+    def stop_straight_loads(self, rank: int, reason: str) -> None:
+        for tier in self.manager.tiers:
+            if tier.straight is not None:
+                tier.straight.stop(f"rank {rank}: {reason}")
+
+    # --- the tiers ---
+
+    @property
+    def has_tiers(self) -> bool:
+        return len(self.manager.tiers) > 1
+
+    @property
+    def busy(self) -> bool:
+        return self.driver.busy
+
+    def poll(self) -> bool:
+        was_busy = self.driver.busy
+        self.driver.poll()
+        return was_busy or self._metrics.has_news
+
+    def expire_if_due(self, counters: Counters) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + EXPIRE_EVERY_S
+            counters.add("flexkv_expired_leases_total", self.manager.expire())
+
+    def count(self, counters: Counters) -> None:
+        counters.set("flexkv_host_slots", self._up)
+        counters.set("flexkv_host_slots_used", self._up - self.manager.free_slots(0))
+        counters.set("flexkv_inflight_ops", self.manager.inflight_ops())
+        self._metrics.count(counters)
+
+    def close(self) -> bool:
+        if self._closed is None:
+            self._closed = self.driver.close(self._close_s)
+            self.state, self.reason = UnitState.CLOSED, self.reason or "closed"
+            self.manager.disable()
+            self.manager.flush_log()
+            self.pool.close()
+        return self._closed

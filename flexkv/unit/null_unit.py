@@ -1,0 +1,142 @@
+"""A unit that has nothing: before the ranks of the engine are known, and where they cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flexkv.cache.base import (
+    CacheManager,
+    Completion,
+    GroupMatch,
+    Keys,
+    MatchResult,
+    StorePlan,
+    TailCandidates,
+)
+from flexkv.errors import ContractError
+from flexkv.observe import Counters
+from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
+from flexkv.unit.base import EngineUnit, UnitState
+
+
+class NullManager(CacheManager):
+    """Nothing is cached and nothing is stored."""
+
+    def __init__(self) -> None:
+        self.was_reset = False
+
+    def match(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None = None,
+    ) -> MatchResult:
+        none = tuple(GroupMatch(0, np.empty(0, np.int32), first_block=start_block) for _ in keys)
+        return MatchResult(request_id, start_block, none, 0, 0)
+
+    def begin_load(
+        self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
+    ) -> TransferGraph | None:
+        if any(len(group) for group in blocks):
+            raise ContractError(f"begin_load: request {request_id!r} has no lease: nothing is cached")
+        return None
+
+    def waits(self, request_id: str) -> bool:
+        return False
+
+    def begin_store(
+        self,
+        request_id: str,
+        group: int,
+        keys: Keys,
+        blocks: BlockIds,
+        first_block: int,
+        tokens: int | None = None,
+    ) -> StorePlan:
+        return StorePlan(None, np.empty(0, np.int32), 0, 0)
+
+    def complete(self, rank: int, result: OpResult) -> Completion | None:
+        raise ContractError(f"rank {rank} reported op {result.op_id}: nothing was planned")
+
+    def discard_from(self, request_id: str, first_block: int) -> int:
+        return 0
+
+    def release(self, request_id: str) -> None:
+        """Nothing is leased."""
+
+    def abandon_loads(self, request_id: str) -> None:
+        """Nothing is loaded."""
+
+    def end_request(self, request_id: str) -> None:
+        """Nothing is known of it."""
+
+    def forget(self, group: int, keys: Keys) -> int:
+        return 0
+
+    def reset(self) -> int:
+        self.was_reset = True
+        return 0
+
+    def grow(self, group: int, slots: int) -> None:
+        """There is no pool."""
+
+    def expire(self) -> int:
+        return 0
+
+    def inflight_ops(self) -> int:
+        return 0
+
+    def disable(self) -> None:
+        """Nothing is promised anyway."""
+
+    def check_integrity(self) -> None:
+        """Nothing to check."""
+
+
+class NullUnit(EngineUnit):
+    """
+    Args:
+        reason: why nothing is cached, of a unit that will never be usable; empty while ranks are awaited.
+    """
+
+    has_tiers = False
+    busy = False
+
+    def __init__(self, reason: str = "") -> None:
+        self.state = UnitState.AWAITING_RANKS
+        self.reason = reason
+        self.manager: NullManager = NullManager()
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether weights changed meanwhile. Tiers may hold pages of the old ones: the unit that follows is reset
+        before anything is promised or stored."""
+        return self.manager.was_reset
+
+    def poll(self) -> bool:
+        return False
+
+    def rank_ready(self, ready: Mapping[int, int]) -> None:
+        """No rank was given a pool."""
+
+    def grow(self) -> None:
+        """There is no pool."""
+
+    def disable(self, rank: int, error: str) -> None:
+        self.reason = self.reason or error
+
+    def stop_straight_loads(self, rank: int, reason: str) -> None:
+        """There is no tier."""
+
+    def expire_if_due(self, counters: Counters) -> None:
+        """Nothing is leased."""
+
+    def count(self, counters: Counters) -> None:
+        """Nothing to count."""
+
+    def close(self) -> bool:
+        self.state = UnitState.CLOSED
+        return True

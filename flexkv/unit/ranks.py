@@ -1,0 +1,146 @@
+"""What a rank and its unit know of each other: what a worker says of its KV pool, and where it finds the host pool.
+
+A unit is built in this order: every worker says its `RankFacts`; `build_unit` sizes host memory from all of them and
+says in a `PoolGrant` where the pool is and which part of each slot is whose; a worker that has mapped it starts its
+lanes (`RankWorker.attach`). Plain and picklable: workers may be processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.transfer.slab_map import SlabMap
+
+UnitId = NewType("UnitId", bytes)
+"""16 random bytes, made with a unit. Grants, orders and reports carry it: a rank carries out the orders of its
+own unit, a scheduler's side takes the reports of its own unit, and both refuse all others."""
+
+PoolId = NewType("PoolId", bytes)
+"""16 random bytes, made when a worker takes an engine's pool. A grant names the pools that its unit was made for."""
+
+NO_UNIT = UnitId(b"")
+"""Before there is a unit, and of a rank that serves none."""
+
+NO_POOL = PoolId(b"")
+"""Of a rank whose scheduler's side reaches it by no message."""
+
+
+def random_id() -> bytes:
+    """16 random bytes; no two units or pools of any process have the same."""
+    return secrets.token_bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOwner:
+    """Whose pages the disks hold.
+
+    Attributes:
+        model: for people.
+        namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
+        unit: name of the ownership unit on this node, such as `dp0`.
+    """
+
+    model: str
+    namespace: bytes
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one worker says about its KV pool before the first lookup.
+
+    Attributes:
+        stripe_bytes: bytes of one block on this rank.
+        num_blocks: blocks of the engine's pool on this rank.
+        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
+        format_id: encoding of the pages.
+        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
+        pid: process of the worker; the scheduler's own process means that both share memory anyway.
+        heads: of K and V on this rank; 0 where a block is not made of heads.
+        dtype: of the pool's elements, by name.
+        gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
+        pool_id: of the pool that the worker has now.
+    """
+
+    rank: int
+    pid: int
+    stripe_bytes: int
+    num_blocks: int
+    run_table: NDArray[np.int64]
+    format_id: str
+    replicated: bool = False
+    heads: int = 0
+    dtype: str = ""
+    gpudirect: bool = False
+    pool_id: PoolId = NO_POOL
+
+    @classmethod
+    def of_view(
+        cls,
+        view: Any,
+        rank: int,
+        num_blocks: int,
+        format_id: str,
+        replicated: bool = False,
+        heads: int = 0,
+        dtype: str = "",
+        pool_id: PoolId = NO_POOL,
+    ) -> RankFacts:
+        """What a rank of this process says of the pool that `view` (a `KvView`) describes."""
+        runs = view.runs[:, [3, 2, 4]]
+        runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
+        pid = os.getpid()
+        return cls(
+            rank,
+            pid,
+            view.stripe_bytes,
+            num_blocks,
+            runs,
+            format_id,
+            replicated,
+            heads,
+            dtype,
+            pool_id=pool_id,
+        )
+
+    @property
+    def runs(self) -> int:
+        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
+        return len(self.run_table)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank's share of a slot lies, in bytes from the slot's start.
+
+    Attributes:
+        digests: of the rank's run digests in the trailer; None where nothing is verified.
+    """
+
+    stripe: int
+    digests: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGrant:
+    """Where a worker finds the unit's host pool, and which bytes of each slot are its own.
+
+    Attributes:
+        descriptor: `HostPool.descriptor()`.
+        places: of each rank.
+        slabs: of the unit's disks, for ranks with gds loads; None where there are none.
+        unit: that the pool is of.
+        pools: of each rank, the engine's pool that the unit was made for.
+    """
+
+    unit: UnitId
+    pools: tuple[PoolId, ...]
+    descriptor: Any
+    places: tuple[RankPlace, ...]
+    slabs: SlabMap | None = None

@@ -1,0 +1,89 @@
+"""What a unit's tiers counted, as metrics."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from flexkv.cache.ids import HUB, TierId
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierCounts
+from flexkv.observe import Counters
+
+
+class TierMetrics:
+    """Of one manager.
+
+    Args:
+        manager: whose tiers are counted; those behind host memory together.
+    """
+
+    def __init__(self, manager: LocalCacheManager) -> None:
+        self._manager = manager
+        self._behind = manager.tiers[1:]
+        self._counted = TierCounts()
+        self._counted_streamed = 0
+        self._counted_durable = 0
+        self._counted_evictions = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether pages became durable since the last `count`."""
+        return self._durable != self._counted_durable
+
+    @property
+    def _durable(self) -> int:
+        return sum(tier.durable_pages for tier in self._behind)
+
+    def count(self, counters: Counters) -> None:
+        """Adds what was counted since the last call, and sets the gauges."""
+        evictions = self._manager.stats().evicted_blocks
+        counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
+        self._counted_evictions = evictions
+        if self._behind:
+            self._count_pages(counters)
+            self._count_costs(counters)
+
+    def _count_pages(self, counters: Counters) -> None:
+        now = TierCounts(
+            **{
+                field.name: sum(getattr(t.counts, field.name) for t in self._behind)
+                for field in fields(TierCounts)
+            }
+        )
+        new = {
+            field.name: getattr(now, field.name) - getattr(self._counted, field.name) for field in fields(now)
+        }
+        self._counted = now
+        counters.add("flexkv_disk_pages_total", new["read"], direction="read")
+        counters.add("flexkv_disk_pages_total", new["written"], direction="write")
+        counters.add("flexkv_disk_failed_pages_total", new["failed_reads"], direction="read")
+        counters.add("flexkv_disk_failed_pages_total", new["failed_writes"], direction="write")
+        counters.add("flexkv_disk_lost_pages_total", new["dropped_writes"], reason="busy")
+        counters.add("flexkv_disk_lost_pages_total", new["lost"], reason="evicted")
+        counters.add("flexkv_disk_lost_pages_total", new["gone"], reason="disk")
+        counters.add("flexkv_disk_evictions_total", new["evicted"])
+        counters.add("flexkv_disk_expired_pages_total", new["expired"])
+        counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")
+        counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
+        counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
+        counters.add("flexkv_disk_left_pages_total", new["left_pages"])
+        counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
+        counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")
+        streamed = self._manager.stats().streamed_pages
+        counters.add("flexkv_disk_streamed_pages_total", streamed - self._counted_streamed)
+        self._counted_streamed = streamed
+        durable = self._durable
+        counters.add("flexkv_disk_durable_pages_total", durable - self._counted_durable)
+        self._counted_durable = durable
+
+    def _count_costs(self, counters: Counters) -> None:
+        cost = self._manager.cost
+        for number, tier in enumerate(self._manager.tiers):
+            for name, value in tier.gauges().items():
+                counters.set(name, value)
+            if number != HUB and tier.sink is not None:
+                # Of tiers that are only read, such as other units' folders, no cost has a name of its own.
+                counters.set("flexkv_disk_page_seconds", cost.fetch(TierId(number)).line()[1], what="read")
+                counters.set("flexkv_disk_page_seconds", cost.straight(TierId(number)).line()[1], what="gds")
+        counters.set("flexkv_disk_page_seconds", cost.load.line()[1], what="load")
+        counters.set("flexkv_compute_token_seconds", cost.compute.line()[1])

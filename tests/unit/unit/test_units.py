@@ -1,0 +1,258 @@
+"""What a unit does in each of its states, and what a build that fails leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import TierFactory
+from flexkv.cache.tiers import factory
+from flexkv.cache.tiers.disk.plan import plan_disk
+from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.config import load_config
+from flexkv.errors import ContractError, DiskError, GeometryError
+from flexkv.observe import Counters
+from flexkv.transfer.graph import OpResult, OpStatus
+from flexkv.transfer.host_pool import HostPool
+from flexkv.unit.base import CacheRole, EngineUnit, UnitState
+from flexkv.unit.build import build_unit
+from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.null_unit import NullUnit
+from flexkv.unit.ranks import NO_UNIT, RankFacts, UnitOwner
+
+STRIPE = 4096
+OWNER = UnitOwner("a model", b"n" * 32, "unit0")
+KEYS = np.random.default_rng(0).integers(0, 256, (3, 16), dtype=np.uint8)
+BLOCKS = np.arange(3, dtype=np.int32)
+DEADLINE_S = 30.0
+
+Build = Callable[..., LiveUnit]
+
+
+def facts(rank: int = 0, **more: object) -> RankFacts:
+    run = np.array([[0, STRIPE, 0]], np.int64)
+    return RankFacts(rank, 0, STRIPE, 8, run, "a format", **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def build() -> Iterator[Build]:
+    units: list[LiveUnit] = []
+
+    def make(ranks: int = 1, role: CacheRole = CacheRole(), **settings: object) -> LiveUnit:  # noqa: B008 - frozen
+        small = {"host.bytes": 1 << 20, "host.huge_pages": "off"}
+        config = load_config(small | {key.replace("__", "."): value for key, value in settings.items()}, {})
+        unit = build_unit(config, 4, {rank: facts(rank) for rank in range(ranks)}, OWNER, role)
+        units.append(unit)
+        unit.grow()
+        return unit
+
+    yield make
+    for unit in units:
+        unit.close()
+        unit.manager.check_integrity()
+
+
+def store(unit: EngineUnit) -> OpResult | None:
+    """Begins a store of `KEYS`; how it ends well, or None if nothing is to be stored."""
+    plan = unit.manager.begin_store("store", 0, KEYS, BLOCKS, 0)
+    if plan.graph is None:
+        return None
+    (op,) = plan.graph.ops
+    return OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32), "")
+
+
+def stored(unit: LiveUnit) -> LiveUnit:
+    result = store(unit)
+    assert result is not None
+    unit.manager.complete(0, result)
+    return unit
+
+
+def hit(unit: EngineUnit) -> int:
+    blocks = unit.manager.match("probe", [KEYS], 0).blocks
+    unit.manager.release("probe")
+    return blocks
+
+
+def in_state(state: UnitState, build: Build) -> EngineUnit:
+    """A unit in this state; one that ever had ranks has stored `KEYS`."""
+    if state is UnitState.AWAITING_RANKS:
+        return NullUnit()
+    unit = stored(build())
+    if state is UnitState.DISABLED:
+        unit.disable(0, "no memory")
+    if state is UnitState.CLOSED:
+        unit.close()
+    assert unit.state is state
+    return unit
+
+
+EVERY_STATE = pytest.mark.parametrize("state", list(UnitState), ids=lambda state: state.name)
+
+
+@EVERY_STATE
+def test_only_a_usable_unit_promises_and_stores(state: UnitState, build: Build) -> None:
+    unit = in_state(state, build)
+    usable = state is UnitState.USABLE
+    assert unit.usable is usable
+    assert hit(unit) == (3 if usable else 0)
+    unit.manager.forget(0, KEYS)
+    assert (store(unit) is not None) is usable
+    assert bool(unit.reason) is (state in (UnitState.DISABLED, UnitState.CLOSED))
+
+
+def test_control_a_manager_that_is_not_disabled_goes_on_promising(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalCacheManager, "disable", lambda self: None)
+    assert hit(in_state(UnitState.DISABLED, build)) == 3
+
+
+@EVERY_STATE
+def test_every_call_is_allowed_in_every_state(state: UnitState, build: Build) -> None:
+    unit, counters = in_state(state, build), Counters()
+    unit.grow()
+    unit.rank_ready({0: 1})
+    unit.stop_straight_loads(0, "no lane")
+    unit.expire_if_due(counters)
+    unit.count(counters)
+    unit.manager.release("nobody")
+    unit.manager.end_request("nobody")
+    unit.manager.check_integrity()
+    assert not unit.poll()
+    assert not unit.busy
+    unit.disable(0, "once more")
+    assert unit.close() == unit.close()
+    assert unit.state is UnitState.CLOSED
+
+
+@EVERY_STATE
+def test_what_is_under_way_ends(state: UnitState, build: Build) -> None:
+    if state is UnitState.AWAITING_RANKS:
+        with pytest.raises(ContractError, match="nothing was planned"):
+            NullUnit().manager.complete(0, OpResult.cancelled(1, 1, ""))  # type: ignore[arg-type]
+        return
+    unit = build()
+    result = store(unit)
+    assert result is not None
+    if state is UnitState.DISABLED:
+        unit.disable(0, "no memory")
+    if state is UnitState.CLOSED:
+        unit.close()
+    assert unit.manager.inflight_ops() == 1
+    done = unit.manager.complete(0, result)
+    assert done is not None
+    assert done.published.tolist() == [0, 1, 2]
+    assert unit.manager.inflight_ops() == 0
+
+
+@EVERY_STATE
+def test_a_reset_is_carried_out_or_noted(state: UnitState, build: Build) -> None:
+    unit = in_state(state, build)
+    unit.manager.reset()
+    if isinstance(unit, NullUnit):
+        assert unit.was_reset
+        assert not NullUnit().was_reset
+    else:
+        assert isinstance(unit, LiveUnit)
+        assert unit.manager.cached_blocks() == 0
+
+
+def test_what_a_disabled_unit_has_published_goes_to_disk(build: Build, tmp_path: Path) -> None:
+    unit = stored(build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB"))
+    unit.disable(0, "no memory")
+    assert unit.busy
+    ends_s = time.monotonic() + DEADLINE_S
+    while unit.busy:
+        assert time.monotonic() < ends_s, "the pages were not written"
+        unit.poll()
+    assert unit.close()
+    again = build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB")
+    assert again.manager.present(0, KEYS).all()
+
+
+def test_a_promise_made_before_is_kept_by_a_unit_that_was_disabled(build: Build) -> None:
+    unit = stored(build())
+    assert unit.manager.match("request", [KEYS], 0).blocks == 3
+    unit.disable(0, "no memory")
+    graph = unit.manager.begin_load("request", [BLOCKS])
+    assert graph is not None
+    (op,) = graph.ops
+    assert unit.manager.complete(0, OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32), "")) is not None
+
+
+def test_a_grant_ends_when_every_rank_is_ready_or_the_unit_is_disabled(build: Build) -> None:
+    unit = build(ranks=2, role=CacheRole(shared=True))
+    unit.grant = unit.make_grant(on_device=False)
+    unit.rank_ready({0: unit.slots})
+    assert unit.grant is not None
+    unit.rank_ready({1: unit.slots})
+    assert unit.grant is None
+    unit.grant = unit.make_grant(on_device=False)
+    unit.disable(1, "no memory")
+    assert unit.grant is None
+
+
+def test_units_have_numbers_of_their_own(build: Build) -> None:
+    assert NullUnit().unit_id == NO_UNIT
+    assert len({build().unit_id, build().unit_id, NO_UNIT}) == 3
+
+
+# --- builds that fail ---
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({1: facts(1)}, r"ranks \[1\]; expected 0 to 0"),
+        ({0: facts(), 1: RankFacts(1, 0, STRIPE, 9, facts().run_table, "a format")}, "8, 9 blocks"),
+        ({0: facts(), 1: facts(1, replicated=True)}, "do not agree"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_refused(ranks: dict[int, RankFacts], message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        build_unit(load_config({"host.bytes": 1 << 20}, {}), 4, ranks, OWNER)
+
+
+class Unopenable(TierPlan):
+    """Comes after the disks, and cannot be opened."""
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
+        raise DiskError("no such luck")
+
+
+def plan_unopenable(unit: UnitFacts) -> TierPlan:
+    return Unopenable()
+
+
+def test_a_tier_that_cannot_be_opened_leaves_no_folder_locked_and_no_thread(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set(threading.enumerate())
+    with monkeypatch.context() as patched:
+        patched.setattr(factory, "TIERS", (plan_disk, plan_unopenable))
+        with pytest.raises(DiskError, match="no such luck"):
+            build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB")
+    assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
+    assert build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB").has_tiers
+
+
+def test_control_without_cleaning_up_the_folder_stays_locked(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = ExitStack()
+    with monkeypatch.context() as patched:
+        patched.setattr(factory, "TIERS", (plan_disk, plan_unopenable))
+        patched.setattr(ExitStack, "__exit__", lambda self, *error: left.push(self.pop_all()) and None)
+        with pytest.raises(DiskError, match="no such luck"):
+            build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB")
+    with pytest.raises(DiskError, match=r"in use|uses"):
+        build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB")
+    left.close()
