@@ -17,15 +17,10 @@ from typing import Any
 
 from flexkv.errors import ConfigError, FlexKVError
 from tests.unit.native_border import hostile
-from tests.unit.native_border.makers import (
-    NEED_A_GPU,
-    NOT_MADE,
-    RECIPES,
-    World,
-    valid_argument,
-    valid_arguments,
-)
+from tests.unit.native_border.arguments import NEED_A_GPU, valid_argument, valid_arguments
+from tests.unit.native_border.recipes import NOT_MADE, RECIPES
 from tests.unit.native_border.surface import Parameter, Target, classes, targets
+from tests.unit.native_border.world import World
 
 MOST_CALLS = 6
 JOIN_S = 60.0

@@ -18,8 +18,9 @@ import resource
 import sys
 from pathlib import Path
 
+from tests.unit.native_border.arguments import NO_CONSTRUCTOR
 from tests.unit.native_border.cases import Fuzzer, Wrong
-from tests.unit.native_border.makers import NO_CONSTRUCTOR, NOT_MADE
+from tests.unit.native_border.recipes import NOT_MADE
 
 WRONG = 3
 MEMORY_BYTES = 1 << 30

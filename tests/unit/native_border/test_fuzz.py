@@ -11,7 +11,7 @@ from flexkv import c_ext
 from tests.soak import soak_rounds
 from tests.unit.native_border.cases import RAW_ADDRESSES, named_in
 from tests.unit.native_border.fuzz import CrashError, fuzz, run_child
-from tests.unit.native_border.makers import NOT_MADE, RECIPES
+from tests.unit.native_border.recipes import NOT_MADE, RECIPES
 from tests.unit.native_border.surface import classes, targets
 
 CHILDREN = 3
@@ -30,7 +30,7 @@ def test_every_class_has_a_recipe() -> None:
 
 def test_every_call_can_be_made_as_it_is_meant() -> None:
     ended = run_child(c_ext.__name__, "valid", 0, 0)
-    assert not ended.why, f"{ended.output}\n(ARGUMENTS and BY_NAME of makers.py name what a call is given)"
+    assert not ended.why, f"{ended.output}\n(ARGUMENTS and BY_NAME of arguments.py name what a call is given)"
 
 
 def test_every_raw_address_is_one_of_a_call() -> None:

@@ -1,0 +1,146 @@
+"""How a valid object of every class of the native core is made, small and quickly.
+
+A class without a recipe in `RECIPES` (or a reason in `NOT_MADE`) fails the completeness test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexkv import c_ext
+
+if TYPE_CHECKING:
+    from tests.unit.native_border.world import World
+
+RUN = 512
+RUNS = 2
+STRIPE = RUN * RUNS
+BLOCKS = 4
+SLOTS = 4
+WAIT_S = 20.0
+
+NOT_MADE = {
+    "CudaLane": "needs a GPU",
+    "DeviceMemory": "needs a GPU",
+    "OpResult": "made by an engine's poll",
+    "Lane": "abstract: lanes are made as their own classes",
+    "PageMover": "abstract: movers are made as their own classes",
+}
+"""Classes of which no object can be made here: their members are called with hostile ones alone."""
+
+
+def random_keys(count: int = 4, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, 16), np.uint8)
+
+
+def _codec(_: World) -> c_ext.PageCodec:
+    return c_ext.PageCodec([STRIPE], [codec_runs()])
+
+
+def codec_runs() -> np.ndarray:
+    return np.array([[i * RUN, RUN, i] for i in range(RUNS)], np.int64)
+
+
+def _pool(world: World) -> c_ext.HostPool:
+    image = world.get("PageCodec").image_bytes
+    pool = c_ext.HostPool(image, SLOTS, True, image, False)
+    assert pool.wait_ready(SLOTS, WAIT_S), pool.stopped_reason
+    return pool
+
+
+def view_runs(world: World) -> np.ndarray:
+    return np.array([[world.memory[i].ctypes.data, RUN, RUN, i * RUN, i] for i in range(RUNS)], np.int64)
+
+
+def _slab(world: World) -> c_ext.SlabFile:
+    path, image = world.path(), world.get("PageCodec").image_bytes
+    Path(path).write_bytes(bytes(4096 + SLOTS * image))
+    return c_ext.SlabFile(path, 4096, image, SLOTS, 1)
+
+
+def _disk_lane(world: World) -> c_ext.DiskLane:
+    return c_ext.DiskLane(
+        [world.get("PageCodec")], [world.get("HostPool")], [[world.get("SlabFile")]], "threads", 2, 30.0
+    )
+
+
+def _engine(world: World) -> c_ext.TransferEngine:
+    engine = c_ext.TransferEngine(world.get("FaultyMover"), 8, 1, 30.0, [world.get("DiskLane")])
+    engine.attach_view(0, world.get("KvView"), world.get("HostPool"), 0, -1)
+    return engine
+
+
+def _index(world: World) -> c_ext.BlockIndex:
+    index = c_ext.BlockIndex([16, 16])
+    index.grow(0, 16)
+    world.kept["entries"] = index.insert(0, random_keys(), 4)[1]
+    return index
+
+
+def _lookup(world: World) -> c_ext.TierLookup:
+    host, behind = world.get("BlockIndex"), c_ext.BlockIndex([16, 16])
+    for index in (host, behind):
+        index.grow(0, 16)
+        index.grow(1, 16)
+    world.kept["behind"] = behind
+    return c_ext.TierLookup([host, behind], 2)
+
+
+def lookup_of_three(world: World) -> dict[str, object]:
+    """Of each group a page that is ready in host memory, one that is filled there, and one in the tier behind."""
+    world.get("TierLookup")
+    host, behind = world.get("BlockIndex"), world.kept["behind"]
+    offered = []
+    for group in range(2):
+        keys = random_keys(3, seed=next(world.numbers))
+        for index, first in ((host, 0), (behind, 2)):
+            entries = index.insert(group, keys[first : first + 1], 1)[1]
+            index.finish(entries, np.ones(len(entries), np.uint8))
+            index.set_expiry(entries, np.full(len(entries), 100, np.uint64))
+        host.insert(group, keys[1:2], 1, 7)
+        offered.append(keys)
+    return {"keys": offered, "start_block": 0, "room_pages": 8, "tiers_mask": 3, "now_s": 1}
+
+
+def _found_pages(world: World) -> c_ext.Found:
+    arguments: dict[str, Any] = lookup_of_three(world)
+    return world.get("TierLookup").look(**arguments)  # type: ignore[no-any-return]
+
+
+def _manager(world: World) -> c_ext.GDSManager:
+    return c_ext.GDSManager({0: [world.path()]}, 1, threads_per_device=1, gpu_device_id=-1, io="threads")
+
+
+def head_to_token_major() -> tuple[Any, ...]:
+    """Two tokens of two heads, from head-major to token-major."""
+    source, target = ((8, 2, 4, 1), (8, 2, 4, 1), 8), ((8, 4, 2, 1), (8, 4, 2, 1), 8)
+    return (1, 2, 2, 2), 1, source, target
+
+
+RECIPES: dict[str, Callable[[World], Any]] = {
+    "BlockIndex": _index,
+    "CountingMover": lambda world: c_ext.CountingMover(world.get("HostMover")),
+    "DiskLane": _disk_lane,
+    "EngineKeyChain": lambda _: c_ext.EngineKeyChain(bytes(32), 0),
+    "FaultRule": lambda _: c_ext.FaultRule(0, nth_op=1000),
+    "FaultyMover": lambda world: c_ext.FaultyMover(world.get("CountingMover"), [world.get("FaultRule")]),
+    "Found": _found_pages,
+    "GDSManager": _manager,
+    "GdsLane": lambda world: c_ext.GdsLane([world.get("PageCodec")], 0, [[world.get("SlabFile").row]]),
+    "HostMover": lambda _: c_ext.HostMover(),
+    "HostPool": _pool,
+    "IoFaultRule": lambda _: c_ext.IoFaultRule(0, nth=1000),
+    "IoFaults": lambda world: c_ext.IoFaults([world.get("IoFaultRule")]),
+    "KvView": lambda world: c_ext.KvView(view_runs(world), BLOCKS, STRIPE),
+    "PageCodec": _codec,
+    "PageConversion": lambda _: c_ext.PageConversion(*head_to_token_major()),
+    "SlabFile": _slab,
+    "SlotImage": lambda _: c_ext.SlotImage([STRIPE, STRIPE], 64),
+    "TierLookup": _lookup,
+    "TokenChain": lambda _: c_ext.TokenChain(4),
+    "TransferEngine": _engine,
+}
