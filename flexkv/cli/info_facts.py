@@ -14,7 +14,7 @@ from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
 from flexkv.config import FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.memory import allowed_nodes
-from flexkv.errors import FlexKVError
+from flexkv.errors import DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
 from flexkv.storage.folder_share import folder_faults, nearest_there
 from flexkv.unit.start_check import start_faults
@@ -33,15 +33,15 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         ConfigError: the model's configuration cannot be read.
     """
     memory = read_memory()
-    facts = package_facts() | machine_facts(memory) | tier_facts(config, memory)
     # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
-    lost = [
-        f"{folder['path']}: {folder['fault']}" for folder in facts["disk_tier"]["folders"] if folder["fault"]
-    ]
-    refused = [str(fault) for fault in start_faults(config, 1, held_bytes)]
-    if refused and refused[-1].startswith("no disk can be used"):
-        lost = []
-    facts["problems"] = refused + [f"the engine would start without the disk {words}" for words in lost]
+    lost = folder_faults(config, held_bytes)
+    facts = package_facts() | machine_facts(memory) | tier_facts(config, memory, lost)
+    refused = start_faults(config, 1, lost)
+    facts["problems"] = [str(fault) for fault in refused]
+    if not any(isinstance(fault, DiskError) for fault in refused):
+        facts["problems"] += [
+            f"the engine would start without the disk {folder}: {reason}" for folder, reason in lost.items()
+        ]
     facts["hints"] = machine_hints(facts)
     facts["model"] = None
     if model is not None:
@@ -78,14 +78,17 @@ def machine_facts(memory: MemoryState) -> Facts:
     }
 
 
-def tier_facts(config: FlexKVConfig, memory: MemoryState) -> Facts:
-    """The tiers with the current settings and one rank. `bytes` is None where the host tier cannot be had."""
+def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str]) -> Facts:
+    """The tiers with the current settings and one rank. `bytes` is None where the host tier cannot be had.
+
+    Args:
+        lost: folders that cannot be used, and why.
+    """
     huge = memory.huge_page_bytes * memory.huge_pages_free
     host_bytes: int | None = None
     with contextlib.suppress(FlexKVError):  # it is among the problems, in words
         host_bytes = resolve_host_bytes(config, 1, memory.usable, huge)
     refusal = c_ext.uring_refusal()
-    faults = folder_faults(config, held_bytes)
     return {
         "host_tier": {"bytes": host_bytes, "ranks": 1, "numa_node": config.host.numa_node},
         "eviction": {"policy": config.index.policy},
@@ -93,7 +96,7 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState) -> Facts:
             "mode": config.disk.mode,
             "io": "threads" if refusal or config.disk.io == "threads" else "io_uring",
             "io_uring_refusal": refusal,
-            "folders": [_folder(folder, faults) for folder in config.disk.folders],
+            "folders": [_folder(folder, lost) for folder in config.disk.folders],
         },
     }
 

@@ -211,7 +211,7 @@ class DiskConfig(Section):
         (),
         description="Absolute paths joined by `:` or `,`, one a disk; blocks are striped over them, and a disk that "
         "fails is taken out. In YAML and the extra config also a list, which a folder with `:` or `,` in its name "
-        "needs. Unset: no disk tier.",
+        "needs. Their names are UTF-8. Unset: no disk tier.",
     )
     bytes_per_folder: OptionalSizeBytes = Field(
         None,

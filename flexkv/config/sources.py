@@ -25,7 +25,7 @@ MOST_FILE_BYTES = 1 << 20
 """All settings with their documentation take a hundredth of it."""
 
 OTHER_VARIABLES: dict[str, str] = {
-    CONFIG_FILE_VARIABLE: "path of the YAML file with settings",
+    CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
     "FLEXKV_CUDA": "build: `1` (a CUDA toolkit is required), `0` (none) or `auto` (if one works); default `auto`, for "
     "`make` on a machine without a GPU `0`",
     "FLEXKV_CUDA_ARCHS": "build: GPU architectures, e.g. `80;90;100+PTX`",

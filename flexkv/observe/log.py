@@ -45,7 +45,12 @@ def log_package(logger: logging.Logger) -> None:
 
 
 def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> None:
-    """Logs a warning the first time `key` comes up in this process; the keys are few and fixed."""
+    """Logs a warning the first time `key` comes up in this process.
+
+    Args:
+        key: is kept for good, so it is of a bounded set: fixed ones, and one for each unknown variable of the
+            environment. None holds anything of a request.
+    """
     if key not in _warned:
         _warned.add(key)
         logger.warning(message, *args)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.config.memory import check_numa_node
 from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder_share import OwnBytes, folder_faults
 
 
-def start_faults(config: FlexKVConfig, ranks: int, own: OwnBytes) -> list[FlexKVError]:
+def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
     """Why a unit of `ranks` ranks cannot start here; empty where it can, as far as is known without its model.
 
     Args:
-        own: bytes under a folder that the unit may write over.
+        lost: folders that cannot be used, and why (`folder_faults`). Where all of them are, the last fault is a
+            `DiskError` that names them.
     """
     faults: list[FlexKVError] = []
     try:
@@ -24,7 +27,6 @@ def start_faults(config: FlexKVConfig, ranks: int, own: OwnBytes) -> list[FlexKV
         check_numa_node(config)
     except ConfigError as fault:
         faults.append(fault)
-    lost = folder_faults(config, own)
     if lost and len(lost) == len(config.disk.folders):
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in lost.items())
         faults.append(DiskError(f"no disk can be used: {reasons}"))
@@ -33,10 +35,13 @@ def start_faults(config: FlexKVConfig, ranks: int, own: OwnBytes) -> list[FlexKV
 
 def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
     """
+    Args:
+        own: bytes under a folder that the unit may write over.
+
     Raises:
         FlexKVError: the unit cannot start here; where there are several reasons, a ConfigError with all of them.
     """
-    faults = start_faults(config, ranks, own)
+    faults = start_faults(config, ranks, folder_faults(config, own))
     if len(faults) > 1:
         lines = [
             f"{len(faults)} settings cannot be had on this machine:",

@@ -402,7 +402,8 @@ class SchedulerSide:
 
     def _hashed_blocks(self) -> dict[int, bytes]:
         """Blocks that the engine's own prefix cache knows, and their hashes."""
-        assert self._watch_bound, "the engine binds its block pool before it resets"
+        if not self._watch_bound:
+            return {}  # there is no block pool yet, so nothing was computed
         return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
 
     def _end_copies(self) -> bool:

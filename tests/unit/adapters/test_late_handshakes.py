@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
-from flexkv.adapters.vllm.scheduler import HANDSHAKE_STEPS
+from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.scheduler import HANDSHAKE_STEPS, SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import ContractError
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
@@ -163,3 +165,22 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
     assert not engine.workers[1].attached
     assert engine.run(make_request(PROMPT, "one")) == 0
     assert engine.stored_pages == 0
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_reset_before_the_block_pool_is_bound_is_carried_out(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: bool
+) -> None:
+    """By vLLM's MultiConnector, which forwards both calls. The control: without the reset the pages are served."""
+    make = in_turn(make_engine, tmp_path)
+    make().run(make_request(PROMPT, "before"))
+    with monkeypatch.context() as unbound:
+        unbound.setattr(SchedulerSide, "bind_block_pool", lambda *_: None)
+        engine = make(**LATE)
+    multi, connector = MultiConnector.__new__(MultiConnector), FlexKVConnector.__new__(FlexKVConnector)
+    connector.scheduler, multi._connectors = engine.side, [connector]
+    if reset:
+        assert multi.reset_cache()
+    multi.bind_gpu_block_pool(engine.pool)
+    steps(engine, 1)
+    assert engine.run(make_request(PROMPT, "after")) == (0 if reset else 20)

@@ -8,13 +8,17 @@ import logging
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexkv.adapters.common.refusals import log_refusal
+from flexkv.cli import info_facts
 from flexkv.cli.main import main
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.storage.folder_share import folder_faults
+from flexkv.unit import start_check
 from flexkv.unit.start_check import start_faults
 from tests.unit.adapters.mini_engine import MiniEngine
 
@@ -83,6 +87,28 @@ def test_info_finds_what_the_start_refuses(
     assert words in line
 
 
+def test_info_looks_at_each_folder_once_and_names_those_that_are_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that is lost is a problem of its own beside another one that can be used. The control: where none can,
+    one problem names all."""
+    (tmp_path / "file").touch()
+    looks: list[object] = []
+
+    def look(*arguments: Any) -> dict[str, str]:
+        looks.append(arguments)
+        return folder_faults(*arguments)
+
+    for module in (info_facts, start_check):
+        monkeypatch.setattr(module, "folder_faults", look)
+    bad, good = f"{tmp_path}/file/x", f"{tmp_path}/good"
+    problems = info_facts.collect(load_config({"disk.folders": [bad, good]}, {}), None)["problems"]
+    assert problems == [f"the engine would start without the disk {bad}: {tmp_path}/file is no folder"]
+    assert len(looks) == 1
+    [problem] = info_facts.collect(load_config({"disk.folders": [bad]}, {}), None)["problems"]
+    assert problem == f"no disk can be used: {bad}: {tmp_path}/file is no folder"
+
+
 def test_several_reasons_are_one_error(make_engine: Make) -> None:
     with pytest.raises(
         ConfigError, match=r"2 settings cannot be had on this machine:\n- host\.bytes.*\n- host\.numa"
@@ -93,7 +119,7 @@ def test_several_reasons_are_one_error(make_engine: Make) -> None:
 def test_what_this_machine_has_is_not_refused(make_engine: Make, tmp_path: Path) -> None:
     settings = {"disk.folders": [str(tmp_path / "a"), str(tmp_path / "b")], "host.numa_node": 0}
     config = load_config(settings, {})
-    assert start_faults(config, 1, lambda root: 0) == []
+    assert start_faults(config, 1, folder_faults(config, lambda root: 0)) == []
     engine = make_engine(**settings, **{"disk.space_share": 0.001})
     assert engine.unit.has_tiers
 
