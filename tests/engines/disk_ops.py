@@ -47,7 +47,7 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
         taken_for_stored: a store of what a read is bringing counts as known: the control.
     """
     unit = _unit(llm)
-    planes = unit.disk._driver._planes
+    planes = unit.driver._planes
     planes[DISK] = LateReads(planes[DISK])
     if taken_for_stored:
         unit.manager.tiers[HUB].stores._take_over = lambda offer, room: 0
@@ -61,13 +61,13 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
         failed: pages that they did not bring.
     """
     unit = _unit(llm)
-    planes = unit.disk._driver._planes
+    planes = unit.driver._planes
     late = planes[DISK]
     ends_s = time.monotonic() + deadline_s
     while len(late.ended) < len(late.under_way):
         if time.monotonic() > ends_s:
             raise TimeoutError(f"the disk has not ended its reads after {deadline_s:g} s")
-        unit.disk.pump()
+        unit.poll()
         time.sleep(0.01)
     planes[DISK] = late.plane
     for result in late.ended:
