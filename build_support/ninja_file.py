@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -247,8 +248,6 @@ class NinjaFile:
         """
         folder = self.variant.folder
         folder.mkdir(parents=True, exist_ok=True)
-        ninja = shutil.which("ninja")
-        command = [ninja] if ninja else [sys.executable, "-m", "ninja"]
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would write the same objects
@@ -259,7 +258,15 @@ class NinjaFile:
             (folder / name).symlink_to(include)
             (folder / "build.ninja").write_text("\n".join([*self.lines, ""]))
             flags = flags_for_warnings(folder)
-            run_ninja([*command, "-C", str(folder), *jobs], f"compiling {self.variant.name}", flags)
+            run_ninja([*_ninja(), "-C", str(folder), *jobs], f"compiling {self.variant.name}", flags)
+
+
+def _ninja() -> list[str]:
+    """The environment's own ninja, else the machine's: versions hash commands differently, so one that is older than
+    that of pip's isolated builds would compile everything again after each of them."""
+    if importlib.util.find_spec("ninja") is not None:
+        return [sys.executable, "-m", "ninja"]
+    return [shutil.which("ninja") or "ninja"]
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -25,6 +25,9 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
+TABLE_WIDTH = 100
+"""Columns that the table needs."""
+
 HOST_BYTES = 512 << 20
 DISK_BYTES = 512 << 20
 
@@ -36,11 +39,16 @@ def main() -> int:
     parser.add_argument("--load-mode", choices=["async", "sync"], default="async")
     arguments = parser.parse_args()
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, TABLE_WIDTH))  # a log has no width
     started = time.monotonic()
     # The engines inherit it. Two threads on two cores that others use as well mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
     except EngineError as error:
         console.print(f"[red]The engine failed:[/] {error}", markup=True, highlight=False)
         return 1

@@ -49,8 +49,9 @@ def next_steps(model: Path) -> Iterator[str]:
     yield f"  {python} -m flexkv info"
     yield "this model over HTTP, on a CPU (docs/vllm.md asks it for a hit, step by step)"
     yield (
-        f"  VLLM_CPU_KVCACHE_SPACE=1 {python} -m vllm.entrypoints.openai.api_server --model {shlex.quote(str(model))} "
-        "--skip-tokenizer-init --dtype float32 --max-model-len 2048 --enforce-eager --host 127.0.0.1 --port 8000 "
+        f"  VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 {python} -m vllm.entrypoints.openai.api_server "
+        f"--model {shlex.quote(str(model))} "
+        "--skip-tokenizer-init --dtype float32 --max-model-len 4096 --enforce-eager --host 127.0.0.1 --port 8000 "
         f"--kv-transfer-config {shlex.quote(config)}"
     )
     yield "a model of yours: in its own environment `pip install .` here, then"

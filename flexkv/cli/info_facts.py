@@ -12,11 +12,11 @@ from flexkv import c_ext
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
 from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
-from flexkv.config import FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
+from flexkv.config import DiskConfig, FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.memory import allowed_nodes
 from flexkv.errors import DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
-from flexkv.storage.folder_share import folder_faults, nearest_there
+from flexkv.storage.folder_share import device_of, folder_faults, nearest_there, shared_file_systems
 from flexkv.unit.start_check import start_faults
 
 PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -42,7 +42,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         facts["problems"] += [
             f"the engine would start without the disk {folder}: {reason}" for folder, reason in lost.items()
         ]
-    facts["hints"] = machine_hints(facts)
+    facts["hints"] = machine_hints(facts) + folder_hints(config.disk)
     facts["model"] = None
     if model is not None:
         size, host_bytes = ModelSize.of(model), facts["host_tier"]["bytes"] or 0
@@ -104,13 +104,16 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
 def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
     path = Path(folder)
     there = nearest_there(path)
-    usage = shutil.disk_usage(there)
+    try:
+        total, _, free = shutil.disk_usage(there)
+    except OSError:  # `fault` names it
+        free, total = 0, 0
     units = [unit for unit in unit_folders(path) if unit != path] if there == path and path.is_dir() else []
     return {
         "path": folder,
         "exists": there == path,
-        "free_bytes": usage.free,
-        "total_bytes": usage.total,
+        "free_bytes": free,
+        "total_bytes": total,
         "units": len(units),
         "held_bytes": sum(map(held_bytes, units)),
         "fault": faults.get(folder, ""),
@@ -132,6 +135,22 @@ def machine_hints(facts: Facts) -> list[str]:
             with_cuda=facts["native_core"]["with_cuda"],
         )
     )
+
+
+def folder_hints(disk: DiskConfig) -> list[str]:
+    """What is odd about the folders, though they can be used."""
+    found = [
+        f"{' and '.join(map(str, roots))} lie on one file system, which striping over them does not make faster"
+        for roots in shared_file_systems(disk)
+    ]
+    root = os.stat("/").st_dev
+    for folder in disk.folders:
+        with contextlib.suppress(OSError):  # it is among the problems
+            if not Path(folder).exists() and device_of(Path(folder)) == root:
+                found.append(
+                    f"{folder} is not there and would lie on the root file system: is its disk mounted?"
+                )
+    return found
 
 
 def _mode(path: str) -> str:

@@ -213,7 +213,7 @@ _TABLE = (
         "seconds",
         "What a token more adds to a prefill step of the engine, as measured lately. Only with a disk tier.",
     ),
-    Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Places of the disk tier."),
+    Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Places on the disks in use."),
     Metric("flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Places that hold a page or receive one."),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
     Metric(

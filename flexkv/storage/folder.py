@@ -112,7 +112,7 @@ def held_bytes(folder: Path, names: str = "*") -> int:
     return held
 
 
-SHARED_BY_MISTAKE = "end that first, or give each unit a name or a folder of its own"
+SHARED_BY_MISTAKE = "end that first, or name another folder (disk.folders)"
 LOOKED_AFTER_IN_USE = "end that first"
 
 

@@ -176,7 +176,24 @@ def _access_fault(root: Path, there: Path) -> str:
         return fault
     if not there.is_dir():
         return f"{there} is no folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"no permission to write in {there}"
+    if os.access(there, os.W_OK | os.X_OK):
+        return ""
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        return f"the file system of {there} is read-only"
+    return f"no permission to write in {there}"
+
+
+def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
+    """Pairs of `disk.folders` that are one folder, written in two ways or reached by a link."""
+    first: dict[str, str] = {}
+    pairs = []
+    for folder in disk.folders:
+        real = os.path.realpath(folder)
+        if real in first:
+            pairs.append((first[real], folder))
+        else:
+            first[real] = folder
+    return pairs
 
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:

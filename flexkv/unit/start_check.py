@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.config.memory import check_numa_node
 from flexkv.errors import ConfigError, DiskError, FlexKVError
-from flexkv.storage.folder_share import OwnBytes, folder_faults
+from flexkv.storage.folder_share import OwnBytes, folder_faults, same_folders
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
@@ -27,6 +27,10 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
         check_numa_node(config)
     except ConfigError as fault:
         faults.append(fault)
+    faults += [
+        ConfigError(f"disk.folders: {first} and {second} are one folder; name it once")
+        for first, second in same_folders(config.disk)
+    ]
     if lost and len(lost) == len(config.disk.folders):
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in lost.items())
         faults.append(DiskError(f"no disk can be used: {reasons}"))

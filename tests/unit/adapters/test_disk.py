@@ -276,3 +276,13 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
     # What was computed is in host memory now, and is served from there.
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_slots_of_a_disk_that_is_out_of_use_are_not_counted(make_disk_engine: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = make_disk_engine(**{"disk.folders": [str(tmp_path / "good"), str(tmp_path / "file" / "bad")]})
+    engine.run(make_request(PROMPT, "one"))
+    engine.step({})
+    slots = disk_tier(engine.unit.manager).volumes.slots(0)
+    assert engine.counters.data["flexkv_disks"] == {"": 1}
+    assert engine.counters.data["flexkv_disk_slots"] == {"": slots // 2}

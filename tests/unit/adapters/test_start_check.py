@@ -36,6 +36,8 @@ CASES = [
         {"disk.folders": "TMP/a:TMP/b", "disk.bytes_per_folder": "900TiB"},
         "asks for 900.0 TiB in each folder of 2 on one file system",
     ),
+    ({"disk.folders": "TMP/a:TMP/a/"}, "disk.folders: TMP/a and TMP/a/ are one folder"),
+    ({"disk.folders": "TMP/there:TMP/link"}, "disk.folders: TMP/there and TMP/link are one folder"),
     ({"disk.folders": "TMP/file/x"}, "no disk can be used: TMP/file/x: TMP/file is no folder"),
 ]
 
@@ -43,6 +45,8 @@ CASES = [
 @pytest.fixture
 def given(tmp_path: Path) -> Callable[[dict[str, object]], dict[str, object]]:
     (tmp_path / "file").touch()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
     return lambda settings: {
         key: value.replace("TMP", str(tmp_path)) if isinstance(value, str) else value
         for key, value in settings.items()
@@ -61,7 +65,7 @@ def test_the_start_refuses_in_words_that_name_the_setting(
         make_engine(**given(settings))
     assert words.replace("TMP", str(tmp_path)) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], (
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "there"], (
         "something was made before the refusal"
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexkv.cli import info_facts
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
+from flexkv.config import DiskConfig
 
 WELL = Machine(
     private_pages="madvise",
@@ -58,3 +61,24 @@ def test_a_gpus_driver_is_found(tmp_path: Path) -> None:
     version.parent.mkdir(parents=True)
     version.touch()
     assert gpu_driver_is_loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("made", "mounted", "asked"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+)
+def test_a_folder_that_would_lie_on_the_root_file_system_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool, mounted: bool, asked: bool
+) -> None:
+    folder = tmp_path / "mnt"
+    if made:
+        folder.mkdir()
+    root = os.stat("/").st_dev
+    monkeypatch.setattr(info_facts, "device_of", lambda path: root + mounted)
+    found = info_facts.folder_hints(DiskConfig(folders=str(folder)))
+    assert any("is its disk mounted?" in hint for hint in found) is asked
+
+
+def test_folders_of_one_file_system_are_named(tmp_path: Path) -> None:
+    found = info_facts.folder_hints(DiskConfig(folders=f"{tmp_path / 'a'}:{tmp_path / 'b'}"))
+    assert f"{tmp_path / 'a'} and {tmp_path / 'b'} lie on one file system" in found[0]

@@ -190,3 +190,28 @@ def test_what_is_missing_is_a_problem_too() -> None:
     assert list(problems(short, short))
     idle = [replace(turn, expects=0) for turn in good]
     assert "no turn expected flexkv to serve anything" in list(problems(idle, idle))
+
+
+def test_an_interrupt_ends_it_in_a_word(
+    engine: Engine,
+    run: Callable[[], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: ScriptedEngine, *_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "__enter__", interrupted)
+    assert run() == 130
+    assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
+
+
+def test_the_table_is_whole_in_a_log(
+    engine: Engine,
+    run: Callable[[], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run() == 0
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capsys.readouterr().out

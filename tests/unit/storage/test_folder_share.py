@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,3 +238,13 @@ def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
     assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
     # Units that were told of each other have equal shares, whichever starts first.
     assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)
+
+
+def test_a_read_only_file_system_is_called_so(small_disk: Path) -> None:
+    config = load_config({"disk.folders": str(small_disk / "flexkv")}, {})
+    own = own_bytes(IDENTITY, make_group())
+    assert folder_faults(config, own) == {}, "the control"
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert folder_faults(config, own) == {
+        str(small_disk / "flexkv"): f"the file system of {small_disk} is read-only"
+    }

@@ -176,7 +176,7 @@ class DiskTier(StoredTier, Sink):
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "flexkv_disk_slots": self.presence.up_slots(0),
+            "flexkv_disk_slots": self.room_of(0).pages,
             "flexkv_disk_slots_used": len(self.presence),
             "flexkv_disks": sum(self.volumes.alive),
         }
