@@ -16,7 +16,10 @@ from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder
 
 NOT_CLEAN_EXIT_CODE = 1
 
-DAMAGED = "damaged: not what was written there. Such a page is never served; a later write takes its slot."
+DAMAGED = (
+    "damaged: not what was written there. Such a page is never served, and a later write takes its slot; --repair "
+    "makes it an empty one."
+)
 MISSING = "missing: the index names a page that is not whole: a miss. --repair takes it out of the index."
 
 
@@ -44,7 +47,7 @@ def command(folder: Path, repair: bool, as_json: bool) -> int:
         for report in reports:
             _show(console, report)
         slabs = [slab for report in reports for slab in report.slabs]
-        if any(slab.damaged for slab in slabs):
+        if any(slab.damaged for slab in slabs) and not repair:
             console.print(DAMAGED)
         if any(slab.missing for slab in slabs) and not repair:
             console.print(MISSING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
+from flexkv.storage.base import DiskGroup
 from flexkv.storage.epoch import EPOCH_NAME, after_all, read_epoch, write_epoch
 from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, native_path, slab_name
 from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_opens, write_opens
@@ -80,7 +82,7 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
     Args:
         repair: make the index right. A whole one keeps its word: rows of pages that are not there are taken out, and
             what it evicted stays evicted. One that is missing or damaged is made anew from all pages that are whole;
-            of several with one key the newest stays.
+            of several with one key the newest stays. Slots that hold no whole page become empty.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -100,6 +102,7 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
 def _check(folder: Path, repair: bool) -> FsckReport:
     report = FsckReport(folder)
     found: dict[int, tuple[SlabHeader, list[SlotReport]]] = {}
+    groups: dict[int, DiskGroup] = {}
     for path in sorted(folder.glob("group*.slab")):
         try:
             whole = find_header(path)
@@ -122,6 +125,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         )
         reports = list(read_slots(slab, header.slab_id, codec_of(group), slots, data=True))
         found[header.group] = (header, reports)
+        groups[header.group] = group
         report.slabs.append(SlabReport(path, header.model, slots))
     if not found:
         return report
@@ -145,6 +149,8 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         if repair and index is not None:
             write_epoch(folder, epoch)
             write_opens(folder, index.opens)
+            for slab_report, (header, _) in zip(report.slabs, found.values(), strict=True):
+                _empty_damaged(slab_report, header, groups[header.group])
             report.repaired = True
     finally:
         if index is not None:
@@ -233,6 +239,20 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
         index.evict(group, slots, index.rows[group]["generation"][slots])
     index.epoch = epoch
     index.commit()
+
+
+def _empty_damaged(report: SlabReport, header: SlabHeader, group: DiskGroup) -> None:
+    """Makes slots that hold no whole page empty ones. After the index is durable, which names none of them any more."""
+    codec = codec_of(group)
+    with report.path.open("r+b") as slab:
+        end = os.fstat(slab.fileno()).st_size
+        for slot, _ in report.damaged:
+            at = header.header_bytes + slot * header.slot_bytes + codec.trailer_offset
+            if at + codec.trailer_bytes <= end:
+                slab.seek(at)
+                slab.write(bytes(codec.trailer_bytes))
+        slab.flush()
+        os.fsync(slab.fileno())
 
 
 def _rewrite(
