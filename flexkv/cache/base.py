@@ -117,6 +117,8 @@ class MatchResult:
         groups: one entry per group of the manager.
         blocks: whole blocks that every group can restore (the length an adapter may promise).
         tail_tokens: partial-tail tokens that every group can restore after those blocks.
+        by_tier: of `blocks`, how many each tier of the manager has supplied, by its number: those that were fetched for
+            the request count for the tier that they came from. Empty where nothing is promised.
         reads: fetches from other tiers that would make the match longer when they have ended well. The caller asks
             again when `waits` says so, or takes what there is.
     """
@@ -127,6 +129,7 @@ class MatchResult:
     blocks: int
     tail_tokens: int
     reads: int = 0
+    by_tier: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

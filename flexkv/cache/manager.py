@@ -117,6 +117,7 @@ class LocalCacheManager(CacheManager):
             tier.facts.check()
             self.tiers.append(tier)
         self.hub.tracks_tokens = len(self.tiers) > 1
+        self._none_behind = (0,) * (len(self.tiers) - 1)
         walk = PageWalk(self.tiers, self.hub)
         self._promotions = Promotions(
             self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
@@ -255,7 +256,9 @@ class LocalCacheManager(CacheManager):
             self._requests.add_lease(request_id, lease)
         self._note_use(request_id, keys, lease)
         self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
-        result = _answer(request_id, lease, looked.fetches)
+        if looked.fetches:
+            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
+        result = _answer(request_id, lease, looked.fetches, self._by_tier(request_id, lease))
         self._log.looked_up(result, asked)
         return result
 
@@ -264,6 +267,25 @@ class LocalCacheManager(CacheManager):
         start, find = lease.start_block, self.hub.index.find
         before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
         self._trails.put_lookup(request_id, before, lease.groups if lease.blocks else ())
+
+    def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
+        """Of a lease's blocks, how many each tier has supplied."""
+        if not lease.blocks:
+            return ()
+        group = lease.groups[0]
+        if group.straight is None and group.fetches is None and request_id not in self._requests.waits:
+            return (lease.blocks, *self._none_behind)
+        counts = [0] * len(self.tiers)
+        if group.straight is not None:
+            counts[group.straight.tier] += len(group.straight)
+        if group.fetches is not None:
+            for tier, pages in self._promotions.pages_by_tier(group.fetches).items():
+                counts[tier] += pages
+        host_end = lease.start_block + lease.blocks - sum(counts)
+        for tier, pages in self._requests.fetched_for(request_id, host_end).items():
+            counts[tier] += pages
+        counts[HUB] = lease.blocks - sum(counts)
+        return tuple(counts)
 
     def waits(self, request_id: str) -> bool:
         return self._requests.is_waiting(request_id, self._clock())
@@ -342,6 +364,9 @@ class LocalCacheManager(CacheManager):
             raise
 
     def _begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
+        taken = max(len(b) for b in targets)
+        for tier, pages in zip(self.tiers, _first(self._by_tier(request_id, lease), taken), strict=False):
+            tier.counts.hits += pages
         self._requests.pop_lease(request_id)
         self._end_wait(request_id)
         ops = [
@@ -548,7 +573,16 @@ class LocalCacheManager(CacheManager):
         return pinned
 
 
-def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
+def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
+    """The same of the first `blocks` blocks: what lies in host memory comes before what does not."""
+    taken = []
+    for pages in by_tier:
+        taken.append(min(pages, blocks))
+        blocks -= taken[-1]
+    return taken
+
+
+def _answer(request_id: str, lease: Lease, fetches: int, by_tier: tuple[int, ...]) -> MatchResult:
     matches = tuple(
         GroupMatch(
             blocks=lease.blocks,
@@ -559,4 +593,6 @@ def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
         )
         for group in lease.groups
     )
-    return MatchResult(request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches)
+    return MatchResult(
+        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, by_tier
+    )

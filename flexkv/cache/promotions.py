@@ -151,6 +151,15 @@ class Promotions:
         """The tiers that fetches bring pages of."""
         return set(self._in_flight(fetches).values())
 
+    def pages_by_tier(self, fetches: ReadIds) -> dict[TierId, int]:
+        """How many pages are on their way from each tier, by the fetch of each page (0: none)."""
+        pages: dict[TierId, int] = {}
+        numbers, counts = np.unique(fetches, return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if (op := self._ops.fetch(OpId(number))) is not None:
+                pages[op.tier] = pages.get(op.tier, 0) + count
+        return pages
+
     def _in_flight(self, fetches: ReadIds) -> dict[OpId, TierId]:
         """Those of these fetches that have not ended, with their tiers."""
         ops = (self._ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())

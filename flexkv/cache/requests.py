@@ -22,6 +22,8 @@ class Wait:
         held: group and host entries that are fetched for it, or that follow them, pinned once each, until its next
             lookup has leased them.
         skipped: tiers that it goes on without: that took too long, or is computed sooner.
+        ready_end: end of what was in host memory when it began to wait, in blocks of the request.
+        fetched: blocks that were brought to host memory for it, by the tier that they came from.
     """
 
     since_s: dict[TierId, float] = field(default_factory=dict)
@@ -29,6 +31,8 @@ class Wait:
     ops: dict[OpId, TierId] = field(default_factory=dict)
     held: list[tuple[int, EntryIds]] = field(default_factory=list)
     skipped: set[TierId] = field(default_factory=set)
+    ready_end: int | None = None
+    fetched: dict[TierId, int] = field(default_factory=dict)
 
 
 class RequestTable:
@@ -120,10 +124,28 @@ class RequestTable:
         wait = self.waits.get(request_id)
         return wait is not None and bool(wait.ops) and now_s <= wait.ends_s
 
-    def fetch_ended(self, request_id: str, op_id: OpId) -> None:
+    def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:
+        """A fetch has brought so many pages."""
         wait = self.waits.get(request_id)
-        if wait is not None:
-            wait.ops.pop(op_id, None)
+        if wait is not None and (tier := wait.ops.pop(op_id, None)) is not None:
+            wait.fetched[tier] = wait.fetched.get(tier, 0) + pages
+
+    def begins_to_wait(self, request_id: str, ready_end: int) -> None:
+        """Blocks of the request up to `ready_end` are in host memory; it waits for what follows."""
+        wait = self.waits.get(request_id)
+        if wait is not None and wait.ready_end is None:
+            wait.ready_end = ready_end
+
+    def fetched_for(self, request_id: str, end: int) -> dict[TierId, int]:
+        """Of the request's blocks up to `end` those that it waited for, by the tier that they came from."""
+        wait = self.waits.get(request_id)
+        if wait is None or wait.ready_end is None or not wait.fetched:
+            return {}
+        left, found = max(0, end - wait.ready_end), {}
+        for tier, pages in wait.fetched.items():
+            found[tier] = min(pages, left)
+            left -= found[tier]
+        return found
 
     def drop_wait(self, request_id: str) -> Wait | None:
         """The request waits no more. Nothing may be held."""

@@ -78,6 +78,11 @@ class TierFacts:
     waiting_pages: int = 65_536
     copies_unchecked: bool = True
 
+    @property
+    def label(self) -> str:
+        """Of metrics."""
+        return self.name.split()[0]
+
     def check(self) -> None:
         """
         Raises:
@@ -112,6 +117,7 @@ class TierCounts:
         left_pages: pages of those.
         gds_read: pages loaded and verified without a page of host memory.
         gds_written: pages written without one; they are among `written`.
+        hits: blocks that an engine took of what the tier had supplied.
     """
 
     written: int = 0
@@ -130,6 +136,7 @@ class TierCounts:
     left_pages: int = 0
     gds_read: int = 0
     gds_written: int = 0
+    hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,9 @@ class TierWork:
     def _end(self, op: Op, result: OpResult) -> None:
         if isinstance(op, FetchOp):
             self._promotions.complete(op, result, current=op.epoch == self._epoch())
+            brought = int(np.count_nonzero(good_pages(result, op.pages)))
             for request_id in op.waiters:
-                self._requests.fetch_ended(request_id, op.op_id)
+                self._requests.fetch_ended(request_id, op.op_id, brought)
         elif isinstance(op, WriteOp):
             self._writes[op.tier].complete(op, result)
         else:

@@ -79,6 +79,14 @@ _TABLE = (
         "Tokens promised to the engine, which need not compute them.",
     ),
     Metric(
+        "flexkv_hit_blocks_total",
+        MetricKind.COUNTER,
+        "blocks",
+        "Whole blocks that the engine took of what was promised, by the tier that they came from; what was read from "
+        "disk for the request counts for the disk.",
+        (("tier", ("host", "disk", "peers")),),
+    ),
+    Metric(
         "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes moved and verified.", (_DIRECTION,)
     ),
     Metric(

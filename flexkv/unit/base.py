@@ -81,6 +81,11 @@ class EngineUnit(ABC):
 
     @property
     @abstractmethod
+    def tier_names(self) -> tuple[str, ...]:
+        """As in metrics, by the tiers' numbers."""
+
+    @property
+    @abstractmethod
     def has_tiers(self) -> bool:
         """Whether there is a tier behind host memory: only fetching from one competes with computing."""
 

@@ -105,6 +105,10 @@ class LiveUnit(EngineUnit):
     # --- the tiers ---
 
     @property
+    def tier_names(self) -> tuple[str, ...]:
+        return tuple(tier.facts.label for tier in self.manager.tiers)
+
+    @property
     def has_tiers(self) -> bool:
         return len(self.manager.tiers) > 1
 

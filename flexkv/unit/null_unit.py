@@ -103,6 +103,7 @@ class NullUnit(EngineUnit):
     """
 
     has_tiers = False
+    tier_names = ()
     busy = False
 
     def __init__(self, reason: str = "") -> None:

@@ -24,6 +24,7 @@ class TierMetrics:
         self._counted_streamed = 0
         self._counted_durable = 0
         self._counted_evictions = 0
+        self._counted_hits = [0 for _ in manager.tiers]
 
     @property
     def has_news(self) -> bool:
@@ -39,6 +40,10 @@ class TierMetrics:
         evictions = self._manager.stats().evicted_blocks
         counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
         self._counted_evictions = evictions
+        for number, tier in enumerate(self._manager.tiers):
+            hits = tier.counts.hits
+            counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=tier.facts.label)
+            self._counted_hits[number] = hits
         if self._behind:
             self._count_pages(counters)
             self._count_costs(counters)

@@ -22,6 +22,7 @@ from .test_parallel import TWO_RANKS
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 DISK_WRITES = "vllm:flexkv_disk_pages_total{direction=write}"
 DURABLE = "vllm:flexkv_disk_durable_pages_total"
+DISK_HITS = "vllm:flexkv_hit_blocks_total{tier=disk}"
 FAILED_READS = "vllm:flexkv_disk_failed_pages_total{direction=read}"
 STRAIGHT = "vllm:flexkv_disk_gds_pages_total{direction=read}"
 STRAIGHT_WRITES = "vllm:flexkv_disk_gds_pages_total{direction=write}"
@@ -122,6 +123,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     session = start(engines, folder, disk__mode="evict")
     assert session.check_one(first).cached == first.whole_blocks
     assert session.metric(DISK_READS) >= first.whole_blocks // BLOCK_TOKENS
+    assert session.metric(DISK_HITS) == first.whole_blocks // BLOCK_TOKENS
     session.forget()
     # Several at once, of which some wait for the disk and some do not.
     answers = session.check(second, first, third)

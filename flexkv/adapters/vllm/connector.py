@@ -278,6 +278,13 @@ class FlexKVConnector(KVConnectorBase_V1):
     ) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Called after `update_state_after_alloc`."""
+        sources = self._scheduler.supplied(request, num_external_tokens)
+        return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         return self._scheduler.build(scheduler_output)
 

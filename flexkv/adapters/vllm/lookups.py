@@ -86,17 +86,29 @@ class Lookups:
     ) -> TransferGraph | None:
         """The load that fills the blocks which the engine allocated for `external_tokens` of the last promise."""
         promise, tracker.promise = tracker.promise, None
+        tracker.supplied = ()
         if promise is None or external_tokens <= 0:
             self._manager.release(tracker.request_id)
             return None
         # The engine may take less than it was promised; the last block may be needed in part only.
         pages = min(-(-external_tokens // self._block_tokens), _promised_pages(promise.match))
         self._counters.add("flexkv_hit_tokens_total", external_tokens)
+        tracker.supplied = self._supplied(promise.match, external_tokens)
         table = blocks.get_block_ids()[GROUP]
         tracker.block_ids[:] = table
         targets = tracker.blocks(promise.start_block, promise.start_block + pages)
         with_tail = pages > promise.match.blocks
         return self._manager.begin_load(tracker.request_id, [targets], tail=with_tail)
+
+    def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
+        """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,
+        but for a partial tail, which lies there too."""
+        supplied, left = [], tokens
+        for blocks in match.by_tier or (0,):
+            supplied.append(min(blocks * self._block_tokens, left))
+            left -= supplied[-1]
+        supplied[0] += left
+        return tuple(supplied)
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
         request = tracker.request

@@ -46,6 +46,7 @@ class RequestTracker:
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
+        supplied: tokens of its last load, by the number of the tier that supplied them.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class RequestTracker:
     certain: int = 0
     counted: bool = False
     preemptions: int = 0
+    supplied: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:

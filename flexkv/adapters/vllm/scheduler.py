@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from flexkv.adapters.vllm import local_link
 from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
+
+SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
+"""What vLLM calls the tiers; other units' folders lie on disks of this machine."""
 
 HANDSHAKE_STEPS = 16
 """Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
@@ -229,6 +234,20 @@ class SchedulerSide:
         job = self._loads.begin(self.requests.of(request), blocks, external_tokens)
         if job is not None:
             self.orders.loads.append(job)
+
+    def supplied(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
+        """Tokens of the load that was begun last for the request, by where they came from; empty where that is not
+        known."""
+        tracker = self.requests.get(request.request_id)
+        supplied = tracker.supplied if tracker is not None else ()
+        if sum(supplied) != external_tokens:
+            return {}
+        sources: dict[CacheHitSource, int] = {}
+        for name, tokens in zip(self.unit.tier_names, supplied, strict=False):
+            if tokens:
+                source = SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + tokens
+        return sources
 
     # --- the step ---
 

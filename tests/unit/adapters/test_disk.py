@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
@@ -228,6 +229,20 @@ def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     assert data["flexkv_disks"] == {"": 1}
     assert data["flexkv_disk_slots_used"] == {"": 5}
     assert data["flexkv_disk_slots"][""] > 5
+
+
+def test_a_hit_says_which_tier_supplied_it(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    for name, source in (("two", CacheHitSource.DISK), ("three", CacheHitSource.HOST)):
+        request = make_request(PROMPT, name)
+        assert engine.add(request) == 20
+        assert engine.side.supplied(request, 20) == {source: 20}
+        assert engine.side.supplied(request, 16) == {}, "of another number of tokens nothing is known"
+        engine.drain()
+    engine.step({})
+    assert engine.counters.data["flexkv_hit_blocks_total"] == {"disk": 5, "host": 5}
+    assert engine.side.supplied(make_request(PROMPT, "nobody"), 20) == {}
 
 
 def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Make) -> None:

@@ -1,0 +1,92 @@
+"""A hit says which tier supplied it: what was in host memory, waited for, streamed, or loaded where it lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexkv.cache.base import Keys
+from flexkv.cache.ids import HUB
+from flexkv.cache.requests import RequestTable
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.cache.tiers.disk.tier import DiskTraffic
+from flexkv.simulation.world import DISK
+from tests.unit.cache import disk_world
+from tests.unit.cache.disk_world import DiskWorld, chain, traffic
+
+WAITS, STREAMS, STRAIGHT = traffic(), traffic(streams=True), traffic(gds_loads=GdsUse.ALWAYS)
+
+
+def half_in_host_memory(keys: Keys, limits: DiskTraffic) -> DiskWorld:
+    """The first two of `keys` are in host memory, the others on disk alone."""
+    world = disk_world.written(keys[2:], limits=limits)
+    world.store(keys[:2])
+    world.run()
+    return world
+
+
+def hits(world: DiskWorld) -> list[int]:
+    return [tier.counts.hits for tier in world.manager.tiers]
+
+
+@pytest.mark.parametrize("limits", [STREAMS, STRAIGHT], ids=["streamed", "straight"])
+def test_what_is_promised_before_it_is_in_host_memory_is_the_disks(limits: DiskTraffic) -> None:
+    keys = chain(6)
+    world = half_in_host_memory(keys, limits)
+    result = world.look(keys)
+    assert (result.blocks, result.by_tier) == (6, (2, 4))
+    world.begin(list(range(6)))
+    assert hits(world) == [2, 4]
+
+
+def test_what_a_request_waited_for_is_the_disks_and_of_others_host_memorys() -> None:
+    keys = chain(6)
+    world = half_in_host_memory(keys, WAITS)
+    first = world.match(keys)
+    assert (first.reads, first.by_tier) == (1, (2, 0))
+    world.run()
+    assert world.match(keys).by_tier == (2, 4)
+    assert world.match(keys).by_tier == (2, 4), "asked again"
+    assert world.match(keys, name="other").by_tier == (6, 0), "the control: it waited for nothing"
+    assert hits(world) == [0, 0], "nothing was taken yet"
+    world.load(6)
+    assert hits(world) == [2, 4]
+    world.load(6, name="other")
+    assert hits(world) == [8, 4]
+
+
+def test_of_a_promise_that_is_taken_in_part_host_memorys_comes_first() -> None:
+    keys = chain(6)
+    world = half_in_host_memory(keys, STREAMS)
+    world.look(keys)
+    world.load(3)
+    assert hits(world) == [2, 1]
+
+
+def test_pages_that_failed_are_nobodys() -> None:
+    keys = chain(6)
+    world = half_in_host_memory(keys, WAITS)
+    world.match(keys)
+    (read,) = world.take()
+    # Of four pages the third: the hit ends before it.
+    world.end(read, lambda page: page == 2)
+    assert world.match(keys).by_tier == (2, 2)
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    world = DiskWorld()
+    assert world.match(chain(2)).by_tier == ()
+    world.store(chain(2))
+    assert world.match(chain(2)).by_tier == (2, 0)
+
+
+def test_what_was_fetched_counts_once_over_tiers() -> None:
+    table = RequestTable()
+    table.wait("r", [(1, DISK, 9.0), (2, HUB, 9.0)], 0.0)  # type: ignore[list-item]
+    table.begins_to_wait("r", 10)
+    table.begins_to_wait("r", 99)
+    for op in (1, 2):
+        table.fetch_ended("r", op, 4)  # type: ignore[arg-type]
+    table.fetch_ended("r", 3, 4)  # type: ignore[arg-type]
+    assert table.fetched_for("r", 16) == {DISK: 4, HUB: 2}
+    assert table.fetched_for("r", 9) == {DISK: 0, HUB: 0}
+    assert table.fetched_for("another", 16) == {}
