@@ -162,6 +162,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
     def cannot_start(*_: object) -> Any:
         raise RuntimeError("can't start new thread")
 
+    before = set(threading.enumerate())  # of storages that other cases have not closed
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
         for name, value in (("watch_weights", lambda _: False), ("PageBatches", cannot_start)):
@@ -172,7 +173,8 @@ def held_by_a_refused_storage() -> dict[str, Any]:
             except (ContractError, RuntimeError) as error:
                 kept.append(error)  # and with it whatever its storage holds
             setattr(hicache, name, original)
-            found[name] = [thread.name for thread in threading.enumerate() if "hicache" in thread.name]
+            left = set(threading.enumerate()) - before
+            found[name] = [thread.name for thread in left if "hicache" in thread.name]
         storage = make_storage(pool, number, **settings)
         found["works"] = storage.batch_set_v1(hashes_of("a"), slots(2))
         try:

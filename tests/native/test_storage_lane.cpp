@@ -222,7 +222,8 @@ TEST_CASE("a hung disk is found, its queue ends, and its I/O ends when it is let
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
-    DiskWorld world(io, {hang}, 2.0);
+    // Long enough for the other disk on a busy machine under a sanitizer.
+    DiskWorld world(io, {hang}, 6.0);
     const int64_t ticket = world.submit(OpKind::kDiskWrite, 0, kPlaces, 0);
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
     const auto deadline = deadline_in(kWaitS);

@@ -15,7 +15,7 @@ from tests.unit.native_border.recipes import NOT_MADE, RECIPES
 from tests.unit.native_border.surface import classes, targets
 
 CHILDREN = 3
-CASES = 1000 if not c_ext.build_info()["sanitizer"] else 300
+CASES = 1000 if not c_ext.build_info()["sanitizer"] else 450
 """A child; each case begins with the next of all calls, and makes up to five more."""
 
 STAND_IN = "tests.unit.native_border.stand_in"

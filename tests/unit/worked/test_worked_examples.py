@@ -243,8 +243,9 @@ def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, t
 
     def worker(**arguments: object) -> tuple[bool, int, int]:
         made = GDSTransferWorker(rank.pool, files, {0: [str(tmp_path / "kv")]}, **arguments)  # type: ignore[arg-type]
+        found = made.use_staged_transfer, made.max_staging_blocks, made.manager.staging_slots
         made.close()
-        return made.use_staged_transfer, made.max_staging_blocks, made.manager.staging_slots
+        return found
 
     assert worker() == (True, 64, 64)
     monkeypatch.setenv("FLEXKV_GDS_MAX_STAGING_BLOCKS", "128")
