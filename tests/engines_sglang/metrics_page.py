@@ -11,6 +11,8 @@ from flexkv.observe import METRICS, MetricKind
 
 BEHIND_DEADLINE_S = 60.0
 """The page is half a second behind, and more where all cores are busy."""
+QUIET_S = 3.0
+"""A page that has not changed for so long shows all that was counted; reports are half a second apart."""
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 """Name without the engine's prefix, and labels."""
@@ -47,10 +49,22 @@ def all_series(unit: str) -> set[Series]:
     }
 
 
-def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
-    """How much each series is above `before`, once the one of this name is."""
+def settled(engine: SglangProcess) -> Page:
+    """The page of an idle engine, once it shows all that was counted: it is behind, and more so on a busy machine."""
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
-    while (page := flexkv_series(engine))[name] == before[name]:
+    page, since_s = flexkv_series(engine), time.monotonic()
+    while time.monotonic() - since_s < QUIET_S:
+        assert time.monotonic() < ends_s, "the page never came to rest"
+        time.sleep(0.2)
+        if (now := flexkv_series(engine)) != page:
+            page, since_s = now, time.monotonic()
+    return page
+
+
+def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
+    """How much each series is above `before`, once the one of this name is and the page shows all."""
+    ends_s = time.monotonic() + BEHIND_DEADLINE_S
+    while flexkv_series(engine)[name] == before[name]:
         assert time.monotonic() < ends_s, f"{name} is still {before[name]:g}"
         time.sleep(0.2)
-    return {key: value - before[key] for key, value in page.items()}
+    return {key: value - before[key] for key, value in settled(engine).items()}

@@ -10,7 +10,7 @@ import pytest
 from demo.sglang_process import PAGE_TOKENS
 from tests.engines_sglang.asked import seen_to_be_damaged, whole
 from tests.engines_sglang.conftest import Judge
-from tests.engines_sglang.metrics_page import all_series, flexkv_series, grown, series
+from tests.engines_sglang.metrics_page import all_series, grown, series, settled
 from tests.engines_sglang.spied import Spied, wait_until_durable
 
 UNIT = "dp0.pp0of1.tp0of1"
@@ -40,7 +40,7 @@ def test_after_a_flush_it_is_loaded_to_other_pages(spied: Spied, judge: Judge) -
 def test_the_engines_metrics_page_has_what_was_loaded(spied: Spied) -> None:
     spied.ask("a")
     spied.forget()
-    before = flexkv_series(spied.engine)
+    before = settled(spied.engine)
     assert set(before) == all_series(UNIT)
     served = spied.served(spied.ask_one("a"))
     assert served == whole("a")
