@@ -74,6 +74,7 @@ class Lease:
         promised: of `blocks`, those that may be loaded now.
         tail_tokens: of the partial tail; 0 for none.
         cut: there is more than `blocks`, for which there was no room.
+        by_tier: see `MatchResult`.
     """
 
     groups: tuple[GroupLease, ...]
@@ -83,6 +84,7 @@ class Lease:
     promised: int = 0
     tail_tokens: int = 0
     cut: bool = False
+    by_tier: tuple[int, ...] = ()
 
     @property
     def pages(self) -> int:

@@ -258,7 +258,8 @@ class LocalCacheManager(CacheManager):
         self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
         if looked.fetches:
             self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
-        result = _answer(request_id, lease, looked.fetches, self._by_tier(request_id, lease))
+        lease.by_tier = self._by_tier(request_id, lease)
+        result = _answer(request_id, lease, looked.fetches)
         self._log.looked_up(result, asked)
         return result
 
@@ -365,7 +366,7 @@ class LocalCacheManager(CacheManager):
 
     def _begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
         taken = max(len(b) for b in targets)
-        for tier, pages in zip(self.tiers, _first(self._by_tier(request_id, lease), taken), strict=False):
+        for tier, pages in zip(self.tiers, _first(lease.by_tier, taken), strict=False):
             tier.counts.hits += pages
         self._requests.pop_lease(request_id)
         self._end_wait(request_id)
@@ -582,7 +583,7 @@ def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
     return taken
 
 
-def _answer(request_id: str, lease: Lease, fetches: int, by_tier: tuple[int, ...]) -> MatchResult:
+def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
     matches = tuple(
         GroupMatch(
             blocks=lease.blocks,
@@ -594,5 +595,5 @@ def _answer(request_id: str, lease: Lease, fetches: int, by_tier: tuple[int, ...
         for group in lease.groups
     )
     return MatchResult(
-        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, by_tier
+        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, lease.by_tier
     )
