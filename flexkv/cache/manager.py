@@ -283,7 +283,7 @@ class LocalCacheManager(CacheManager):
             for tier, pages in self._promotions.pages_by_tier(group.fetches).items():
                 counts[tier] += pages
         host_end = lease.start_block + lease.blocks - sum(counts)
-        for tier, pages in self._requests.fetched_for(request_id, host_end).items():
+        for tier, pages in self._requests.fetched_for(request_id, lease.start_block, host_end).items():
             counts[tier] += pages
         counts[HUB] = lease.blocks - sum(counts)
         return tuple(counts)

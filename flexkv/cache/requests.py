@@ -136,12 +136,12 @@ class RequestTable:
         if wait is not None and wait.ready_end is None:
             wait.ready_end = ready_end
 
-    def fetched_for(self, request_id: str, end: int) -> dict[TierId, int]:
-        """Of the request's blocks up to `end` those that it waited for, by the tier that they came from."""
+    def fetched_for(self, request_id: str, start: int, end: int) -> dict[TierId, int]:
+        """Of the request's blocks from `start` to `end` those that it waited for, by the tier that they came from."""
         wait = self.waits.get(request_id)
         if wait is None or wait.ready_end is None or not wait.fetched:
             return {}
-        left, found = max(0, end - wait.ready_end), {}
+        left, found = max(0, end - max(start, wait.ready_end)), {}
         for tier, pages in wait.fetched.items():
             found[tier] = min(pages, left)
             left -= found[tier]

@@ -162,6 +162,16 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
         self._requests.take_held = take_held  # type: ignore[method-assign]
 
 
+class FetchesTwice(LocalCacheManager):
+    """A lookup does not know of the fetches of others, and begins its own."""
+
+    def match(self, *args: Any, **kwargs: Any) -> Any:
+        for op in self._ops:
+            if isinstance(op, FetchOp):
+                self.hub.index.remove(op.host)
+        return super().match(*args, **kwargs)
+
+
 class ForgetsInHostAlone(LocalCacheManager):
     def forget(self, group: int, keys: Any) -> int:
         return self.tiers[HUB].forget(group, keys)
@@ -194,5 +204,6 @@ BROKEN = [
     OverwritesUnannounced,
     UsesLostDisks,
     DropsWhatWasReadForAnother,
+    FetchesTwice,
     ForgetsInHostAlone,
 ]

@@ -89,6 +89,42 @@ def test_two_requests_wait_for_one_read() -> None:
     assert (world.match(keys, "a").blocks, world.match(keys, "b").blocks) == (4, 4)
 
 
+def test_of_pages_under_way_only_those_that_nobody_reads_are_read() -> None:
+    keys = chain(6)
+    world = written(keys)
+    assert world.match(keys[:4], "short").reads == 1
+    assert world.match(keys, "long").reads == 2, "the read under way, and one for the rest"
+    assert [op.pages for op in world.take()] == [4, 2]
+    # A third one finds all of it under way, and plans nothing.
+    assert world.match(keys, "late").reads == 2
+    assert world.take() == []
+    for op in list(world.lane.ops.values()):
+        world.end(op)
+    assert [world.match(keys, name).blocks for name in ("short", "long", "late")] == [6, 6, 6]
+
+
+def test_a_read_under_way_is_joined_where_no_other_may_begin() -> None:
+    keys = chain(4)
+    world = written(keys, limits=traffic(fetch_ops=1))
+    assert world.match(keys, "a").reads == 1
+    assert world.match(keys, "b").reads == 1
+    assert world.run() == [OpKind.DISK_READ]
+    assert world.match(keys, "b").blocks == 4
+
+
+def test_who_joins_a_read_has_its_pages_when_the_first_request_has_gone() -> None:
+    keys = chain(4)
+    world = written(keys)
+    world.match(keys, "a")
+    world.match(keys, "b")
+    world.manager.release("a")
+    world.run()
+    assert world.store(chain(8, seed=7), name="other") == 4, (
+        "four of eight slots are held for the second request"
+    )
+    assert world.match(keys, "b").blocks == 4
+
+
 def test_a_request_that_ends_leaves_its_read_alone() -> None:
     keys = chain(4)
     world = written(keys)
