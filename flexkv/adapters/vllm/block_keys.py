@@ -1,23 +1,53 @@
-"""Keys of one request's blocks: from vLLM's own hashes, or from its tokens where engines share a cache."""
+"""Keys of one request's blocks: their namespace, the chain of its whole blocks, and what a partial tail's key is made
+from besides its tokens."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.lora_names import LoraNames
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.base import Keys
-from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed
+from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_digest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
 
 GROUP = 0
 """The one KV group of a model that this adapter accepts."""
 
 
+class RequestNamespaces:
+    """Namespaces of requests: the engine's, and for requests with an adapter one for the adapter's content, because
+    vLLM's hashes name an adapter and not what it holds.
+
+    Args:
+        engine: 32 bytes; see `engine_namespace`.
+    """
+
+    def __init__(self, engine: bytes) -> None:
+        self._engine = engine
+        self._loras = LoraNames()
+        self._made: dict[str, bytes] = {}
+
+    def of(self, request: Request) -> bytes:
+        """32 bytes. Reads the adapter's files where they are new, or have changed."""
+        adapter = request.lora_request
+        if adapter is None:
+            return self._engine
+        name = self._loras.name(adapter.lora_path)
+        if (made := self._made.get(name)) is None:
+            made = self._made[name] = namespace_digest({"engine": self._engine, "adapter": name})
+        return made
+
+
 class BlockKeys(ABC):
-    """Only new blocks cost anything.
+    """From vLLM's own hashes, or from tokens where engines share a cache. Only new blocks cost anything.
 
     Args:
         namespace: of the request, 32 bytes.
@@ -91,3 +121,19 @@ class TokenBlockKeys(BlockKeys):
 
     def parent(self, block: int) -> bytes | None:
         return self._tokens.digests[block - 1].tobytes() if block else None
+
+
+def tail_extra(request: Request, first_token: int, end_token: int) -> bytes | None:
+    """The engine's extra keys (LoRA, salt) for tokens [first_token, end_token), framed.
+
+    None where a tail must not be cached at all: its content is not in its token ids (prompt embeddings), or a
+    multi-modal input reaches into it, whose identity the engine ties to whole blocks.
+    """
+    if request.prompt_embeds is not None:
+        return None
+    for feature in request.mm_features:
+        position = feature.mm_position
+        if position.offset < end_token and position.offset + position.length > first_token:
+            return None
+    extra, _ = generate_block_hash_extra_keys(request, first_token, end_token, len(request.mm_features))
+    return framed(extra)

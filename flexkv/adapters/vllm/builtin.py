@@ -15,29 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.vllm import local_link
-from flexkv.adapters.vllm.bare_tensors import config_of_tensors
-from flexkv.adapters.vllm.connector import warn_of_policy
-from flexkv.adapters.vllm.engine_checks import (
-    check_batch_invariance,
-    check_engine,
-    end_registration,
-    register_only,
-)
-from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
-from flexkv.adapters.vllm.fingerprint import check_hash, engine_namespace
-from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry
+from flexkv.adapters.vllm import local_engines
+from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_engine, warn_of_policy
+from flexkv.adapters.vllm.engine_spec import SYNC_LOADS_NEED, EngineRole, EngineSpec
+from flexkv.adapters.vllm.fingerprint import check_hash
+from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, config_of_tensors
+from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
-from flexkv.adapters.vllm.possible_modes import SYNC_LOADS_NEED
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
-from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import UnitOwner
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +85,7 @@ class FlexKVConnectorV1Impl:
         # What is refused is not its engine's connector.
         self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
         if self._worker is not None:
-            local_link.announce(self._worker, vllm_config.cache_config)
+            local_engines.announce(self._worker, vllm_config.cache_config)
         else:
             # vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
@@ -205,7 +195,7 @@ class FlexKVConnectorV1Impl:
         """The scheduler's side, made when the worker has registered its KV caches."""
         if self._scheduler is not None:
             return self._scheduler
-        worker = local_link.worker_of_engine(self._vllm_config.cache_config)
+        worker = local_engines.worker_of_engine(self._vllm_config.cache_config)
         if worker is None or worker.kv_config is None or (handshake := worker.handshake()) is None:
             warn_once(
                 logger,
@@ -217,17 +207,9 @@ class FlexKVConnectorV1Impl:
             return None
         geometry: BlockGeometry = block_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
-        model = self._vllm_config.model_config
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
-        spec = EngineSpec(
-            self._settings,
-            geometry,
-            UnitOwner("", engine_namespace(self._vllm_config, geometry, self._settings), "unit0"),
-            ranks=1,
-            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
-            role=EngineRole(recomputes=policy == "recompute", stores_end_in_step=True),
-            prompt_limit=PromptLimit(model.max_model_len, "max_model_len"),
-        )
+        role = EngineRole(recomputes=policy == "recompute", stores_end_in_step=True)
+        spec = EngineSpec.of(self._vllm_config, geometry, self._settings, role)
         side = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         side.bind_watch(NoWatch())
         side.take_handshake({0: handshake})

@@ -15,32 +15,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
-    end_registration,
-    register_only,
+    warn_of_policy,
+    warn_of_sudden_end,
 )
-from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
-from flexkv.adapters.vllm.fingerprint import engine_namespace
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
 from flexkv.adapters.vllm.geometry import block_geometry, required_layout
+from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.node_units import units_on_node
-from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
-from flexkv.adapters.vllm.possible_modes import with_possible_modes
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.config import FlexKVConfig, load_config
+from flexkv.config import load_config
 from flexkv.observe import Counters, configure_logging, get_logger, log_package
 from flexkv.unit.build import share_of_node
-from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import UnitOwner
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -52,34 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-
-def warn_of_policy(transfer: KVTransferConfig) -> None:
-    """Says what a failed load costs, unless vLLM is told to recompute it."""
-    policy = transfer.kv_load_failure_policy
-    if policy != "recompute":
-        logger.warning(
-            "kv_load_failure_policy is %r: a request whose load fails ends with an error. "
-            'Set "kv_load_failure_policy":"recompute" in --kv-transfer-config to compute it instead',
-            policy,
-        )
-
-
-def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
-    """Says what a server that is told to stop loses: by default vLLM ends its engine at once."""
-    if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
-        logger.warning(
-            "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "
-            "blocks are written. Set --shutdown-timeout %.0f or more",
-            settings.disk.mode,
-            settings.transfer.close_s + 10,
-        )
-
-
-def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
-    """Whether this engine may take its KV memory away without a call of its workers' connectors (vLLM 0.32)."""
-    has_hooks = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    return bool(vllm_config.model_config.enable_sleep_mode) and not has_hooks
 
 
 class FlexKVConnector(KVConnectorBase_V1):
@@ -119,32 +86,19 @@ class FlexKVConnector(KVConnectorBase_V1):
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
             self._own_pools = OwnPools()
             self._registration = register_only(vllm_config, role, type(self).__name__)
-            local_link.announce(self.worker, vllm_config.cache_config)
+            local_engines.announce(self.worker, vllm_config.cache_config)
             return
         check_agent(vllm_config)
         log_package(logger)
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
-        events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
-        transfer = self._kv_transfer_config
-        spec = EngineSpec(
-            share_of_node(with_possible_modes(settings, vllm_config), units_on_node(settings, vllm_config)),
+        events = vllm_config.kv_events_config
+        settings = with_possible_modes(settings, vllm_config)
+        spec = EngineSpec.of(
+            vllm_config,
             geometry,
-            UnitOwner(
-                str(vllm_config.model_config.model),
-                engine_namespace(vllm_config, geometry, settings),
-                f"dp{parallel.data_parallel_index}",
-            ),
-            ranks,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            EngineRole(
-                loads=transfer.is_kv_consumer,
-                stores=transfer.is_kv_producer,
-                recomputes=transfer.kv_load_failure_policy == "recompute",
-                drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
-                ends_copies=sleeps_without_hooks(vllm_config),
-            ),
-            PromptLimit(vllm_config.model_config.max_model_len, "max_model_len"),
+            share_of_node(settings, units_on_node(settings, vllm_config)),
+            EngineRole.of(vllm_config),
         )
         self.scheduler = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         # Last: what is refused is not its engine's connector.

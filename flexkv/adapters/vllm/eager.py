@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.request import RequestTracker
-from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.stores import StorePlanner
 from flexkv.transfer.graph import BlockIds, TransferGraph

@@ -1,19 +1,23 @@
-"""Which engines are refused at their start: those whose KV cannot be used again, or whose ranks cannot be reached.
+"""Which engines are refused at their start: those whose KV cannot be used again, or whose ranks cannot be reached. And
+what a start warns of.
 
-What is refused by the KV cache's own configuration is in `geometry.py`.
+What is refused by the KV cache's own configuration is in `geometry.py`; a second engine or connector in
+one process in `local_engines.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 from flexkv.errors import ConfigError
+from flexkv.observe import get_logger
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
+
+    from flexkv.config import FlexKVConfig
+
+logger = get_logger(__name__)
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -112,41 +116,23 @@ def _kind_of(model: ModelConfig) -> str:
     return f"{model.attn_type} attention{pooling}"
 
 
-@dataclass(eq=False)
-class Registration:
-    """One live connector of an engine's role.
-
-    Attributes:
-        part: of the engine's configuration: the same object for every connector of one engine.
-    """
-
-    role: KVConnectorRole
-    part: Any
-    name: str
+def warn_of_policy(transfer: KVTransferConfig) -> None:
+    """Says what a failed load costs, unless vLLM is told to recompute it."""
+    policy = transfer.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose load fails ends with an error. "
+            'Set "kv_load_failure_policy":"recompute" in --kv-transfer-config to compute it instead',
+            policy,
+        )
 
 
-_registered: WeakSet[Registration] = WeakSet()
-
-
-def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Registration:
-    """Registers the one connector of flexkv that an engine may have in a role; it ends with `end_registration` or with
-    the object.
-
-    Raises:
-        ConfigError: the engine has one already, as another child of a MultiConnector.
-    """
-    part = config.cache_config
-    for other in list(_registered):
-        if other.role is role and other.part is part:
-            raise ConfigError(
-                f"a second connector of flexkv in one engine ({other.name}, then {name}): both would store the same "
-                'blocks; keep one of them in the "connectors" of MultiConnector\'s kv_connector_extra_config'
-            )
-    registration = Registration(role, part, name)
-    _registered.add(registration)
-    return registration
-
-
-def end_registration(registration: Registration) -> None:
-    """The connector was shut down: the engine may make another one."""
-    _registered.discard(registration)
+def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
+    """Says what a server that is told to stop loses: by default vLLM ends its engine at once."""
+    if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
+        logger.warning(
+            "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "
+            "blocks are written. Set --shutdown-timeout %.0f or more",
+            settings.disk.mode,
+            settings.transfer.close_s + 10,
+        )

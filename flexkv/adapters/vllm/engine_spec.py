@@ -1,14 +1,26 @@
-"""What the engine says of itself at its start, as far as its cache needs it."""
+"""What one engine is to its cache: roles, sizes, the share of its node, and the modes of loads and stores that it can
+have. All of it is read off vLLM's configuration once, at the engine's start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError
+from flexkv.observe import get_logger
 from flexkv.unit.base import CacheRole
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.ranks import UnitOwner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +29,7 @@ class EngineRole(CacheRole):
     recomputes if its kv_load_failure_policy is recompute.
 
     Attributes:
-        drop_last_block: see `Lookups`.
+        drop_last_block: see `Loads`.
         ends_copies: a reset ends every copy before it returns: the engine may take its KV memory away after it and
             tells no worker (sleep in vLLM 0.32).
         stores_end_in_step: see `EagerStores`.
@@ -26,6 +38,25 @@ class EngineRole(CacheRole):
     drop_last_block: bool = False
     ends_copies: bool = False
     stores_end_in_step: bool = False
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> EngineRole:
+        """Of the engine behind the full connector."""
+        transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+        assert transfer is not None, "vLLM makes a connector where it is configured"
+        return cls(
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+            recomputes=transfer.kv_load_failure_policy == "recompute",
+            drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+            ends_copies=sleeps_without_hooks(vllm_config),
+        )
+
+
+def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
+    """Whether this engine may take its KV memory away without a call of its workers' connectors (vLLM 0.32)."""
+    has_hooks = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    return bool(vllm_config.model_config.enable_sleep_mode) and not has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +76,26 @@ class EngineSpec:
     role: EngineRole = EngineRole()
     prompt_limit: PromptLimit | None = None
 
+    @classmethod
+    def of(
+        cls, vllm_config: VllmConfig, geometry: BlockGeometry, config: FlexKVConfig, role: EngineRole
+    ) -> EngineSpec:
+        """
+        Raises:
+            KeySchemeError, ConfigError: see `engine_namespace`.
+        """
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        namespace = engine_namespace(vllm_config, geometry, config)
+        return cls(
+            config,
+            geometry,
+            UnitOwner(str(model.model), namespace, f"dp{parallel.data_parallel_index}"),
+            parallel.tensor_parallel_size,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            role,
+            PromptLimit(model.max_model_len, "max_model_len"),
+        )
+
     @property
     def namespace(self) -> bytes:
         """32 bytes, of every key."""
@@ -56,3 +107,104 @@ class EngineSpec:
             shared: workers live in processes of their own.
         """
         return replace(self.role, shared=shared)
+
+
+UNITS = "host.units_per_node"
+
+
+def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
+    """Units on this node, as far as vLLM says.
+
+    Raises:
+        ConfigError: several ranks would each take the share of one. Ranks of a model without experts are told that each
+            is alone: nothing but the name of their engine says that there are others.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    units = int(parallel.data_parallel_size_local)
+    # Ranks of a model with experts know of each other, but for those that somebody else starts one by one.
+    told = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
+    one_of_several = transfer is not None and str(transfer.engine_id).endswith(
+        f"_dp{parallel.data_parallel_index}"
+    )
+    if units > 1 or told or not one_of_several or settings.origin(UNITS) != "default":
+        return units
+    shared = [name for name, is_shared in _shares(settings) if is_shared]
+    if shared:
+        raise ConfigError(
+            f"this is data-parallel rank {parallel.data_parallel_index}, and vLLM does not say how many there are on "
+            f"this node, so {' and '.join(shared)} cannot be divided among them: set {UNITS} to their number"
+        )
+    return units
+
+
+def _shares(settings: FlexKVConfig) -> tuple[tuple[str, bool], ...]:
+    """Sizes that are a share of what the node has, and whether they are in use."""
+    host, disk = settings.host, settings.disk
+    return (
+        ("host.memory_share (host.bytes is not set)", host.bytes is None and host.bytes_per_rank is None),
+        (
+            "disk.space_share (disk.bytes_per_folder is not set)",
+            bool(disk.folders) and disk.bytes_per_folder is None,
+        ),
+    )
+
+
+SYNC_LOADS_NEED = (
+    "with async scheduling the next step is under way before a failed load is heard of, and vLLM would keep the token "
+    "which that step sampled; sync loads need --no-async-scheduling"
+)
+
+LAYERWISE_NEEDS = (
+    "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
+)
+
+LAYERWISE_STORES_NEED_ONE_PASS = (
+    "a draft's layers are written in several passes, and the first says that they are whole"
+)
+
+LAYERWISE_STORES_NEED_ONE_BATCH = (
+    "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
+)
+
+LAZY_STORES_NEED_HASHES = (
+    "without vLLM's prefix caching a free block carries no hash, so nothing tells what it holds"
+)
+
+
+def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
+    """`load.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked != "async" and vllm_config.scheduler_config.async_scheduling:
+        logger.warning("load.mode=%s: %s; loads are async here", asked, SYNC_LOADS_NEED)
+        return "async"
+    if asked == "layerwise" and vllm_config.speculative_config is not None:
+        logger.warning("load.mode=layerwise: %s; loads are sync here", LAYERWISE_NEEDS)
+        return "sync"
+    return asked
+
+
+def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
+    """`store.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning("store.mode=lazy: %s; stores are eager here", LAZY_STORES_NEED_HASHES)
+        return "eager"
+    if asked != "layerwise":
+        return asked
+    if vllm_config.speculative_config is not None:
+        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_PASS)
+        return "eager"
+    if vllm_config.parallel_config.use_ubatching:
+        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_BATCH)
+        return "eager"
+    return asked
+
+
+def with_possible_modes(settings: FlexKVConfig, vllm_config: VllmConfig) -> FlexKVConfig:
+    """The settings with both modes as this engine can have them."""
+    load = possible_load_mode(settings.load.mode, vllm_config)
+    store = possible_store_mode(settings.store.mode, vllm_config)
+    return settings.model_copy(
+        update={
+            "load": settings.load.model_copy(update={"mode": load}),
+            "store": settings.store.model_copy(update={"mode": store}),
+        }
+    )

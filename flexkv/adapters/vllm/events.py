@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.cache.base import CacheListener, Keys, StorePlan
 from flexkv.transfer.graph import OpId, TransferGraph
 

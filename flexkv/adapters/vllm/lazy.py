@@ -12,8 +12,7 @@ from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.request import RequestTracker
-from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import StorePlanner

@@ -1,68 +1,185 @@
-"""Loads in flight: from the blocks that the engine allocated for a promise to the end on every rank."""
+"""Loads: how much of a request can be loaded, the load that keeps such a promise, and the loads in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.vllm.lookups import Lookups
-from flexkv.adapters.vllm.request import RequestTracker
-from flexkv.observe import get_logger
-from flexkv.transfer.graph import OpId
+from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
+from flexkv.adapters.vllm.engine_spec import EngineSpec
+from flexkv.adapters.vllm.requests import Promise, RequestTracker
+from flexkv.cache.base import MatchResult, TailCandidates
+from flexkv.cache.keys import tail_candidates
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer.graph import OpId, TransferGraph
+from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 logger = get_logger(__name__)
 
+SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
+"""What vLLM calls the tiers; other units' folders lie on disks of this machine."""
+
 
 class Loads:
-    """Loads of one engine.
+    """Lookups and loads of one engine, from its question how much of a request is cached to the load's end on every
+    rank.
 
-    Args:
-        sync: they run within the step that needs them, not between steps.
-        by_layer: such a step waits for each layer when it comes to it, not for all of them before it starts.
+    `load.mode` decides when they run: async loads between steps, sync ones within the step that needs them, layerwise
+    ones too, and there the forward waits for each layer when it comes to it.
     """
 
-    def __init__(self, lookups: Lookups, sync: bool, by_layer: bool = False) -> None:
-        self._lookups = lookups
-        self._sync = sync
-        self._by_layer = by_layer
+    def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
+        self._unit = unit
+        self._manager = unit.manager
+        self._block_tokens = spec.geometry.block_tokens
+        # A hit leaves a block to compute where a draft model reads the main model's hidden states (EAGLE, MTP): it
+        # needs them for the end of the prompt. The engine does so with its own prefix cache too.
+        self._drop_last_block = spec.role.drop_last_block
+        self._with_tails = spec.config.store.partial_blocks and not self._drop_last_block
+        self._sync = spec.config.load.mode != "async"
+        self._by_layer = spec.config.load.mode == "layerwise"
+        self._counters = counters
         self._jobs: dict[OpId, LoadJob] = {}
 
+    # --- promises ---
+
+    def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `computed_tokens`; they are leased until they are loaded or released.
+
+        None while more is being read from disk: the engine asks again with the next step.
+        """
+        manager, request_id = self._manager, tracker.request_id
+        if manager.waits(request_id):
+            return None
+        request = tracker.request
+        # The engine has to compute at least one token to sample from.
+        wanted_end = request.num_tokens - 1
+        tracker.promise = None
+        if (
+            request.skip_reading_prefix_cache
+            or computed_tokens % self._block_tokens
+            or computed_tokens >= wanted_end
+        ):
+            manager.release(request_id)
+            return 0
+        start = computed_tokens // self._block_tokens
+        keys = tracker.keys()
+        match = manager.match(request_id, [keys], start)
+        if match.reads:
+            return None
+        tail = self._tail_candidates(tracker, start + match.blocks) if self._with_tails else None
+        if tail is not None:
+            match = manager.match(request_id, [keys[: tail.base_block]], start, [tail])
+            if match.reads:
+                return None
+        tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
+        if self._drop_last_block:
+            tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
+        if not tracker.counted:
+            # The engine asks again at every step in which the request finds no room.
+            self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
+            tracker.counted = True
+        if tokens <= 0:
+            manager.release(request_id)
+            return 0
+        tracker.promise = Promise(start, tokens, match)
+        return tokens
+
+    def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
+        request = tracker.request
+        first = base_block * self._block_tokens
+        # A tail that ends with the prompt serves all of it but the token that is computed anyway.
+        end = min(first + self._block_tokens - 1, request.num_tokens)
+        if end <= first:
+            return None
+        extra = tail_extra(request, first, end)
+        if extra is None or base_block > len(tracker.keys()):
+            return None
+        parent = tracker.parent_key(base_block)
+        tokens = request.all_token_ids[first:end]
+        return tail_candidates(
+            tracker.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block
+        )
+
+    # --- loads ---
+
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """The engine gave the request its blocks, and takes `external_tokens` of what was promised.
+        """The engine has allocated the request's blocks, and takes `external_tokens` of what was promised.
 
         Returns:
-            What the workers are to load; None when the engine takes nothing.
+            What the workers are to load; None where the engine takes nothing.
         """
-        if external_tokens == 0 and tracker.promise is None:
+        promise, tracker.promise = tracker.promise, None
+        if promise is None and external_tokens == 0:
             return None
-        promised = tracker.promise is not None
-        graph = self._lookups.begin_load(tracker, blocks, external_tokens)
-        if graph is not None:
-            if self._by_layer:
-                graph = graph.layerwise()
-            job = LoadJob(tracker.request_id, graph, self._sync)
-            for op in job.ops:
-                self._jobs[op.op_id] = job
-                if not self._sync:
-                    tracker.loading = op.op_id
-            return job
-        if external_tokens > 0 and not promised:
-            # The engine counts on blocks that nobody fills. It must hear that they failed.
+        tracker.supplied = ()
+        if promise is None or external_tokens == 0:
+            self._manager.release(tracker.request_id)
+        if external_tokens == 0:
+            return None
+        if promise is None:
+            # The engine counts on blocks that nobody fills. They are reported as failed.
             logger.error(
                 "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
             )
-            return LoadJob(tracker.request_id, None, self._sync, tuple(blocks.get_block_ids()[0]))
-        return None
+            return LoadJob(tracker.request_id, None, self._sync, tuple(blocks.get_block_ids()[GROUP]))
+        graph = self._plan(tracker, promise, blocks.get_block_ids()[GROUP], external_tokens)
+        if graph is None:
+            return None
+        job = LoadJob(tracker.request_id, graph.layerwise() if self._by_layer else graph, self._sync)
+        for op in job.ops:
+            self._jobs[op.op_id] = job
+            if not self._sync:
+                tracker.loading = op.op_id
+        return job
+
+    def _plan(
+        self, tracker: RequestTracker, promise: Promise, block_ids: list[int], external_tokens: int
+    ) -> TransferGraph | None:
+        """The load that fills the allocated blocks; the engine may take less than it was promised."""
+        match = promise.match
+        # The last block may be needed in part only.
+        pages = min(-(-external_tokens // self._block_tokens), match.blocks + bool(match.tail_tokens))
+        self._counters.add("flexkv_hit_tokens_total", external_tokens)
+        tracker.supplied = self._supplied(match, external_tokens)
+        tracker.block_ids[:] = block_ids
+        targets = tracker.blocks(promise.start_block, promise.start_block + pages)
+        return self._manager.begin_load(tracker.request_id, [targets], tail=pages > match.blocks)
+
+    def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
+        """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,
+        but for a partial tail, which lies there too."""
+        supplied, left = [], tokens
+        for blocks in match.by_tier or (0,):
+            supplied.append(min(blocks * self._block_tokens, left))
+            left -= supplied[-1]
+        supplied[0] += left
+        return tuple(supplied)
+
+    def sources(self, tracker: RequestTracker, external_tokens: int) -> dict[CacheHitSource, int]:
+        """Tokens of the request's last load by where they came from; empty where that load was of another number."""
+        if sum(tracker.supplied) != external_tokens:
+            return {}
+        sources: dict[CacheHitSource, int] = {}
+        for name, tokens in zip(self._unit.tier_names, tracker.supplied, strict=False):
+            if tokens:
+                source = SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + tokens
+        return sources
+
+    # --- in flight ---
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
         """The load's op has ended on every rank; `tracker` is that of its request, if that still lives."""
         job = self._jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
-            # A load from both tiers has two ops; by either of them all of it is called off.
+            # A load from both tiers has two ops; by either of them all of it is cancelled.
             others = () if job is None else (op.op_id for op in job.ops if op.op_id in self._jobs)
             tracker.loading = next(iter(others), None)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
-from flexkv.adapters.vllm.request import RequestTracker
-from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import first_failed

@@ -6,19 +6,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.eager import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.lazy import LazyStores
 from flexkv.adapters.vllm.loads import Loads
-from flexkv.adapters.vllm.lookups import Lookups
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.outcomes import Outcomes
-from flexkv.adapters.vllm.request import RequestTracker
-from flexkv.adapters.vllm.request_table import RequestTable
+from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
@@ -39,13 +35,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
-"""What vLLM calls the tiers; other units' folders lie on disks of this machine."""
 
 HANDSHAKE_STEPS = 16
 """Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
@@ -131,7 +125,9 @@ class SchedulerSide:
             raise GeometryError(
                 f"the ranks have {sorted(counts)} blocks, the scheduler {spec.geometry.num_blocks}"
             )
-        workers = local_link.workers_of_pools([said.pool_id for _, said in sorted(self.handshakes.items())])
+        workers = local_engines.workers_of_pools(
+            [said.pool_id for _, said in sorted(self.handshakes.items())]
+        )
         unit = build_unit(
             spec.config,
             spec.geometry.block_tokens,
@@ -177,16 +173,8 @@ class SchedulerSide:
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
         """From now on the engine is served by `unit`."""
-        spec, mode = self._spec, self._spec.config.load.mode
         self.unit, self.workers, self._stores = unit, workers, stores
-        self._lookups = Lookups(
-            unit.manager,
-            spec.geometry,
-            spec.config.store.partial_blocks,
-            self.counters,
-            spec.role.drop_last_block,
-        )
-        self._loads = Loads(self._lookups, sync=mode != "async", by_layer=mode == "layerwise")
+        self._loads = Loads(unit, self._spec, self.counters)
         self._outcomes = Outcomes(
             unit, workers, self.requests, self._loads, stores, self._watch, self.counters, self.events
         )
@@ -220,7 +208,7 @@ class SchedulerSide:
         self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
         tracker.own_from = computed_tokens // self._spec.geometry.block_tokens
-        tokens = self._lookups.match(tracker, computed_tokens)
+        tokens = self._loads.match(tracker, computed_tokens)
         # What the lookup found on disk is asked for at once.
         self._poll()
         if tokens is None:
@@ -239,15 +227,7 @@ class SchedulerSide:
         """Tokens of the load that was begun last for the request, by where they came from; empty where that is not
         known."""
         tracker = self.requests.get(request.request_id)
-        supplied = tracker.supplied if tracker is not None else ()
-        if sum(supplied) != external_tokens:
-            return {}
-        sources: dict[CacheHitSource, int] = {}
-        for name, tokens in zip(self.unit.tier_names, supplied, strict=False):
-            if tokens:
-                source = SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)
-                sources[source] = sources.get(source, 0) + tokens
-        return sources
+        return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     # --- the step ---
 

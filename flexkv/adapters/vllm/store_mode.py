@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:

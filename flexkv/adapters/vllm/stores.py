@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexkv.adapters.vllm.block_keys import GROUP
-from flexkv.adapters.vllm.extra_keys import tail_extra
-from flexkv.adapters.vllm.request import RequestTracker
+from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
+from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.cache.base import CacheManager, StorePlan
 from flexkv.cache.keys import tail_key

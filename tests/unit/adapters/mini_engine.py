@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from flexkv.adapters.vllm import local_link
+from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
 from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
@@ -69,7 +69,7 @@ class MiniEngine:
         for worker, caches in zip(self.workers, self.pools.caches, strict=True):
             worker.register_kv_caches(caches, self.kv_config)
             if not remote:
-                local_link.announce(worker)
+                local_engines.announce(worker)
         spec = EngineSpec(
             config,
             block_geometry(self.kv_config),

@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexkv.adapters.vllm import builtin
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
-from flexkv.adapters.vllm.connector import FlexKVConnector, warn_of_sudden_end
-from flexkv.adapters.vllm.possible_modes import possible_load_mode
+from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.engine_checks import warn_of_sudden_end
+from flexkv.adapters.vllm.engine_spec import possible_load_mode
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, KeySchemeError
 

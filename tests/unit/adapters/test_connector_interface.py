@@ -9,7 +9,8 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-from flexkv.adapters.vllm.connector import FlexKVConnector, sleeps_without_hooks
+from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.engine_spec import sleeps_without_hooks
 from tests.unit.adapters.vllm_interface import ABSTRACT, INTERFACES, PROPERTIES, misfits, parameters_of
 
 MAJOR, MINOR = (int(part) for part in vllm.__version__.split(".")[:2])

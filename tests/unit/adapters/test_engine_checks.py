@@ -17,9 +17,8 @@ from flexkv.adapters.vllm.engine_checks import (
     check_engine,
     check_model,
     check_parallelism,
-    end_registration,
-    register_only,
 )
+from flexkv.adapters.vllm.local_engines import end_registration, register_only
 from flexkv.errors import ConfigError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER

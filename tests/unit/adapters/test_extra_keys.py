@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexkv.adapters.common.framed import framed
-from flexkv.adapters.vllm.extra_keys import tail_extra
+from flexkv.adapters.vllm.block_keys import tail_extra
 from tests.unit.adapters.vllm_objects import embeddings, image, lora, make_request
 
 TOKENS = range(10, 16)

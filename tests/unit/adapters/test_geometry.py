@@ -11,11 +11,11 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as specs
 
-from flexkv.adapters.vllm.bare_tensors import config_of_tensors
 from flexkv.adapters.vllm.geometry import (
     block_geometry,
     build_view,
     check_group,
+    config_of_tensors,
     layer_numbers,
     required_layout,
 )

@@ -15,10 +15,10 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.vllm import local_link, one_engine
+from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
+from flexkv.adapters.vllm.local_engines import OwnPools, check_agent
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
-from flexkv.adapters.vllm.one_engine import OwnPools, check_agent
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
 from flexkv.observe import Counters
@@ -266,17 +266,17 @@ def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make
     for engine in (first, second):
         assert list(engine.side.workers) == engine.workers
     pools = [first.workers[0].pool_id, second.workers[1].pool_id]
-    assert local_link.workers_of_pools(pools) == (first.workers[0], second.workers[1])
-    assert local_link.workers_of_pools([*pools, PoolId(random_id())]) == ()
+    assert local_engines.workers_of_pools(pools) == (first.workers[0], second.workers[1])
+    assert local_engines.workers_of_pools([*pools, PoolId(random_id())]) == ()
 
 
 def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
     """Sides are paired by the object that both were made with: an equal one is another engine's."""
     engine = make_engine()
     mine, equal = ["cache config"], ["cache config"]
-    local_link.announce(engine.workers[0], mine)
-    assert local_link.worker_of_engine(mine) is engine.workers[0]
-    assert local_link.worker_of_engine(equal) is None
+    local_engines.announce(engine.workers[0], mine)
+    assert local_engines.worker_of_engine(mine) is engine.workers[0]
+    assert local_engines.worker_of_engine(equal) is None
 
 
 # --- a second engine in a process ---
@@ -286,7 +286,7 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """vLLM's configuration of the engine whose worker is being set up; `engine` may be changed."""
     state = SimpleNamespace(engine=object())
-    monkeypatch.setattr(one_engine, "get_current_vllm_config_or_none", lambda: state.engine)
+    monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
     return state
 
 
@@ -336,9 +336,9 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(distributed_executor_backend=backend), cache_config=object()
     )
-    monkeypatch.setattr(one_engine, "has_kv_transfer_group", lambda: agent)
+    monkeypatch.setattr(local_engines, "has_kv_transfer_group", lambda: agent)
     if announced:
-        local_link.announce(make_engine().workers[0], config.cache_config)
+        local_engines.announce(make_engine().workers[0], config.cache_config)
     if allowed:
         check_agent(config)
     else:

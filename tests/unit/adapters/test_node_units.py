@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.vllm.node_units import units_on_node
+from flexkv.adapters.vllm.engine_spec import units_on_node
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
 from flexkv.unit.build import share_of_node

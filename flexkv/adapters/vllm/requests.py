@@ -1,21 +1,118 @@
-"""The live requests and their block tables, kept from what the engine says with each step."""
+"""The live requests: what the scheduler's side remembers of each from its first lookup to its end, and their block
+tables, which it keeps from what the engine schedules in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flexkv.adapters.common.common_keys import COMMON
-from flexkv.adapters.vllm.block_keys import EngineBlockKeys, TokenBlockKeys
+from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.adapters.vllm.request import RequestTracker, wants_no_store
-from flexkv.adapters.vllm.request_namespace import RequestNamespaces
+from flexkv.cache.base import Keys, MatchResult
+from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from flexkv.adapters.vllm.store_mode import StoreMode
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The last answer given to the engine for a request, if it was not "nothing".
+
+    Attributes:
+        start_block: whole blocks that the engine had itself when it asked.
+        tokens: tokens promised beyond those.
+    """
+
+    start_block: int
+    tokens: int
+    match: MatchResult
+
+
+@dataclass(slots=True, eq=False)
+class RequestTracker:
+    """One live request.
+
+    Attributes:
+        block_keys: makes the keys of its blocks.
+        block_ids: the engine's block table of the request, in order.
+        cursor: blocks before it have been offered to the cache.
+        retry_step: after an offer was dropped, not to be repeated before this step.
+        loading: op of the async load in flight, if any.
+        stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
+        suspect_from: number of the first block computed from a failed load and not computed again yet.
+        own_from: number of the first block that the engine's own prefix cache did not give.
+        certain: tokens whose KV was certain after the last step; kept for lazy stores.
+        counted: this admission's lookup is in the metrics.
+        preemptions: of the request that its block table takes into account.
+        supplied: tokens of its last load, by the number of the tier that supplied them.
+    """
+
+    request: Request
+    block_keys: BlockKeys
+    skip_save: bool
+    block_ids: list[int] = field(default_factory=list)
+    cursor: int = 0
+    retry_step: int = 0
+    promise: Promise | None = None
+    loading: OpId | None = None
+    stale: bool = False
+    suspect_from: int | None = None
+    own_from: int = 0
+    certain: int = 0
+    counted: bool = False
+    preemptions: int = 0
+    supplied: tuple[int, ...] = ()
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def namespace(self) -> bytes:
+        """Of its keys, 32 bytes."""
+        return self.block_keys.namespace
+
+    def keys(self) -> Keys:
+        """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]; only new blocks cost anything."""
+        return self.block_keys.keys()
+
+    def parent_key(self, block: int) -> bytes | None:
+        """What the key of the whole block before number `block` was made from; None for the first."""
+        return self.block_keys.parent(block)
+
+    def blocks(self, first: int, end: int) -> BlockIds:
+        """Engine block ids of the request's blocks [first, end), int32."""
+        return np.array(self.block_ids[first:end], dtype=np.int32)
+
+    def restart(self) -> None:
+        """The engine took all blocks away; the request starts again with others."""
+        # A new list: the old one may still be looked at.
+        self.block_ids = []
+        self.cursor = 0
+        self.retry_step = 0
+        self.stale = False
+        self.suspect_from = None
+        self.certain = 0
+        self.counted = False
+
+
+def wants_no_store(request: Request) -> bool:
+    """Whether the caller asked that nothing of this request be stored.
+
+    `kv_transfer_params={"skip_save": true}`, or `flexkv.skip_save` in the sampling parameters' extra_args.
+    """
+    params: Mapping[str, Any] = request.kv_transfer_params or {}
+    sampling = request.sampling_params
+    extra: Mapping[str, Any] = (sampling.extra_args if sampling is not None else None) or {}
+    return bool(params.get("skip_save") or extra.get("flexkv.skip_save"))
 
 
 class RequestTable:

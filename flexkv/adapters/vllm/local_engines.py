@@ -1,0 +1,150 @@
+"""Which engines and connectors of flexkv live in this process, and which of them are refused.
+
+vLLM runs scheduler and worker in one process when there is one rank (and always without multiprocessing). Then the
+host pool can be private memory, and the scheduler's side learns of ended copies without an engine step in between.
+
+Names do not pair the two sides: a user may give two engines one `engine_id`. What pairs them is the pool that a
+handshake names, or an object that both sides of one engine were made with.
+
+vLLM keeps one worker's connector in a process, of whichever engine made it first. A second engine's scheduler would
+have its blocks loaded and stored by the first one's worker, in the first one's pool, so it is refused at its start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+from flexkv.errors import ConfigError
+from flexkv.unit.ranks import PoolId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from flexkv.adapters.vllm.worker import WorkerSide
+
+_engines: WeakKeyDictionary[WorkerSide, object] = WeakKeyDictionary()
+
+
+def announce(worker: WorkerSide, engine: object = None) -> None:
+    """Makes a worker's side known in this process.
+
+    Args:
+        engine: part of the engine's configuration: the same object on both of its sides.
+    """
+    _engines[worker] = engine
+
+
+def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
+    """The worker's side of each rank, by the pools that their handshakes name, if all of them live in this process."""
+    by_pool = {worker.pool_id: worker for worker in list(_engines)}
+    found = tuple(by_pool[pool] for pool in pools if pool in by_pool)
+    return found if len(found) == len(pools) else ()
+
+
+def worker_of_engine(engine: object) -> WorkerSide | None:
+    """The worker's side in this process that was announced for this engine."""
+    return next((worker for worker, its in list(_engines.items()) if its is engine), None)
+
+
+IN_PROCESS_BACKENDS = frozenset({"uni", "external_launcher"})
+"""vLLM's `distributed_executor_backend`s whose worker lives in the scheduler's process."""
+
+WHAT_TO_DO = (
+    "Set VLLM_ENABLE_V1_MULTIPROCESSING=1, with which every engine runs in a process of its own, or end the other "
+    "engine first"
+)
+
+
+class OwnPools:
+    """Lets the engine that made a worker's connector register its KV cache there, and no other."""
+
+    def __init__(self) -> None:
+        # vLLM sets it while a worker makes its connector and while it registers its KV cache. The connector's own
+        # argument is a copy under a MultiConnector.
+        self._engine = get_current_vllm_config_or_none()
+        self._pid = os.getpid()
+        self._registered = False
+
+    def check(self) -> None:
+        """An engine registers its KV cache.
+
+        Raises:
+            ConfigError: it is another engine than the one that the connector was made for.
+        """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from one with an engine in it (process {self._pid}) and has that "
+                "engine's KV connector, whose threads are not here: set VLLM_WORKER_MULTIPROC_METHOD=spawn, or "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1 for the first engine too"
+            )
+        if self._registered and (
+            self._engine is None or get_current_vllm_config_or_none() is not self._engine
+        ):
+            raise ConfigError(
+                "another engine in this process has a KV connector, and vLLM keeps one a process: blocks of this "
+                f"engine would be loaded and stored in the other's KV cache. {WHAT_TO_DO}"
+            )
+        self._registered = True
+
+
+def check_agent(vllm_config: VllmConfig) -> None:
+    """A scheduler's connector is made: the process's worker must be of the same engine where it is in this process.
+
+    Raises:
+        ConfigError: vLLM has kept the worker's connector of another engine.
+    """
+    if not has_kv_transfer_group() or worker_of_engine(vllm_config.cache_config) is not None:
+        return
+    if vllm_config.parallel_config.distributed_executor_backend in IN_PROCESS_BACKENDS:
+        raise ConfigError(
+            "another engine in this process has a KV connector, and vLLM keeps one a process: it would be handed this "
+            f"engine's loads and stores. {WHAT_TO_DO}"
+        )
+
+
+@dataclass(eq=False)
+class Registration:
+    """One live connector of an engine's role.
+
+    Attributes:
+        part: of the engine's configuration: the same object for every connector of one engine.
+    """
+
+    role: KVConnectorRole
+    part: Any
+    name: str
+
+
+_registered: WeakSet[Registration] = WeakSet()
+
+
+def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Registration:
+    """Registers the one connector of flexkv that an engine may have in a role; it ends with `end_registration` or with
+    the object.
+
+    Raises:
+        ConfigError: the engine has one already, as another child of a MultiConnector.
+    """
+    part = config.cache_config
+    for other in list(_registered):
+        if other.role is role and other.part is part:
+            raise ConfigError(
+                f"a second connector of flexkv in one engine ({other.name}, then {name}): both would store the same "
+                'blocks; keep one of them in the "connectors" of MultiConnector\'s kv_connector_extra_config'
+            )
+    registration = Registration(role, part, name)
+    _registered.add(registration)
+    return registration
+
+
+def end_registration(registration: Registration) -> None:
+    """The connector was shut down: the engine may make another one."""
+    _registered.discard(registration)
