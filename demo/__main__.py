@@ -25,7 +25,7 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
-TABLE_WIDTH = 100
+TABLE_WIDTH = 80
 """Columns that the table needs."""
 
 HOST_BYTES = 512 << 20

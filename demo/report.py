@@ -13,13 +13,19 @@ from demo.conversation import Turn, as_json
 
 LEGEND = """\
 turn   phase, then conversation.number
-cold   nobody has asked this before; turns 0.1 and 0.2 find their start in the engine's own cache
+cold   nobody has asked this before; turns 0.1 and 0.2 find their start in the
+       engine's own cache
 warm   the same prompts, after the engine dropped its own cache
-crowd  more conversations in rotation than the engine's pool holds; each turn .1 continues its turn .0
-disk   the cold prompts again, asked of a new engine process: host memory is empty, the disk tier is not
-TTFT   time to the first token; alone / flexkv: how many times sooner it comes, where flexkv served tokens
-stored bytes that went to host memory, and from there to disk; loaded: that came back into the engine's pool
-load   bytes loaded, over the time from asking for them until the engine saw them"""
+crowd  more conversations in rotation than the engine's pool holds; each turn .1
+       continues its turn .0
+disk   the cold prompts again, asked of a new engine process: host memory is
+       empty, the disk tier is not
+TTFT   time to the first token
+times  sooner it comes with flexkv, where flexkv served tokens
+stored bytes that went to host memory, and from there to disk
+loaded bytes that came back into the engine's pool
+load   bytes loaded, over the time from asking for them until the engine saw
+       them"""
 """Of the table and the chart."""
 
 MIB = 1 << 20
@@ -29,7 +35,11 @@ GIGA = 1e9
 def table(turns: list[Turn], reference: list[Turn]) -> Table:
     """One row a turn; cold TTFT is the reference engine's, which has no flexkv."""
     shown = Table(
-        title="vLLM with flexkv, beside vLLM alone", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+        title="vLLM with flexkv, beside vLLM alone",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        show_edge=False,
     )
     shown.add_column("turn", no_wrap=True)
     for header in (
@@ -37,11 +47,11 @@ def table(turns: list[Turn], reference: list[Turn]) -> Table:
         "from\nflexkv",
         "TTFT ms\nalone",
         "TTFT ms\nflexkv",
-        "alone /\nflexkv",
+        "times\nsooner",
         "stored\nMiB",
         "loaded\nMiB",
         "load\nGB/s",
-        "same\nanswer",
+        "same\ntext",
     ):
         shown.add_column(header, justify="right", no_wrap=True)
     phase = turns[0].phase if turns else ""

@@ -27,6 +27,7 @@ from flexkv.storage.header_copy import find_header
 DAY_S = 86_400
 
 UNLISTED_EXIT_CODE = 1
+KEPT_EXIT_CODE = 1
 
 
 @click.group()
@@ -75,16 +76,32 @@ def _print(entries: Sequence[dict[str, object]]) -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def drop(folder: Path, name: str, yes: bool) -> None:
-    """Delete the unit NAME, as `ls` shows it, under FOLDER. Not while it is in use."""
+def drop(folder: Path, name: str, yes: bool) -> int:
+    """Delete the unit NAME, as `ls` shows it, under FOLDER. Not while it is in use. Exit code 1: a unit was kept."""
     units = {str(unit.relative_to(folder)): unit for unit in unit_folders(folder) if unit != folder}
     chosen = [unit for key, unit in units.items() if key == name or key.startswith(f"{name}/")]
     if not chosen:
         raise ConfigError(f"{name!r}: no unit of {folder}; there are {', '.join(units) or 'none'}")
+    kept = 0
     for unit in chosen:
-        if not yes:
-            click.confirm(f"delete {unit}?", abort=True)
-        click.echo(f"{unit}: {format_size(remove_folder(unit))} freed")
+        if yes or _agreed(unit):
+            click.echo(f"{unit}: {format_size(remove_folder(unit))} freed")
+        else:
+            kept += 1
+            click.echo(f"{unit}: kept, nothing of it was deleted")
+    return KEPT_EXIT_CODE if kept else 0
+
+
+def _agreed(unit: Path) -> bool:
+    """
+    Raises:
+        click.Abort: there was no answer, which stderr says.
+    """
+    try:
+        return click.confirm(f"delete {unit}?")
+    except click.Abort:
+        click.echo(f"\n{unit}: kept: no answer (--yes deletes without a question)", err=True)
+        raise
 
 
 def _entry(unit: Path, root: Path) -> dict[str, object]:

@@ -13,6 +13,7 @@ from flexkv.config.model import SECTIONS, FlexKVConfig, setting_fields
 from flexkv.config.names import ALIASES, environment_name, shown, unknown_setting
 from flexkv.config.sources import (
     CONFIG_FILE_VARIABLE,
+    ENVIRONMENT_ORIGIN,
     EXTRA_ORIGIN,
     RawSetting,
     read_environment,
@@ -138,8 +139,10 @@ def _check_setting(setting: RawSetting) -> tuple[str, object]:
         translated = alias.translate(setting.value) if alias else setting.value
         return key, _check_value(key, translated)
     except ValueError as error:
+        empty = setting.value == "" and setting.origin.startswith(ENVIRONMENT_ORIGIN)
+        way_out = "; an empty variable does not stand for the default: unset it" if empty else ""
         raise ConfigError(
-            f"{setting.name!r} from {setting.origin} has the value {shown(setting.value)}: {error}"
+            f"{setting.name!r} from {setting.origin} has the value {shown(setting.value)}: {error}{way_out}"
         ) from error
 
 

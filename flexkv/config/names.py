@@ -90,16 +90,19 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
     return ConfigError(f"unknown setting {name!r} from {origin}{given}: {hint}")
 
 
-def unknown_variable(variable: str, value: str, allowed: Iterable[str]) -> str:
-    """The words for an environment variable with our prefix that nothing reads.
+def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str]) -> str:
+    """The words for an environment variable that is named like ours and that nothing reads.
 
     A warning and no error: an environment is shared, and another program's variable must not stop an engine.
+
+    Args:
+        name: the variable with our prefix as it is spelled right.
     """
     # The prefix is the same in all of them; compared with it, every name would be near.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
-    hint = other_system_hint(variable, value, environment_name)
+    hint = other_system_hint(name, value, environment_name)
     if hint is None:
-        near = nearest(variable.removeprefix(PREFIX), by_rest)
+        near = nearest(name.removeprefix(PREFIX), by_rest)
         hint = f"did you mean {by_rest[near]}?" if near else "`flexkv config docs` lists all variables"
     return f"environment variable {variable} is no setting of flexkv and has no effect: {hint}"
 

@@ -20,6 +20,8 @@ logger = get_logger(__name__)
 
 CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
 EXTRA_ORIGIN = "engine extra config"
+ENVIRONMENT_ORIGIN = "env "
+"""Before the variable's name."""
 
 MOST_FILE_BYTES = 1 << 20
 """All settings with their documentation take a hundredth of it."""
@@ -39,9 +41,13 @@ OTHER_VARIABLES: dict[str, str] = {
 }
 """Environment variables with our prefix that are no settings; any other unknown FLEXKV_* name is warned of."""
 
-# A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod.
+_MISSPELT_PREFIX = re.compile(r"flex_?kv_", re.IGNORECASE)
+"""Of variables that somebody meant for flexkv."""
+
+# A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod; one named
+# "flex-kv" puts FLEX_KV_SERVICE_HOST.
 _KUBERNETES = re.compile(
-    r"FLEXKV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+    r"FLEX_?KV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -80,14 +86,16 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
 
 
 def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
-    """The FLEXKV_* variables that are settings, under their dotted keys. Warns once of each that means nothing."""
+    """The FLEXKV_* variables that are settings, under their dotted keys. Warns once of each other variable that is
+    named like one: a misspelt setting, or a prefix in lower case or with another underscore."""
     for variable, value in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
+        if _MISSPELT_PREFIX.match(variable) is None or variable in OTHER_VARIABLES:
             continue
         if variable in keys_by_variable:
-            yield RawSetting(keys_by_variable[variable], value, f"env {variable}")
+            yield RawSetting(keys_by_variable[variable], value, f"{ENVIRONMENT_ORIGIN}{variable}")
         elif not _of_kubernetes(variable, value):
-            words = unknown_variable(variable, value, [*keys_by_variable, *OTHER_VARIABLES])
+            name = PREFIX + _MISSPELT_PREFIX.sub("", variable, count=1)
+            words = unknown_variable(variable, name, value, [*keys_by_variable, *OTHER_VARIABLES])
             warn_once(logger, f"variable {variable}", "%s", words)
 
 
@@ -106,7 +114,8 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
     try:
         text = _read_file(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {reason}") from error
     try:
         loader = yaml.SafeLoader(text)
     except yaml.YAMLError as error:  # a character that no YAML has
@@ -133,10 +142,14 @@ def _read_file(path: Path) -> bytes:
     where = f"{CONFIG_FILE_VARIABLE}={str(path)!r}"
     # A pipe that nobody writes to would block an open that waits.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
+    try:
+        # Before a file object is made, which Python refuses for a folder with an errno and no name.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
-        content = file.read(MOST_FILE_BYTES + 1)
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(content) > MOST_FILE_BYTES:
         raise ConfigError(f"{where}: more than {MOST_FILE_BYTES} bytes, which no file with settings has")
     return content

@@ -124,7 +124,7 @@ def test_a_folder_instead_of_a_file_is_an_error(
 ) -> None:
     monkeypatch.setenv("FLEXKV_CONFIG", str(tmp_path))
     assert main(["info"]) == 2
-    assert "directory" in one_line(capsys.readouterr())
+    assert "expected a regular file, got a folder" in one_line(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

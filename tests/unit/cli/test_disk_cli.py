@@ -106,10 +106,30 @@ def test_drop_refuses_what_is_in_use_or_not_there(
     assert "unit0" in said, "those that are there are named"
 
 
-def test_drop_asks_first(slab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    assert main(["disk", "drop", str(tmp_path), str(slab.parent.relative_to(tmp_path))]) != 0
+@pytest.mark.parametrize(
+    ("answer", "exit_code", "words"),
+    [("n\n", 1, "kept, nothing of it was deleted"), ("", 130, "kept: no answer (--yes deletes")],
+)
+def test_drop_keeps_a_unit_without_a_yes_and_prints_that(
+    slab: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    exit_code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    assert main(["disk", "drop", str(tmp_path), str(slab.parent.relative_to(tmp_path))]) == exit_code
+    printed = capsys.readouterr()
+    assert f"{slab.parent}: {words}" in printed.out + printed.err
     assert slab.exists()
+
+
+def test_drop_deletes_after_a_yes(slab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert main(["disk", "drop", str(tmp_path), str(slab.parent.relative_to(tmp_path))]) == 0
+    assert not slab.exists()
 
 
 def test_fsck_says_what_is_clean(slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,10 @@ def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, parts
         ("FLEXKV_HOST_BYTE", "did you mean FLEXKV_HOST_BYTES?"),
         ("FLEXKV_LAZY_OFLOAD", "did you mean FLEXKV_LAZY_OFFLOAD?"),
         ("FLEXKV_DEBUG", "`flexkv config docs` lists all variables"),
+        ("flexkv_host_bytes", "did you mean FLEXKV_HOST_BYTES?"),
+        ("FLEXKV_host_bytes", "did you mean FLEXKV_HOST_BYTES?"),
+        ("Flexkv_Config", "did you mean FLEXKV_CONFIG?"),
+        ("FLEX_KV_LOAD_MODE", "did you mean FLEXKV_LOAD_MODE?"),
     ],
 )
 def test_a_variable_that_nothing_reads_is_warned_of_once(
@@ -175,6 +179,29 @@ def test_a_variable_that_nothing_reads_is_warned_of_once(
     assert record.message == (
         f"environment variable {variable} is no setting of flexkv and has no effect: {hint}"
     )
+
+
+MAY_BE_EMPTY = ("disk.folders", "identity.model", "identity.namespace")
+
+
+@pytest.mark.parametrize("key", MAY_BE_EMPTY)
+def test_lists_and_texts_may_be_empty(key: str) -> None:
+    variable = environment_name(key)
+    config = load_config({}, {variable: ""})
+    assert config.origin(key) == f"env {variable}"
+    assert {row.key: row.value for row in config.rows()}[key] in ((), "")
+
+
+@pytest.mark.parametrize("key", sorted({*setting_fields()} - {*MAY_BE_EMPTY}))
+def test_an_empty_variable_is_refused_by_its_name(key: str) -> None:
+    variable = environment_name(key)
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {variable: ""})
+    assert f"from env {variable} has the value '': expected " in str(caught.value)
+    assert str(caught.value).endswith("an empty variable does not stand for the default: unset it")
+    with pytest.raises(ConfigError) as caught:
+        load_config({key: ""}, {})
+    assert "unset" not in str(caught.value)
 
 
 def test_names_of_another_system_are_one_short_error() -> None:
@@ -193,6 +220,8 @@ def test_variables_that_are_no_settings_are_left_alone() -> None:
         "FLEXKV_CUDA": "0",
         "FLEXKV_SANITIZE": "address",
         "FLEXKV_SERVICE_HOST": "10.0.0.1",
+        "FLEX_KV_SERVICE_HOST": "10.0.0.1",
+        "FLEX_KV_PORT": "tcp://10.0.0.1:80",
         "FLEXKV_PORT": "tcp://10.0.0.1:80",
         "FLEXKV_CACHE_PORT_80_TCP_ADDR": "10.0.0.1",
         "FLEXKV_CACHE_PORT_80_TCP_PORT": "80",
@@ -241,8 +270,10 @@ def test_folders_may_be_a_list_in_yaml(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"FLEXKV_CONFIG=.*missing\.yaml.*No such file"):
         load_config(None, {"FLEXKV_CONFIG": str(tmp_path / "missing.yaml")})
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError) as caught:
         load_config(None, {"FLEXKV_CONFIG": str(tmp_path)})
+    place = f"FLEXKV_CONFIG={str(tmp_path)!r}"
+    assert str(caught.value) == f"{place}: expected a regular file, got a folder, pipe or device"
     (tmp_path / "latin.yaml").write_bytes(b"host:\n  # caf\xe9\n")
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(None, {"FLEXKV_CONFIG": str(tmp_path / "latin.yaml")})

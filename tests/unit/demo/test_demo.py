@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.measure import Measurement
 
 from demo import __main__ as demo
+from demo.__main__ import TABLE_WIDTH
 from demo.conversation import CROWD, CROWD_TURNS, PHASES, TURNS, Turn, problems, turn_count, whole_blocks
 from demo.engine_process import FLEXKV, EngineError
 from demo.headline import headline, next_steps
-from demo.report import table
+from demo.report import LEGEND, table
 from flexkv.cli.main import main as cli
 from flexkv.config import load_config
 from tests.unit.demo.scripted_engine import ScriptedEngine
@@ -88,6 +91,13 @@ def test_stored_and_loaded_bytes_have_columns_of_their_own() -> None:
     assert columns["loaded MiB"] == ["5.0"]
     stores_only = table([replace(mine, loaded_bytes=0)], [mine])
     assert [list(column.cells) for column in stores_only.columns if "loaded" in str(column.header)] == [["-"]]
+
+
+def test_the_largest_table_and_its_legend_fit_80_columns() -> None:
+    mine = Turn("crowd", 8, 1, 10_000, (0,), 12.3456, 9984, 9999 << 20, 9999 << 20, 0.5)
+    console = Console(width=200)
+    assert Measurement.get(console, console.options, table([mine], [mine])).maximum <= TABLE_WIDTH == 80
+    assert max(map(len, LEGEND.splitlines())) <= TABLE_WIDTH
 
 
 @pytest.fixture
