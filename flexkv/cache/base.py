@@ -65,6 +65,7 @@ class ManagerLimits:
         rest_s: after a load that did not bring pages which are still there, nothing is promised to any request for so
             long, but to those that have a promise already. For an engine that ends a request whose load fails; 0 for
             one that computes what did not come.
+        prefetch_requests: requests that are prefetched and not looked up yet, at most; 0 for none.
     """
 
     ranks: int = 1
@@ -72,6 +73,7 @@ class ManagerLimits:
     inflight_load_pages: int = 65_536
     lease_s: float = 60.0
     rest_s: float = 0.0
+    prefetch_requests: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class CacheListener:
 class CacheManager(ABC):
     """The control plane of one ownership unit.
 
-    A `match`, `begin_load` or `begin_store` that raises leaves nothing planned or leased.
+    A `match`, `prefetch`, `begin_load` or `begin_store` that raises leaves nothing planned or leased.
     """
 
     @abstractmethod
@@ -235,6 +237,22 @@ class CacheManager(ABC):
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
             tail: per group, partial-tail candidates: only those whose `base_block` equals the end of the match count.
+        """
+
+    @abstractmethod
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+        """Begins to fetch what other tiers have of a request that no lookup has asked for yet. Promises nothing.
+
+        For requests that wait in the engine's queue. What is fetched is kept for the request's first `match`, which
+        waits for what has not come yet: its time to wait begins there. It ends with `release`, and some time after
+        `TierFacts.wait_s` by `expire`. Prefetched requests together are kept a share of host memory at most, and their
+        fetches leave room for those of lookups; what does not fit is fetched by the first `match`.
+
+        Args:
+            start_block: whole blocks that the engine has itself, as far as is known.
+
+        Returns:
+            Fetches under way for it; 0 where there is nothing to bring or no room.
         """
 
     @abstractmethod

@@ -49,8 +49,9 @@ def check_limits(limits: ManagerLimits) -> None:
     for name in ("ranks", "inflight_store_pages", "inflight_load_pages", "lease_s"):
         if not getattr(limits, name) > 0:
             raise ConfigError(f"{name}={getattr(limits, name)}; allowed are values above 0")
-    if not limits.rest_s >= 0:
-        raise ConfigError(f"rest_s={limits.rest_s}; allowed are 0 and more")
+    for name in ("rest_s", "prefetch_requests"):
+        if not getattr(limits, name) >= 0:
+            raise ConfigError(f"{name}={getattr(limits, name)}; allowed are 0 and more")
 
 
 def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:

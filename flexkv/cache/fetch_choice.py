@@ -75,13 +75,14 @@ class FetchChoice:
         return tiers
 
     def leading_worth(
-        self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
+        self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int, counted: bool = True
     ) -> tuple[list[list[PageRun]], bool]:
         """The leading part of whole blocks that is brought sooner than computed: all of it, as long as nothing is
         known; and whether some is left to the engine.
 
         Args:
             keys, first: the rest is of the blocks from `first` on.
+            counted: as a lookup of which a part is left to the engine.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._cost.fetch_is_known(tiers, self._clock()):
@@ -116,7 +117,7 @@ class FetchChoice:
             return rest, False
         left_tokens = int(tokens[-1] - (tokens[kept - 1] if kept else 0))
         for tier, pages in counts.items():
-            if left := int(pages[-1] - (pages[kept - 1] if kept else 0)):
+            if counted and (left := int(pages[-1] - (pages[kept - 1] if kept else 0))):
                 self._leave(tier, left, self._fetch_s(tier, left), left_tokens)
         return [self._walk.cut(runs, kept) for runs in rest], True
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flexkv.c_ext import Found, TierLookup
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
@@ -15,15 +14,13 @@ from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.ops import OpTable
-from flexkv.cache.page_walk import NO_PAGES, PageRun, PageWalk
-from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages
+from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
+from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages, extend_lease, wanted_pages
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
+from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.tier import Tier
 from flexkv.transfer.graph import OpId
-
-COMING = 1
-"""State of a run of `Found` whose pages an op is filling."""
 
 
 @dataclass(slots=True)
@@ -47,6 +44,9 @@ class Lookup:
         clock: seconds, never running backwards; the waits of requests are measured with it.
         unix_s: wall clock for times to live.
         epoch: the manager's.
+
+    Attributes:
+        behind: the tiers that pages are fetched from.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Lookup:
         self._epoch = epoch
         self._unix_s = unix_s
         self._native = TierLookup([tier.presence for tier in tiers], len(specs))
-        self._behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
+        self.behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
 
     def look(
         self,
@@ -93,10 +93,59 @@ class Lookup:
             straight: pages may be promised where they lie.
         """
         now_s = self._clock()
-        usable = self._usable(request_id, now_s) if self._behind else []
+        usable = self._usable(request_id, now_s) if self.behind else []
         if self._all_prefix:
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
         return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
+
+    def prefetch(
+        self, request_id: str, keys: Sequence[Keys], start_block: int, room_pages: int, most_pages: int
+    ) -> int:
+        """Begins to fetch what follows the prefix in host memory, `most_pages` at most; nothing is promised.
+
+        What the first lookup would not wait for is not fetched: pages that are computed sooner, or promised where they
+        lie. Nor are pages of groups that do not restore whole prefixes.
+
+        Returns:
+            The fetches under way, also those that others have begun.
+        """
+        usable = [tier for tier in self.behind if not self._tiers[tier].down]
+        if not usable or not self._all_prefix or most_pages < len(self._specs):
+            return 0
+        lease, rest = self._find_prefix(keys, start_block, room_pages, usable)
+        first = lease.start_block + lease.blocks
+        fetches = self._prefetch_rest(request_id, rest, keys, first, usable, most_pages) if rest else 0
+        # Leased until now, so that what is fetched does not displace what it follows.
+        for group in lease.groups:
+            self._hub.index.unpin(group.entries)
+        return fetches
+
+    def _prefetch_rest(
+        self,
+        request_id: str,
+        rest: list[list[PageRun]],
+        keys: Sequence[Keys],
+        first: int,
+        usable: Sequence[TierId],
+        most_pages: int,
+    ) -> int:
+        if any(self._takes_straight(tier, rest, keys, first) for tier in usable):
+            for runs in rest:
+                self._walk.release(runs)
+            return 0
+        rest = [self._walk.cut(runs, most_pages // len(self._specs)) for runs in rest]
+        rest, _ = self._choice.leading_worth(rest, keys, first, counted=False)
+        if not any(rest):
+            return 0
+        wanted, last = wanted_pages(rest, keys, first), self._ops.last_id
+        fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch())
+        fetches = self._wait(request_id, wanted, fetched.pages, fetched.ops, counted=False)
+        if fetches:
+            self._requests.begin_prefetch(request_id, first)
+        for op_id, tier in fetched.ops.items():
+            if op_id > last:
+                self._tiers[tier].counts.prefetched += self._ops.get(op_id).pages
+        return fetches
 
     def _usable(self, request_id: str, now_s: float) -> list[TierId]:
         """The tiers that the request may be served from besides the hub."""
@@ -111,7 +160,7 @@ class Lookup:
             wait.ops.clear()
             wait.skipped.update(late)
         skipped = set() if wait is None else wait.skipped
-        return [tier for tier in self._behind if tier not in skipped and not self._tiers[tier].down]
+        return [tier for tier in self.behind if tier not in skipped and not self._tiers[tier].down]
 
     # --- whole prefixes ---
 
@@ -125,18 +174,23 @@ class Lookup:
         usable: Sequence[TierId],
         straight: bool,
     ) -> Looked:
-        if len(self._specs) == 1:
-            lease, rest = self._find_in_one_group(keys, start, max(0, room_pages), usable)
-        else:
-            lease, rest = self._find_in_all_groups(keys, start, room_pages, usable)
+        lease, rest = self._find_prefix(keys, start, room_pages, usable)
         end = start + lease.blocks
         if tail is not None and room_pages >= len(self._specs) * (lease.blocks + 1):
-            self._add_tail(lease, tail, end)
+            lease_tail(self._hub, lease, tail, end)
         if rest:
             return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
         if tail is None or lease.cut or not usable:
             return Looked(lease)
         return Looked(lease, self._fetch_tail(request_id, tail, end, lease.tail_tokens, usable))
+
+    def _find_prefix(
+        self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
+    ) -> tuple[Lease, list[list[PageRun]]]:
+        """Leases the prefix in host memory that may be promised, and per group the runs that follow it."""
+        if len(self._specs) == 1:
+            return self._find_in_one_group(keys, start, max(0, room_pages), usable)
+        return self._find_in_all_groups(keys, start, room_pages, usable)
 
     def _find_in_one_group(
         self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
@@ -154,7 +208,7 @@ class Lookup:
             return lease, []
         found = self._find(keys, start + ready, room_pages - ready, usable)
         lease.cut = found.cut
-        return lease, [_runs_of(found, 0)] if found.blocks else []
+        return lease, [runs_of(found, 0)] if found.blocks else []
 
     def _find_in_all_groups(
         self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
@@ -162,10 +216,10 @@ class Lookup:
         """The same over several groups, which restore the same blocks together."""
         found = self._find(keys, start, room_pages, usable)
         ready = found.ready_blocks
-        split = [_split(_runs_of(found, group), ready) for group in range(len(self._specs))]
-        shares = tuple(GroupLease(share.entries, share.slots, start, ready) for share, _ in split)
+        parts = [split_runs(runs_of(found, group), ready) for group in range(len(self._specs))]
+        shares = tuple(GroupLease(share.entries, share.slots, start, ready) for share, _ in parts)
         lease = Lease(shares, self._clock(), start, ready, cut=found.cut)
-        return lease, [runs for _, runs in split] if ready < found.blocks else []
+        return lease, [runs for _, runs in parts] if ready < found.blocks else []
 
     def _find(self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]) -> Found:
         """The prefix after `start`; each page is leased in its tier, and the lease the caller's."""
@@ -202,20 +256,17 @@ class Lookup:
                 return self._promise_straight(request_id, lease, rest, tier)
         rest, left = self._choice.leading_worth(rest, keys, first)
         if left:
-            self._requests.skip(request_id, self._behind)
+            self._requests.skip(request_id, self.behind)
         if not any(rest):
             return Looked(lease)
-        wanted = [
-            WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
-            for group, runs in enumerate(rest)
-        ]
+        wanted = wanted_pages(rest, keys, first)
         streamed = promise and all(self._tiers[tier].facts.streams for tier in self._choice.tiers_of(rest))
         layerwise = streamed and all(
             self._tiers[tier].facts.stream_layers for tier in self._choice.tiers_of(rest)
         )
         fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
         if streamed:
-            _extend(lease, fetched.pages)
+            extend_lease(lease, fetched.pages)
             return Looked(lease)
         return Looked(lease, self._wait(request_id, wanted, fetched.pages, fetched.ops))
 
@@ -251,29 +302,13 @@ class Lookup:
         if not self._choice.straight_worth(tier, route, pages, tokens):
             for runs in rest:
                 self._walk.release(runs)
-            self._requests.skip(request_id, self._behind)
+            self._requests.skip(request_id, self.behind)
             return Looked(lease)
         for group, runs in enumerate(rest):
             lease.groups[group].straight = route.lease(group, runs[0].entries, runs[0].slots)
             lease.groups[group].blocks += blocks
         lease.blocks += blocks
         return Looked(lease)
-
-    # --- the last block, if it is not whole ---
-
-    def _add_tail(self, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
-        """Leases the longest tail at `end_block` that every group has in host memory."""
-        found = self._common_tail(tail, end_block, self._hub.there)
-        if not found:
-            return
-        for group, candidates in enumerate(tail):
-            assert candidates is not None
-            at = np.flatnonzero(candidates.tokens == found)[:1]
-            entries = self._hub.index.find(group, candidates.keys[at])
-            own = lease.groups[group]
-            own.entries = np.concatenate((own.entries, entries))
-            own.slots = np.concatenate((own.slots, self._hub.index.pin(entries)))
-        lease.tail_tokens = found
 
     def _fetch_tail(
         self,
@@ -284,32 +319,15 @@ class Lookup:
         usable: Sequence[TierId],
     ) -> int:
         """Fetches the longest tail, if it is longer than `tail_tokens`; the fetches to wait for."""
-        found = self._common_tail(
-            tail, end_block, lambda group, keys: self._walk.present(group, keys, usable)
-        )
+        found = common_tail(tail, end_block, lambda group, keys: self._walk.present(group, keys, usable))
         if found <= tail_tokens:
             return 0
         wanted = []
         for group, candidates in enumerate(tail):
             assert candidates is not None
-            at = np.flatnonzero(candidates.tokens == found)[:1]
-            keys = np.ascontiguousarray(candidates.keys[at])
+            keys = tail_key_of(candidates, found)
             wanted.append(WantedPages(group, keys, self._walk.locate(group, keys, usable)))
         return self._fetch_all(request_id, wanted, found - tail_tokens)
-
-    def _common_tail(
-        self,
-        tail: Sequence[TailCandidates | None],
-        end_block: int,
-        present: Callable[[int, Keys], NDArray[np.bool_]],
-    ) -> int:
-        """Tokens of the longest tail at `end_block` that every group has; 0 for none."""
-        lengths: list[set[int]] = []
-        for group, candidates in enumerate(tail):
-            if candidates is None or candidates.base_block != end_block:
-                return 0
-            lengths.append(set(candidates.tokens[present(group, candidates.keys)].tolist()))
-        return max(set.intersection(*lengths), default=0)
 
     # --- groups of which a prefix needs other pages ---
 
@@ -355,7 +373,7 @@ class Lookup:
         if not self._choice.all_worth(runs, tokens):
             for part in wanted:
                 self._walk.release(part.runs)
-            self._requests.skip(request_id, self._behind)
+            self._requests.skip(request_id, self.behind)
             return 0
         fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch(), aligned=False)
         return self._wait(request_id, wanted, fetched.pages, fetched.ops)
@@ -366,8 +384,13 @@ class Lookup:
         wanted: Sequence[WantedPages],
         pages: Sequence[FetchedPages],
         ops: dict[OpId, TierId],
+        counted: bool = True,
     ) -> int:
-        """The request waits for these fetches, and what they bring is kept for it. Returns how many."""
+        """The request waits for these fetches, and what they bring is kept for it. Returns how many.
+
+        Args:
+            counted: as a lookup that waits.
+        """
         for part, fetched in zip(wanted, pages, strict=True):
             if ops:
                 self._requests.hold(request_id, part.group, fetched.entries)
@@ -382,38 +405,5 @@ class Lookup:
             op.waiters.add(request_id)
             waits.append((op_id, tier, self._tiers[tier].facts.wait_s))
         for tier in self._requests.wait(request_id, waits, self._clock()):
-            self._tiers[tier].counts.waits += 1
+            self._tiers[tier].counts.waits += counted
         return len(ops)
-
-
-def _runs_of(found: Found, group: int) -> list[PageRun]:
-    """The pages of a group, run by run."""
-    entries, slots = found.entries(group), found.slots(group)
-    return [
-        PageRun(TierId(tier), entries[first : first + count], slots[first : first + count], state == COMING)
-        for tier, state, first, count in found.runs(group).tolist()
-    ]
-
-
-def _split(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
-    """The first `pages` of runs, which all lie in the first run, and the rest."""
-    if not runs:
-        return NO_PAGES, []
-    first = runs[0]
-    if pages == len(first):
-        return first, runs[1:]
-    return first.part(0, pages), [first.part(pages, len(first)), *runs[1:]] if pages else runs
-
-
-def _extend(lease: Lease, pages: Sequence[FetchedPages]) -> None:
-    """A lease of whole blocks alone, with the blocks that follow and are on their way to host memory."""
-    more = len(pages[0].entries)
-    if not more:
-        return
-    for group, fetched in zip(lease.groups, pages, strict=True):
-        there = np.zeros(len(group.entries), np.int64)
-        group.entries = np.concatenate((group.entries, fetched.entries))
-        group.slots = np.concatenate((group.slots, fetched.slots))
-        group.fetches = np.concatenate((there, fetched.fetches))
-        group.blocks += more
-    lease.blocks += more

@@ -16,7 +16,6 @@ from flexkv.cache.base import (
     CacheListener,
     CacheManager,
     Completion,
-    GroupMatch,
     GroupSpec,
     Keys,
     ManagerLimits,
@@ -31,14 +30,14 @@ from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.fetch_choice import FetchChoice
 from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds, TierId
-from flexkv.cache.leases import Lease
+from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.load_targets import load_targets
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, OpTable, RankOp, WriteOp
+from flexkv.cache.ops import FetchOp, OpTable, RankOp
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.page_walk import PageWalk
+from flexkv.cache.promises import Promises
 from flexkv.cache.promotions import Promotions
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.reserve import REFILL_PAGES
@@ -107,7 +106,6 @@ class LocalCacheManager(CacheManager):
         self._trails = TrailTable(len(groups))
         self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._epoch = 0
-        self._disabled = False
         self.cost = CostModel()
         self.hub = Hub(self._specs, policy, self._counts, listener)
         self.tiers: list[Tier] = []
@@ -117,7 +115,6 @@ class LocalCacheManager(CacheManager):
             tier.facts.check()
             self.tiers.append(tier)
         self.hub.tracks_tokens = len(self.tiers) > 1
-        self._none_behind = (0,) * (len(self.tiers) - 1)
         walk = PageWalk(self.tiers, self.hub)
         self._promotions = Promotions(
             self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
@@ -145,7 +142,7 @@ class LocalCacheManager(CacheManager):
             compute_if_faster,
             clock,
         )
-        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests, self._leased)
+        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests)
         self._lookup = Lookup(
             self._specs,
             self.tiers,
@@ -158,6 +155,20 @@ class LocalCacheManager(CacheManager):
             clock,
             unix_s,
             lambda: self._epoch,
+        )
+        self._promises = Promises(
+            self.tiers,
+            self.hub,
+            self._ops,
+            self._requests,
+            self._trails,
+            self._lookup,
+            self._promotions,
+            self.failed_loads,
+            limits,
+            self._counts,
+            self._log,
+            clock,
         )
 
     def _context(self, tier: TierId, policy: str) -> TierContext:
@@ -223,80 +234,19 @@ class LocalCacheManager(CacheManager):
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
         check_lookup(len(self._specs), keys, start_block, tail)
-        last = self._ops.last_id
-        try:
-            return self._match(request_id, keys, start_block, tail)
-        except BaseException as error:
-            self._broken_plans.undo(last, error)
-            raise
+        with self._broken_plans:
+            return self._promises.match(request_id, keys, start_block, tail)
 
-    def _match(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_block: int,
-        tail: Sequence[TailCandidates | None] | None,
-    ) -> MatchResult:
-        promised = self._requests.lease(request_id) is not None
-        self._end_lease(request_id)
-        asked = max(0, min(len(k) for k in keys) - start_block)
-        failed = self.failed_loads.of(request_id)
-        if failed is not None and not self._disabled:
-            keys, tail = failed.still_promised(keys, start_block), None
-        elif self._disabled or (self.failed_loads.rests and not promised):
-            keys, tail = [group_keys[:start_block] for group_keys in keys], None
-        straight = failed is None or not failed.straight
-        # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
-        held = self._requests.take_held(request_id) if self._requests.waits else ()
-        looked = self._lookup.look(request_id, keys, start_block, tail, self._room_for_loads(), straight)
-        for _, entries in held:
-            self.hub.index.unpin(entries)
-        lease = looked.lease
-        if lease.pages:
-            self._requests.add_lease(request_id, lease)
-        self._note_use(request_id, keys, lease)
-        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
-        if looked.fetches:
-            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
-        lease.by_tier = self._by_tier(request_id, lease)
-        result = _answer(request_id, lease, looked.fetches)
-        self._log.looked_up(result, asked)
-        return result
-
-    def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """What the engine has itself, and what it was promised, counts as used together."""
-        start, find = lease.start_block, self.hub.index.find
-        before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
-        self._trails.put_lookup(request_id, before, lease.groups if lease.blocks else ())
-
-    def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
-        """Of a lease's blocks, how many each tier has supplied."""
-        if not lease.blocks:
-            return ()
-        group = lease.groups[0]
-        if group.straight is None and group.fetches is None and request_id not in self._requests.waits:
-            return (lease.blocks, *self._none_behind)
-        counts = [0] * len(self.tiers)
-        if group.straight is not None:
-            counts[group.straight.tier] += len(group.straight)
-        if group.fetches is not None:
-            for tier, pages in self._promotions.pages_by_tier(group.fetches).items():
-                counts[tier] += pages
-        host_end = lease.start_block + lease.blocks - sum(counts)
-        for tier, pages in self._requests.fetched_for(request_id, lease.start_block, host_end).items():
-            counts[tier] += pages
-        counts[HUB] = lease.blocks - sum(counts)
-        return tuple(counts)
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+        check_lookup(len(self._specs), keys, start_block, None)
+        with self._broken_plans:
+            return self._promises.prefetch(request_id, keys, start_block)
 
     def waits(self, request_id: str) -> bool:
         return self._requests.is_waiting(request_id, self._clock())
 
     def release(self, request_id: str) -> None:
-        self._end_lease(request_id)
-        self._end_wait(request_id)
-        for trail in self._trails.pop(request_id):
-            # Here and not with each lookup or load, so that a request hits a block once.
-            self.hub.index.touch(trail.entries(), trail.found)
+        self._promises.release(request_id)
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)
@@ -308,43 +258,13 @@ class LocalCacheManager(CacheManager):
             op.abandoned = True
 
     def expire(self) -> int:
-        now_s = self._clock()
-        expired = self._requests.leased_before(now_s - self._limits.lease_s)
-        for request_id in expired:
-            self.release(request_id)
-        self._counts.expired_leases += len(expired)
+        expired = self._promises.expire()
         self._log.flush()
-        longest_s = max((tier.facts.wait_s for tier in self.tiers[1:]), default=0.0)
-        for request_id in self._requests.waiting_before(now_s - longest_s):
-            self._end_wait(request_id)
         for group in range(len(self._specs)):
             self.hub.refill_reserve(group, REFILL_PAGES)
-        return len(expired)
-
-    def _room_for_loads(self) -> int:
-        taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
-        return self._limits.inflight_load_pages - taken
-
-    def _end_lease(self, request_id: str) -> None:
-        lease = self._requests.pop_lease(request_id)
-        if lease is not None:
-            for route in self._load_routes():
-                for group in lease.groups:
-                    route.release(group)
-
-    def _end_wait(self, request_id: str) -> None:
-        """The request waits no more. The fetches go on: what they bring is worth having."""
-        for _, entries in self._requests.take_held(request_id):
-            self.hub.index.unpin(entries)
-        wait = self._requests.drop_wait(request_id)
-        for op_id in wait.ops if wait is not None else ():
-            if (op := self._ops.fetch(op_id)) is not None:
-                op.waiters.discard(request_id)
+        return expired
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
-
-    def _load_routes(self) -> list[LoadRoute]:
-        return [tier.loads for tier in self.tiers if tier.loads is not None]
 
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
@@ -357,27 +277,8 @@ class LocalCacheManager(CacheManager):
                 f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
             )
         targets = load_targets(self._specs, request_id, lease, blocks, tail)
-        last = self._ops.last_id
-        try:
-            return self._begin_load(request_id, lease, targets)
-        except BaseException as error:
-            self._broken_plans.undo(last, error)
-            raise
-
-    def _begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
-        taken = max(len(b) for b in targets)
-        for tier, pages in zip(self.tiers, _first(lease.by_tier, taken), strict=False):
-            tier.counts.hits += pages
-        self._requests.pop_lease(request_id)
-        self._end_wait(request_id)
-        ops = [
-            op for route in self._load_routes() for op in route.begin(request_id, lease, targets, self._epoch)
-        ]
-        begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
-        for op in begun:
-            op.load = begun[0].op_id
-        self._log.load_begun(begun)
-        return TransferGraph(tuple(ops)) if ops else None
+        with self._broken_plans:
+            return self._promises.load(request_id, lease, targets, self._epoch)
 
     def begin_store(
         self,
@@ -401,17 +302,13 @@ class LocalCacheManager(CacheManager):
             raise ContractError(
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
-        if self._disabled:
+        if self._promises.disabled:
             return StorePlan(None, np.empty(0, np.int32), 0, 0)
-        last = self._ops.last_id
-        try:
+        with self._broken_plans:
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
             plan = self._store_route().begin(offer, room, self._epoch)
             self._counts.busy_pages += plan.dropped
             return plan
-        except BaseException as error:
-            self._broken_plans.undo(last, error)
-            raise
 
     def _stores_of(self, tier: TierId) -> StoreRoute:
         route = self.tiers[tier].stores
@@ -513,10 +410,7 @@ class LocalCacheManager(CacheManager):
         return removed
 
     def reset(self) -> int:
-        for request_id in self._requests.leased():
-            self._end_lease(request_id)
-        for request_id in list(self._requests.waits):
-            self._end_wait(request_id)
+        self._promises.end_all()
         self._trails.clear()
         self.work.reset()
         self._epoch += 1
@@ -531,7 +425,7 @@ class LocalCacheManager(CacheManager):
         return self._epoch
 
     def disable(self) -> None:
-        self._disabled = True
+        self._promises.disabled = True
 
     def grow(self, group: int, slots: int) -> None:
         self._check_group(group)
@@ -553,47 +447,7 @@ class LocalCacheManager(CacheManager):
     def check_integrity(self) -> None:
         self._ops.check_integrity()
         self._requests.check_integrity()
-        if self._room_for_loads() < 0:
-            raise ContractError(f"{-self._room_for_loads()} more load pages are promised than allowed")
-        for tier, entries in zip(self.tiers, self._leased(), strict=True):
+        if (room := self._promises.room_for_loads()) < 0:
+            raise ContractError(f"{-room} more load pages are promised than allowed")
+        for tier, entries in zip(self.tiers, self._broken_plans.leased(), strict=True):
             tier.check_integrity(entries)
-
-    def _leased(self) -> list[list[EntryIds]]:
-        """Of each tier, the entries that promises, waits and ops lease, each once a lease."""
-        pinned: list[list[EntryIds]] = [[] for _ in self.tiers]
-        for lease in self._requests.leases():
-            for group in lease.groups:
-                pinned[HUB].append(group.entries)
-                if group.straight is not None:
-                    pinned[group.straight.tier].append(group.straight.entries)
-        pinned[HUB].extend(entries for _, entries in self._requests.held())
-        for op in self._ops:
-            pinned[op.tier].append(op.entries)
-            if isinstance(op, FetchOp | WriteOp):
-                pinned[HUB].append(op.host)
-        return pinned
-
-
-def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
-    """The same of the first `blocks` blocks: what lies in host memory comes before what does not."""
-    taken = []
-    for pages in by_tier:
-        taken.append(min(pages, blocks))
-        blocks -= taken[-1]
-    return taken
-
-
-def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
-    matches = tuple(
-        GroupMatch(
-            blocks=lease.blocks,
-            slots=group.slots[: group.blocks],
-            tail_tokens=lease.tail_tokens,
-            tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
-            first_block=group.first_block,
-        )
-        for group in lease.groups
-    )
-    return MatchResult(
-        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, lease.by_tier
-    )

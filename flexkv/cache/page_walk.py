@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.c_ext import Found
 from flexkv.cache.base import Keys
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
@@ -44,6 +45,29 @@ class PageRun:
 
 
 NO_PAGES = PageRun(HUB, NO_ENTRIES, NO_PLACES)
+
+
+COMING = 1
+"""State of a run of `Found` whose pages an op is filling."""
+
+
+def runs_of(found: Found, group: int) -> list[PageRun]:
+    """The pages of a group that a lookup has found, run by run."""
+    entries, slots = found.entries(group), found.slots(group)
+    return [
+        PageRun(TierId(tier), entries[first : first + count], slots[first : first + count], state == COMING)
+        for tier, state, first, count in found.runs(group).tolist()
+    ]
+
+
+def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
+    """The first `pages` of runs, which all lie in the first run, and the rest."""
+    if not runs:
+        return NO_PAGES, []
+    first = runs[0]
+    if pages == len(first):
+        return first, runs[1:]
+    return first.part(0, pages), [first.part(pages, len(first)), *runs[1:]] if pages else runs
 
 
 def leading(flags: NDArray[np.bool_]) -> int:

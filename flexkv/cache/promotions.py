@@ -15,6 +15,7 @@ from flexkv.cache.checks import good_pages
 from flexkv.cache.cost import CostModel
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.leases import Lease
 from flexkv.cache.ops import FetchOp, OpTable
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.page_walk import PageRun, PageWalk, leading
@@ -65,6 +66,28 @@ class Fetched:
 
     pages: list[FetchedPages]
     ops: dict[OpId, TierId]
+
+
+def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int) -> list[WantedPages]:
+    """Of each group the pages of its runs, which follow block `first`."""
+    return [
+        WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
+        for group, runs in enumerate(rest)
+    ]
+
+
+def extend_lease(lease: Lease, pages: Sequence[FetchedPages]) -> None:
+    """A lease of whole blocks alone, with the blocks that follow and are on their way to host memory."""
+    more = len(pages[0].entries)
+    if not more:
+        return
+    for group, fetched in zip(lease.groups, pages, strict=True):
+        there = np.zeros(len(group.entries), np.int64)
+        group.entries = np.concatenate((group.entries, fetched.entries))
+        group.slots = np.concatenate((group.slots, fetched.slots))
+        group.fetches = np.concatenate((there, fetched.fetches))
+        group.blocks += more
+    lease.blocks += more
 
 
 @dataclass(slots=True)

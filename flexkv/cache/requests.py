@@ -36,11 +36,18 @@ class Wait:
 
 
 class RequestTable:
-    """The lookup leases by request, oldest first, with the pages they reserve; and the waits."""
+    """The lookup leases by request, oldest first, with the pages they reserve; and the waits.
+
+    Attributes:
+        waits: by request.
+        prefetched: those of them that no lookup has asked for yet.
+        reserved_pages: of all leases.
+    """
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
         self.waits: dict[str, Wait] = {}
+        self.prefetched: set[str] = set()
         self.reserved_pages = 0
 
     # --- leases ---
@@ -120,9 +127,31 @@ class RequestTable:
         return (held for wait in self.waits.values() for held in wait.held)
 
     def is_waiting(self, request_id: str, now_s: float) -> bool:
-        """Whether the request waits for a fetch and has not done so for too long. O(1)."""
+        """Whether the request's last lookup waits for a fetch and has not done so for too long. O(1)."""
         wait = self.waits.get(request_id)
-        return wait is not None and bool(wait.ops) and now_s <= wait.ends_s
+        if wait is None or not wait.ops or now_s > wait.ends_s:
+            return False
+        return request_id not in self.prefetched
+
+    def begin_prefetch(self, request_id: str, ready_end: int) -> None:
+        """What the request waits for is fetched before a lookup asks for it."""
+        self.prefetched.add(request_id)
+        self.begins_to_wait(request_id, ready_end)
+
+    def end_prefetch(self, request_id: str) -> list[OpId]:
+        """A lookup asks: the request's waits begin with it. Returns the fetches that have not ended."""
+        self.prefetched.discard(request_id)
+        wait = self.waits[request_id]
+        ops = list(wait.ops)
+        wait.ops.clear()
+        wait.since_s.clear()
+        return ops
+
+    def prefetched_pages(self) -> int:
+        """Pages of host memory that are held for prefetched requests."""
+        return sum(
+            len(entries) for request_id in self.prefetched for _, entries in self.waits[request_id].held
+        )
 
     def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:
         """A fetch has brought so many pages."""
@@ -149,6 +178,7 @@ class RequestTable:
 
     def drop_wait(self, request_id: str) -> Wait | None:
         """The request waits no more. Nothing may be held."""
+        self.prefetched.discard(request_id)
         return self.waits.pop(request_id, None)
 
     def waiting_before(self, ends_s: float) -> list[str]:
@@ -165,8 +195,10 @@ class RequestTable:
     def check_integrity(self) -> None:
         """
         Raises:
-            ContractError: another number of pages is counted than is leased.
+            ContractError: another number of pages is counted than is leased, or a prefetched request has no wait.
         """
+        if strange := self.prefetched - set(self.waits):
+            raise ContractError(f"requests {sorted(strange)} were prefetched and wait for nothing")
         pages = sum(lease.pages for lease in self.leases())
         if pages != self.reserved_pages:
             raise ContractError(f"{self.reserved_pages} pages are counted as reserved, not {pages}")

@@ -112,6 +112,7 @@ class TierCounts:
         evicted: pages that left the tier to make room.
         gone: pages lost with a volume.
         waits: lookups that waited for the tier.
+        prefetched: pages whose fetch was begun before a lookup asked for them.
         late: lookups that went on without it, because it took too long.
         left: lookups of which a part was left to the engine, because it computes that sooner.
         left_pages: pages of those.
@@ -131,6 +132,7 @@ class TierCounts:
     evicted: int = 0
     gone: int = 0
     waits: int = 0
+    prefetched: int = 0
     late: int = 0
     left: int = 0
     left_pages: int = 0

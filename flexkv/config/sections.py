@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flexkv.config.values import (
     Count,
+    CountOrNone,
     Folders,
     OptionalNode,
     OptionalSeconds,
@@ -236,6 +237,11 @@ class DiskConfig(Section):
         30.0,
         description="A request waits so long for its blocks to come up from disk, then computes them: a slow disk must "
         "not hold a request for good.",
+    )
+    prefetch_requests: CountOrNone = Field(
+        16,
+        description="Requests in the engine's queue whose blocks come up from disk before the engine first asks for "
+        "them; 0: reads begin when it asks. They are kept a quarter of host memory at most. Only with vLLM.",
     )
     compute_if_faster: bool = Field(
         True,

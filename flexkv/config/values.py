@@ -80,6 +80,7 @@ MAX_SECONDS = 10_000_000
 """The native core waits no longer: 115 days."""
 
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_COUNT)]
+CountOrNone = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MAX_COUNT)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(no_bool), Field(ge=1, le=MAX_BYTES)]
 OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(none_is_a_word)]

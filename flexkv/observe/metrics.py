@@ -189,6 +189,12 @@ _TABLE = (
         (("outcome", ("waited", "late", "computed")),),
     ),
     Metric(
+        "flexkv_disk_prefetched_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages whose read was begun while their request waited in the engine's queue (`disk.prefetch_requests`).",
+    ),
+    Metric(
         "flexkv_disk_left_pages_total",
         MetricKind.COUNTER,
         "pages",

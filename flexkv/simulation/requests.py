@@ -11,7 +11,8 @@ from flexkv.cache.ids import NO_ENTRY
 from flexkv.simulation.base import Key, Place, require
 from flexkv.simulation.lookups import Lookups
 from flexkv.simulation.request import SimRequest
-from flexkv.simulation.world import World, block_key, host_slots
+from flexkv.simulation.world import FETCH_PAGES, World, block_key, host_slots
+from flexkv.transfer.graph import OpKind
 
 
 class Requests:
@@ -41,6 +42,31 @@ class Requests:
         ]
         self._names += 1
         world.live.append(SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys))
+
+    def prefetch(self) -> None:
+        """The engine has got a request, and does not ask for it yet; it may have the first blocks itself."""
+        world = self.world
+        request = world.pick()
+        if request is None or request.state != "new":
+            return
+        start = 0 if world.random.random() < 0.7 else world.random.randint(0, len(request.path))
+        under_way = set(world.disk_lane.ops)
+        world.manager.prefetch(request.request_id, request.arrays, start)
+        world.model.evict(world.recorder.take_evicted())
+        self.lookups.orders_planned()
+        require(not world.manager.leased_pages(request.request_id), "a prefetch promises something")
+        require(not world.manager.waits(request.request_id), "a request waits that nobody has asked for")
+        begun = [op for op_id, op in world.disk_lane.ops.items() if op_id not in under_way]
+        if begun:
+            reads = [op for op in world.disk_lane.ops.values() if op.kind is OpKind.DISK_READ]
+            require(
+                sum(op.pages for op in reads) <= FETCH_PAGES // 2, "a prefetch leaves no room for other reads"
+            )
+            slots = sum(world.model.up)
+            require(
+                sum(op.pages for op in begun) <= slots // 4,
+                "a prefetch takes more than a quarter of the slots",
+            )
 
     def advance_request(self) -> None:
         world = self.world

@@ -66,6 +66,7 @@ class Simulation:
             (disks.deliver, 15),
             (disks.cancel, 0.7),
             (disks.lose, 0.02),
+            (self.requests.prefetch, 6),
         ]
         return [*moves, (disks.measure_step, 2)] if self.world.config.measured_steps else moves
 

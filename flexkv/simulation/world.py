@@ -26,6 +26,9 @@ RETIRED = 64
 """Lost block tables that are remembered; a load ends long before so many requests have."""
 
 
+FETCH_PAGES = 12
+"""Pages that are read from disk at once at most."""
+
 DISK = TierId(1)
 """The tier behind host memory, where there is one."""
 
@@ -53,6 +56,7 @@ class World:
             inflight_store_pages=config.store_queue_pages,
             inflight_load_pages=config.load_queue_pages,
             lease_s=30.0,
+            prefetch_requests=3,
         )
         self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
         gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
@@ -60,7 +64,7 @@ class World:
             "disk",
             write=config.disk_mode,
             write_pages=6,
-            fetch_pages=12,
+            fetch_pages=FETCH_PAGES,
             waiting_pages=8,
             fetch_ops=4,
             streams=config.stream,

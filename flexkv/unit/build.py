@@ -83,6 +83,7 @@ def build_unit(
                 inflight_store_pages=config.store.inflight_pages,
                 inflight_load_pages=config.load.inflight_pages,
                 lease_s=config.load.lease_s,
+                prefetch_requests=config.disk.prefetch_requests,
                 rest_s=FAILED_LOAD_REST_S if role.fails_requests and not role.recomputes else 0.0,
             ),
             policy=config.index.policy,

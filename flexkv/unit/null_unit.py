@@ -37,6 +37,9 @@ class NullManager(CacheManager):
         none = tuple(GroupMatch(0, np.empty(0, np.int32), first_block=start_block) for _ in keys)
         return MatchResult(request_id, start_block, none, 0, 0)
 
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+        return 0
+
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:

@@ -72,6 +72,7 @@ class TierMetrics:
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
+        counters.add("flexkv_disk_prefetched_pages_total", new["prefetched"])
         counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
         counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")
         streamed = self._manager.stats().streamed_pages

@@ -1,5 +1,5 @@
-"""Operations on the disk tier of an engine whose scheduler runs in this process: reads that end late, and a manager
-that takes them for stored."""
+"""Operations on the disk tier of an engine whose scheduler runs in this process: reads that end late, a manager that
+takes them for stored, and what was read before the scheduler asked."""
 
 from __future__ import annotations
 
@@ -76,4 +76,75 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
     return {"failed": sum(len(result.failed) for result in late.ended)}
 
 
-OPERATIONS: dict[str, Operation] = {"hold_reads": hold_reads, "let_reads_go": let_reads_go}
+def drop_host(llm: Any) -> dict[str, Any]:
+    """Everything that nobody leases leaves host memory. Returns how many pages are left."""
+    manager = _unit(llm).manager
+    index = manager.hub.index
+    manager.hub.evicted(0, index.evict(0, len(index)))
+    return {"left": len(index)}
+
+
+class FirstAsks:
+    """Of each request, how many pages had been submitted to the disk for reading when the scheduler first asked."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self.pages = 0
+        self.at_first_ask: list[int] = []
+        self._asked: set[str] = set()
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        self.pages += sum(op.pages for op in graph.ops if op.kind is OpKind.DISK_READ)
+        return self.plane.submit(graph)
+
+    def poll(self) -> list[OpResult]:
+        return self.plane.poll()
+
+    def close(self, deadline_s: float) -> bool:
+        return self.plane.close(deadline_s)
+
+    def asked(self, request_id: str) -> None:
+        if request_id not in self._asked:
+            self._asked.add(request_id)
+            self.at_first_ask.append(self.pages)
+
+
+def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
+    """From here on reads and first asks are noted.
+
+    Args:
+        without_hook: requests are not prefetched: the control.
+    """
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    planes = side.unit.driver._planes
+    watch = planes[DISK] = FirstAsks(planes[DISK])
+    match = side.__class__.match
+
+    def asked(request: Any, computed_tokens: int) -> Any:
+        watch.asked(request.request_id)
+        return match(side, request, computed_tokens)
+
+    side.match = asked
+    if without_hook:
+        side.prefetch = lambda request: None
+    return {}
+
+
+def first_asks(llm: Any) -> dict[str, Any]:
+    """What was noted; the engine is as before."""
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    planes = side.unit.driver._planes
+    watch = planes[DISK]
+    planes[DISK] = watch.plane
+    del side.match
+    side.__dict__.pop("prefetch", None)
+    return {"pages": watch.at_first_ask, "all": watch.pages}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "hold_reads": hold_reads,
+    "let_reads_go": let_reads_go,
+    "drop_host": drop_host,
+    "watch_first_asks": watch_first_asks,
+    "first_asks": first_asks,
+}

@@ -47,12 +47,14 @@ def start(
     environment: Mapping[str, str] | None = None,
     tensor_parallel_size: int = 1,
     kind: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EngineSession:
     """A new engine process with a disk tier; the one before it has ended.
 
     Args:
         kind: of connector; None for flexkv's own.
+        engine: more arguments of the engine.
     """
     engines.close()
     engines.close_others()
@@ -63,7 +65,8 @@ def start(
         "disk__compute_if_faster": False,
     }
     connected = connector(kind, **disk | settings)
-    return engines.another(connected, environment, tensor_parallel_size=tensor_parallel_size)
+    more = {"tensor_parallel_size": tensor_parallel_size, **(engine or {})}
+    return engines.another(connected, environment, **more)
 
 
 def wait_durable(session: EngineSession) -> None:

@@ -222,6 +222,10 @@ class FlexKVConnector(KVConnectorBase_V1):
         ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
         self._scheduler.take_handshake(ours)
 
+    def on_new_request(self, request: Request) -> None:
+        """The request enters the engine's queue."""
+        self._scheduler.prefetch(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -38,6 +39,7 @@ class Loads:
         self._unit = unit
         self._manager = unit.manager
         self._block_tokens = spec.geometry.block_tokens
+        self._hashes_per_block = spec.geometry.hashes_per_block
         # A hit leaves a block to compute where a draft model reads the main model's hidden states (EAGLE, MTP): it
         # needs them for the end of the prompt. The engine does so with its own prefix cache too.
         self._drop_last_block = spec.role.drop_last_block
@@ -90,6 +92,24 @@ class Loads:
             return 0
         tracker.promise = Promise(start, tokens, match)
         return tokens
+
+    def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
+        """Begins to fetch what follows the blocks that the engine has itself; how many fetches are under way.
+
+        Args:
+            has_cached: whether the engine's own prefix cache has the block of a hash.
+        """
+        request = tracker.request
+        if request.skip_reading_prefix_cache or request.num_computed_tokens:
+            return 0
+        start = self._own_blocks(request.block_hashes, has_cached)
+        return self._manager.prefetch(tracker.request_id, [tracker.keys()], start)
+
+    def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
+        """Leading blocks that the engine has, found in a few steps: it gives up the last blocks of a request first."""
+        if self._hashes_per_block != 1:
+            return 0  # the engine knows its blocks by other hashes
+        return bisect.bisect_left(hashes, True, key=lambda block_hash: not has_cached(block_hash))
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
         request = tracker.request

@@ -194,6 +194,14 @@ class SchedulerSide:
 
     # --- lookups and loads ---
 
+    def prefetch(self, request: Request) -> None:
+        """Reads of what tiers behind host memory have of a request begin while it waits in the engine's queue."""
+        if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
+            return
+        self.unit.grow()
+        if self._loads.prefetch(self.requests.of(request), self._watch.has_cached):
+            self._poll()
+
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
 

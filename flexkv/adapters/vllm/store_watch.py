@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
+from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import BlockIds, OpId
 
@@ -28,6 +29,9 @@ class StoreWatch(Protocol):
 
     @property
     def pool(self) -> BlockPool: ...
+    def has_cached(self, block_hash: bytes) -> bool:
+        """Whether the engine's own prefix cache has the block of a hash, as far as is known."""
+
     def add(self, op_id: OpId, blocks: BlockIds) -> None: ...
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None: ...
     def end(self, op_id: OpId) -> None: ...
@@ -43,6 +47,9 @@ class NoWatch:
     @property
     def pool(self) -> BlockPool:
         raise ContractError("this connector is not given the engine's block pool")
+
+    def has_cached(self, block_hash: bytes) -> bool:
+        return False
 
     def add(self, op_id: OpId, blocks: BlockIds) -> None:
         """Nothing to watch."""
@@ -86,6 +93,9 @@ class BlockWatch:
     @property
     def pool(self) -> BlockPool:
         return self._pool
+
+    def has_cached(self, block_hash: bytes) -> bool:
+        return self._pool.get_cached_block(block_hash, [GROUP]) is not None
 
     def add(self, op_id: OpId, blocks: BlockIds) -> None:
         """Watches blocks that a live request holds."""

@@ -162,7 +162,7 @@ class PublishesAfterReset(LocalCacheManager):
         pending = {op.op_id: op.entries for op in self._ops if op.role.value == "store"}
         visible = [key for keys in self._seen.values() for key in keys]
         for request_id in self._requests.leased():
-            self._end_lease(request_id)
+            self._promises.end_lease(request_id)
         for group in range(len(self._specs)):
             keys = [key for g, key in visible if g == group]
             if keys:
@@ -204,8 +204,9 @@ class LeaksSlots(LocalCacheManager):
 
 
 class OverfillsQueues(LocalCacheManager):
-    def _room_for_loads(self) -> int:
-        return 1_000_000
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._promises.room_for_loads = lambda: 1_000_000  # type: ignore[method-assign]
 
 
 class ForgetsNothing(LocalCacheManager):

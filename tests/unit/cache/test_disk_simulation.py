@@ -64,9 +64,10 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_every_action_and_outcome_occurs() -> None:
-    reports = [Simulation(config(seed, "one group", WriteMode.THROUGH)).run() for seed in range(1, 7)]
+    modes = (WriteMode.BACK, WriteMode.THROUGH)
+    reports = [Simulation(config(seed, "one group", modes[seed % 2])).run() for seed in range(1, 7)]
     actions = {name for report in reports for name in report.actions}
-    assert {"disk_move", "disk_deliver", "disk_cancel", "disk_lose"} <= actions
+    assert {"disk_move", "disk_deliver", "disk_cancel", "disk_lose", "prefetch"} <= actions
     outcomes = (
         "written",
         "failed_writes",
@@ -77,7 +78,7 @@ def test_every_action_and_outcome_occurs() -> None:
         "evicted",
         "gone",
     )
-    for name in (*outcomes, "waits", "lost"):
+    for name in (*outcomes, "waits", "lost", "prefetched"):
         assert sum(getattr(report.disk, name) for report in reports) > 0, name
 
 

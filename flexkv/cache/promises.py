@@ -1,0 +1,264 @@
+"""What requests were promised and what they wait for: from a lookup, or a prefetch before it, to the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from flexkv.cache.base import (
+    GroupMatch,
+    Keys,
+    ManagerLimits,
+    MatchResult,
+    OpRole,
+    TailCandidates,
+)
+from flexkv.cache.failed_loads import FailedLoads
+from flexkv.cache.hub import Hub
+from flexkv.cache.ids import HUB
+from flexkv.cache.leases import Lease
+from flexkv.cache.lookup import Lookup
+from flexkv.cache.op_log import OpLog
+from flexkv.cache.ops import OpTable
+from flexkv.cache.promotions import Promotions
+from flexkv.cache.requests import RequestTable
+from flexkv.cache.stats import ManagerStats
+from flexkv.cache.tier import Tier
+from flexkv.cache.trails import TrailTable
+from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
+
+PREFETCH_SLOTS = 0.25
+"""Share of the host slots that are kept for prefetched requests at most: the others are for requests that run."""
+
+PREFETCH_BUDGET = 0.5
+"""Share of what may be fetched from a tier at once that prefetches fill at most: the rest is for lookups."""
+
+
+class Promises:
+    """Leases and waits by request, of one manager.
+
+    Args:
+        tiers: by number.
+        counts: of the manager.
+        clock: seconds, never running backwards.
+
+    Attributes:
+        disabled: nothing is promised any more, nor prefetched.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        hub: Hub,
+        ops: OpTable,
+        requests: RequestTable,
+        trails: TrailTable,
+        lookup: Lookup,
+        promotions: Promotions,
+        failed_loads: FailedLoads,
+        limits: ManagerLimits,
+        counts: ManagerStats,
+        log: OpLog,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._hub = hub
+        self._ops = ops
+        self._requests = requests
+        self._trails = trails
+        self._lookup = lookup
+        self._promotions = promotions
+        self._failed_loads = failed_loads
+        self._limits = limits
+        self._counts = counts
+        self._log = log
+        self._clock = clock
+        self._none_behind = (0,) * (len(tiers) - 1)
+        self._routes = [tier.loads for tier in tiers if tier.loads is not None]
+        self.disabled = False
+
+    # --- lookups ---
+
+    def match(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None,
+    ) -> MatchResult:
+        """As of `CacheManager`; the arguments are checked."""
+        promised = self._requests.lease(request_id) is not None
+        self.end_lease(request_id)
+        asked = max(0, min(len(k) for k in keys) - start_block)
+        failed = self._failed_loads.of(request_id)
+        if failed is not None and not self.disabled:
+            keys, tail = failed.still_promised(keys, start_block), None
+        elif self.disabled or (self._failed_loads.rests and not promised):
+            keys, tail = [group_keys[:start_block] for group_keys in keys], None
+        straight = failed is None or not failed.straight
+        if request_id in self._requests.prefetched:
+            self._wait_no_more_for(self._requests.end_prefetch(request_id), request_id)
+        # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
+        held = self._requests.take_held(request_id) if self._requests.waits else ()
+        looked = self._lookup.look(request_id, keys, start_block, tail, self.room_for_loads(), straight)
+        for _, entries in held:
+            self._hub.index.unpin(entries)
+        lease = looked.lease
+        if lease.pages:
+            self._requests.add_lease(request_id, lease)
+        self._note_use(request_id, keys, lease)
+        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
+        if looked.fetches:
+            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
+        lease.by_tier = self._by_tier(request_id, lease)
+        result = _answer(request_id, lease, looked.fetches)
+        self._log.looked_up(result, asked)
+        return result
+
+    def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
+        """What the engine has itself, and what it was promised, counts as used together."""
+        start, find = lease.start_block, self._hub.index.find
+        before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
+        self._trails.put_lookup(request_id, before, lease.groups if lease.blocks else ())
+
+    def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
+        """Of a lease's blocks, how many each tier has supplied."""
+        if not lease.blocks:
+            return ()
+        group = lease.groups[0]
+        if group.straight is None and group.fetches is None and request_id not in self._requests.waits:
+            return (lease.blocks, *self._none_behind)
+        counts = [0] * len(self._tiers)
+        if group.straight is not None:
+            counts[group.straight.tier] += len(group.straight)
+        if group.fetches is not None:
+            for tier, pages in self._promotions.pages_by_tier(group.fetches).items():
+                counts[tier] += pages
+        host_end = lease.start_block + lease.blocks - sum(counts)
+        for tier, pages in self._requests.fetched_for(request_id, lease.start_block, host_end).items():
+            counts[tier] += pages
+        counts[HUB] = lease.blocks - sum(counts)
+        return tuple(counts)
+
+    def room_for_loads(self) -> int:
+        """Pages that may be promised besides those that are promised or being loaded."""
+        taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
+        return self._limits.inflight_load_pages - taken
+
+    # --- loads ---
+
+    def load(
+        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
+    ) -> TransferGraph | None:
+        """Turns the request's promise into a load to `targets`, as of `load_targets`; None when nothing is loaded."""
+        taken = max(len(b) for b in targets)
+        for tier, pages in zip(self._tiers, _first(lease.by_tier, taken), strict=False):
+            tier.counts.hits += pages
+        self._requests.pop_lease(request_id)
+        self.end_wait(request_id)
+        ops = [op for route in self._routes for op in route.begin(request_id, lease, targets, epoch)]
+        begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
+        for op in begun:
+            op.load = begun[0].op_id
+        self._log.load_begun(begun)
+        return TransferGraph(tuple(ops)) if ops else None
+
+    # --- prefetches ---
+
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int) -> int:
+        """As of `CacheManager`; the arguments are checked."""
+        requests = self._requests
+        if self.disabled or self._failed_loads.rests or self._failed_loads.of(request_id) is not None:
+            return 0
+        if requests.lease(request_id) is not None or request_id in requests.waits:
+            return 0
+        if len(requests.prefetched) >= self._limits.prefetch_requests:
+            return 0
+        pages = self._room_for_prefetch(len(keys))
+        return self._lookup.prefetch(request_id, keys, start_block, self.room_for_loads(), pages)
+
+    def _room_for_prefetch(self, groups: int) -> int:
+        """Pages that one more prefetch may bring."""
+        slots = groups * min(self._hub.index.up_slots(group) for group in range(groups))
+        room = int(PREFETCH_SLOTS * slots) - self._requests.prefetched_pages()
+        for tier in self._lookup.behind:
+            facts = self._tiers[tier].facts
+            if self._ops.count(OpRole.FETCH, tier) >= PREFETCH_BUDGET * facts.fetch_ops:
+                return 0
+            fetched = self._ops.pages(OpRole.FETCH, tier)
+            room = min(room, int(PREFETCH_BUDGET * facts.fetch_pages) - fetched)
+        return max(0, room)
+
+    # --- ends ---
+
+    def end_lease(self, request_id: str) -> None:
+        """What was promised to the request is promised no more."""
+        lease = self._requests.pop_lease(request_id)
+        if lease is not None:
+            for route in self._routes:
+                for group in lease.groups:
+                    route.release(group)
+
+    def end_wait(self, request_id: str) -> None:
+        """The request waits no more. The fetches go on: what they bring is worth having."""
+        for _, entries in self._requests.take_held(request_id):
+            self._hub.index.unpin(entries)
+        wait = self._requests.drop_wait(request_id)
+        if wait is not None:
+            self._wait_no_more_for(wait.ops, request_id)
+
+    def _wait_no_more_for(self, fetches: Iterable[OpId], request_id: str) -> None:
+        for op_id in fetches:
+            if (op := self._ops.fetch(op_id)) is not None:
+                op.waiters.discard(request_id)
+
+    def release(self, request_id: str) -> None:
+        """As of `CacheManager`."""
+        self.end_lease(request_id)
+        self.end_wait(request_id)
+        for trail in self._trails.pop(request_id):
+            # Here and not with each lookup or load, so that a request hits a block once.
+            self._hub.index.touch(trail.entries(), trail.found)
+
+    def expire(self) -> int:
+        """Ends leases and waits that nobody follows up; returns how many leases those are."""
+        now_s = self._clock()
+        expired = self._requests.leased_before(now_s - self._limits.lease_s)
+        for request_id in expired:
+            self.release(request_id)
+        self._counts.expired_leases += len(expired)
+        longest_s = max((tier.facts.wait_s for tier in self._tiers[1:]), default=0.0)
+        for request_id in self._requests.waiting_before(now_s - longest_s):
+            self.end_wait(request_id)
+        return len(expired)
+
+    def end_all(self) -> None:
+        """Nothing is promised or waited for any more."""
+        for request_id in self._requests.leased():
+            self.end_lease(request_id)
+        for request_id in list(self._requests.waits):
+            self.end_wait(request_id)
+
+
+def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
+    """The same of the first `blocks` blocks: what lies in host memory comes before what does not."""
+    taken = []
+    for pages in by_tier:
+        taken.append(min(pages, blocks))
+        blocks -= taken[-1]
+    return taken
+
+
+def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
+    matches = tuple(
+        GroupMatch(
+            blocks=lease.blocks,
+            slots=group.slots[: group.blocks],
+            tail_tokens=lease.tail_tokens,
+            tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
+            first_block=group.first_block,
+        )
+        for group in lease.groups
+    )
+    return MatchResult(
+        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, lease.by_tier
+    )

@@ -1,0 +1,46 @@
+"""Partial tails: the tokens after the last whole block, under as many keys as there may be tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys, TailCandidates
+from flexkv.cache.hub import Hub
+from flexkv.cache.leases import Lease
+
+
+def common_tail(
+    tail: Sequence[TailCandidates | None],
+    end_block: int,
+    present: Callable[[int, Keys], NDArray[np.bool_]],
+) -> int:
+    """Tokens of the longest tail at `end_block` that every group has, as `present` has it; 0 for none."""
+    lengths: list[set[int]] = []
+    for group, candidates in enumerate(tail):
+        if candidates is None or candidates.base_block != end_block:
+            return 0
+        lengths.append(set(candidates.tokens[present(group, candidates.keys)].tolist()))
+    return max(set.intersection(*lengths), default=0)
+
+
+def tail_key_of(candidates: TailCandidates, tokens: int) -> Keys:
+    """The key of the tail of so many tokens, [1, KEY_BYTES]."""
+    at = np.flatnonzero(candidates.tokens == tokens)[:1]
+    return np.ascontiguousarray(candidates.keys[at])
+
+
+def lease_tail(hub: Hub, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
+    """Adds the longest tail at `end_block` that every group has in host memory to a lease."""
+    found = common_tail(tail, end_block, hub.there)
+    if not found:
+        return
+    for group, candidates in enumerate(tail):
+        assert candidates is not None
+        entries = hub.index.find(group, tail_key_of(candidates, found))
+        own = lease.groups[group]
+        own.entries = np.concatenate((own.entries, entries))
+        own.slots = np.concatenate((own.slots, hub.index.pin(entries)))
+    lease.tail_tokens = found

@@ -1,0 +1,98 @@
+"""Reads that begin when a request enters vLLM's queue, before its scheduler asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexkv.adapters.vllm.engine_spec import EngineRole
+from flexkv.simulation.world import DISK
+from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+
+
+@pytest.fixture
+def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
+    """Makes engines with a disk tier in the test's folder; each ends the one before."""
+    return in_turn(make_engine, tmp_path, role=EngineRole())
+
+
+def prefetched(engine: MiniEngine) -> int:
+    """Pages whose read was begun before anybody asked."""
+    return engine.unit.manager.tiers[DISK].counts.prefetched
+
+
+def test_reads_begin_when_a_request_enters_the_queue(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    request = make_request(PROMPT, "two")
+    engine.side.prefetch(request)
+    assert prefetched(engine) == 5
+    assert engine.unit.manager.stats().lookups == 0
+    engine.drain()
+    assert engine.side.match(request, 0) == (20, True), "at once"
+    engine.side.finished(request)
+    counts = engine.unit.manager.tiers[DISK].counts
+    assert (counts.read, counts.waits) == (5, 0)
+
+
+def test_control_without_the_hook_the_request_waits_for_the_disk(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    request = make_request(PROMPT, "two")
+    engine.drain()
+    assert engine.side.match(request, 0) == (None, False)
+    assert prefetched(engine) == 0
+    engine.side.finished(request)
+
+
+def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    engine.run(make_request(PROMPT[:13], "short"))
+    read = engine.unit.manager.tiers[DISK].counts.read
+    engine.unit.manager.hub.evicted(0, engine.unit.manager.hub.index.evict(0, 100))
+    engine.side.prefetch(make_request(PROMPT, "long"))
+    assert (read, prefetched(engine)) == (3, 2), "three of five blocks are in the engine's own cache"
+
+
+@pytest.mark.parametrize("kind", ["limit", "producer", "skips", "no disk"])
+def test_nothing_is_read_ahead_where_it_must_not_or_cannot(
+    make_disk_engine: Make, make_engine: Make, kind: str
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    if kind == "no disk":
+        engine = make_engine()
+    elif kind == "producer":
+        engine = make_disk_engine(role=EngineRole(loads=False))
+    else:
+        engine = make_disk_engine(**({"disk.prefetch_requests": 0} if kind == "limit" else {}))
+    request = make_request(PROMPT, "two")
+    request.skip_reading_prefix_cache = kind == "skips"
+    engine.side.prefetch(request)
+    assert [tier.counts.prefetched for tier in engine.unit.manager.tiers] == [0] * (
+        1 if kind == "no disk" else 2
+    )
+
+
+def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    request = make_request(PROMPT, "two")
+    engine.side.prefetch(request)
+    engine.side.finished(request)
+    engine.drain()
+    manager = engine.unit.manager
+    manager.check_integrity()
+    assert manager._requests.waits == {}
+    assert len(engine.side.requests) == 0
+
+
+def test_prefetched_pages_are_a_metric(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    engine.side.prefetch(make_request(PROMPT, "two"))
+    engine.drain()
+    assert sum(engine.counters.data["flexkv_disk_prefetched_pages_total"].values()) == 5
