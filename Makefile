@@ -5,7 +5,7 @@ PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format test-unit \
+.PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format check test-unit \
         test-native test-sanitizers test-engines test-sglang steady soak bench clean distclean
 
 help:  ## this list
@@ -51,6 +51,13 @@ format: env-test  ## formats Python and C++
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(PY) -m build_support.cxx_format
+
+# Files that run in seconds and touch every part: layouts, settings, keys, lookups, tiers, lanes, import rules, docs.
+QUICK = $(addprefix tests/unit/,layout observe config/test_load_config.py build/test_import_rules.py build/test_readme.py \
+        $(addprefix cache/test_,keys.py lookup.py manager.py host_loads.py host_stores.py tier_seam.py) \
+        $(addprefix transfer/test_engine_,submit.py waits.py))
+check: build-test lint  ## lint and the quick unit tests, in less than a minute once all is built
+	@$(PYTEST) -q -m "not soak" $(QUICK)
 
 test-unit: build-test  ## Python unit tests
 	@$(PYTEST) tests/unit

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "index/block_index.h"
+#include "most_recent.h"
 #include "two_queues.h"
 
 using namespace flexkv;
@@ -41,6 +42,7 @@ std::vector<EntryId> match(const BlockIndex& index, std::span<const BlockKey> wa
 std::vector<PolicyKind> all_kinds() {
   std::vector<PolicyKind> kinds(policy_kinds().begin(), policy_kinds().end());
   kinds.push_back(two_queues_kind());
+  kinds.push_back(most_recent_kind());
   return kinds;
 }
 
@@ -290,6 +292,17 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
     CHECK(match(index, wanted).size() == (with_ghosts ? 4 : 0));
     index.check_integrity({});
   }
+}
+
+TEST_CASE("most recent first: what was used last is evicted before what was used earlier") {
+  BlockIndex index({8}, most_recent_kind(), 3);
+  index.grow(0, 8);
+  const auto early = keys(1, 50), late = keys(1, 51);
+  store(index, early);
+  store(index, late);
+  CHECK(index.evict(0, 1) == late);
+  CHECK(match(index, early).size() == 1);
+  index.check_integrity({});
 }
 
 TEST_CASE("an index refuses a policy that it does not know or cannot hold") {
