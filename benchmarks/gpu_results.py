@@ -26,9 +26,10 @@ from flexkv import c_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu-results.md"
-README = ROOT / "README.md"
+STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
+"""Pages with tables of what has run."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
-"""So the README says that something waits for a GPU."""
+"""In a row of those tables that waits for a GPU."""
 KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
 """In the note of a row: how `GDSManager.describe` names it, and nothing else."""
@@ -201,18 +202,24 @@ def _said(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def waiting_rows(readme: str) -> list[str]:
-    """The first cells of those rows of the README's table that say `NOT_YET`."""
-    rows = [line for line in readme.splitlines() if line.startswith("| ") and NOT_YET.search(line)]
+def status_text() -> str:
+    """Both pages."""
+    return "\n".join(page.read_text() for page in STATUS)
+
+
+def waiting_rows(status: str) -> list[str]:
+    """The first cells of those rows of the tables that hold `NOT_YET`."""
+    rows = [line for line in status.splitlines() if line.startswith("| ") and NOT_YET.search(line)]
     return [row.split("|")[1].strip() for row in rows]
 
 
-def closing_words(readme: str) -> str:
+def closing_words(status: str) -> str:
     """What whoever has the GPU does now."""
     lines = [
-        f"{PAGE}: commit it. In docs/gpu.md say what has run; in README.md, of these rows, those that have:"
+        f"{PAGE}: commit it. In docs/gpu.md say what has run; in README.md and "
+        "docs/status.md, of these rows, those that have:"
     ]
-    lines += [f'  "{row}"' for row in waiting_rows(readme)]
+    lines += [f'  "{row}"' for row in waiting_rows(status)]
     return "\n".join(lines)
 
 
@@ -238,7 +245,7 @@ def main() -> None:
         bench += [] if arguments.folder is None else ["--folder", str(arguments.folder)]
         subprocess.run(bench, cwd=ROOT, check=True)
         PAGE.write_text(render(describe(arguments.device), outcomes(junit), json.loads(results.read_text())))
-    print(closing_words(README.read_text()))
+    print(closing_words(status_text()))
     raise SystemExit(failed)
 
 

@@ -10,11 +10,23 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import FLEXKV
+from flexkv.cli.model_size import ModelSize
 from flexkv.config import load_config
+from flexkv.config.model import setting_fields
+from flexkv.config.names import ALIASES, environment_name
+from flexkv.config.sources import OTHER_VARIABLES
+from flexkv.observe.package import name_this_package
+from flexkv.unit.capacity import PromptLimit, TierCapacity
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+CONTRIBUTING = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")),
+    *DOCS,
+    *CONTRIBUTING,
+]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#]*)(?:#([^)]*))?\)")
 
 
@@ -38,7 +50,7 @@ def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
     assert config == {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_transfer_config_is_one(page: Path) -> None:
     """Each JSON object that sets `kv_connector` parses, and its extra config is accepted."""
     text = page.read_text()
@@ -59,7 +71,7 @@ def test_make_targets_that_are_named_exist() -> None:
     assert named <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in LINK.findall(page.read_text()):
         if target.startswith(("http://", "https://")):
@@ -75,12 +87,73 @@ def test_the_readme_leads_to_the_pages() -> None:
     """Each with a row of its own in the table of pages."""
     rows = README.partition("## More to read")[2].partition("\n## ")[0]
     linked = set(re.findall(r"^\| \[(docs/[a-z-]+\.md)\]\(\1\) \| \S", rows, re.M))
-    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
+    assert linked == {f"docs/{page.name}" for page in DOCS}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    linked = set(re.findall(r"\(docs/contributing/([a-z-]+\.md)\)", contributing))
+    assert linked == {page.name for page in CONTRIBUTING}
 
 
 def test_folders_that_are_named_exist() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"):
         for name in re.findall(
             r"`((?:flexkv|csrc|demo|benchmarks|configs|docs|tests)/[a-z_/]*)`", page.read_text()
         ):
             assert (ROOT / name).is_dir(), f"{page.name} names {name}"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
+    """Each row of its first table is a row of the Zen 5's."""
+    table = README.partition("| the same, medians |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines()[2:]]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    zen = page.partition("| Zen 5 | cold, ms |")[2].partition("\n\n")[0]
+    measured = {
+        tuple(cells[i].strip() for i in (2, 3, 5))
+        for line in zen.splitlines()
+        if (cells := line.split("|"))[5:]
+    }
+    assert len(rows) >= 4
+    assert {tuple(row) for row in rows} <= measured
+    assert f"after {rows[0][1]} ms instead of {rows[0][0]} ms" in README
+
+
+def test_the_log_lines_of_the_readme_are_those_of_the_code() -> None:
+    host = TierCapacity("host tier", 1024, 128, 512 << 10, "host.bytes")
+    line = f"host tier: {host.words(PromptLimit(2048, 'max_model_len'))}, for 1 rank(s)"
+    assert f"[flexkv.unit.build] {line}\n" in README
+    assert line in " ".join((ROOT / "docs" / "models.md").read_text().split())
+    _, package = next(iter(name_this_package()))
+    assert f"] {package.rpartition(' ')[0]} /" in README
+
+
+def test_variables_that_the_docs_name_exist() -> None:
+    known = {*map(environment_name, (*setting_fields(), *ALIASES)), *OTHER_VARIABLES}
+    wrong = {"FLEXKV_SERVICE_HOST", "FLEXKV_CPU_CACHE_GB", "FLEX_KV_HOST_BYTES"}
+    for page in PAGES:
+        named = set(re.findall(r"\bFLEX_?KV_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
+        assert named - known - wrong == set(), page.name
+
+
+def test_the_examples_of_bytes_per_token_are_right() -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    base = {"num_hidden_layers": 32, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    latent = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    for config in (base, base | {"num_hidden_layers": 80}, latent):
+        size = ModelSize._of({**config, "max_position_embeddings": 4096, "dtype": "bfloat16"}).token_bytes
+        assert f"| {size:,} | {(100 << 30) // size:,} |" in text
+
+
+def test_figures_are_whole() -> None:
+    """Of a kind that GitHub draws; every arrow of a sequence is between its participants."""
+    figures = [
+        figure for page in PAGES for figure in re.findall(r"```mermaid\n(.*?)```", page.read_text(), re.S)
+    ]
+    assert len(figures) >= 2
+    for figure in figures:
+        kind, *lines = figure.strip().splitlines()
+        assert kind.split()[0] in ("flowchart", "sequenceDiagram"), kind
+        assert all(figure.count(a) == figure.count(b) for a, b in ("[]", "()"))
+        if kind == "sequenceDiagram":
+            named = {line.split()[1] for line in lines if line.strip().startswith("participant")}
+            used = {name for line in lines for name in re.findall(r"^\s*(\w)->>(\w):", line) for name in name}
+            assert used == named
