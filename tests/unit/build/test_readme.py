@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from demo.engine_process import FLEXKV
 from flexkv.cli.model_size import ModelSize
@@ -15,6 +16,7 @@ from flexkv.config import load_config
 from flexkv.config.model import setting_fields
 from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
+from flexkv.errors import ConfigError
 from flexkv.observe.package import name_this_package
 from flexkv.unit.capacity import PromptLimit, TierCapacity
 
@@ -132,6 +134,29 @@ def test_variables_that_the_docs_name_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"\bFLEX_?KV_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
         assert named - known - wrong == set(), page.name
+
+
+def test_settings_that_the_docs_name_exist() -> None:
+    sections = "|".join({key.split(".")[0] for key in setting_fields()})
+    files = {"index.sqlite", "index.damaged", "index.other"}  # of a disk's folder
+    for page in PAGES:
+        named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?![./(])", page.read_text()))
+        assert named - {*setting_fields()} - files == set(), page.name
+
+
+def test_the_container_page_sets_what_the_code_takes() -> None:
+    """The same in Docker's line and in the pod's specification."""
+    text = (ROOT / "docs" / "containers.md").read_text()
+    (pod,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (container,) = yaml.safe_load(pod)["spec"]["containers"]
+    in_pod = {row["name"]: row["value"] for row in container["env"]}
+    in_docker = dict(re.findall(r"-e (FLEXKV_\w+)=(\S+)", text))
+    assert in_pod == in_docker
+    config = load_config(None, in_pod)
+    assert config.disk.folders == ("/cache",) == tuple(row["mountPath"] for row in container["volumeMounts"])
+    assert config.host.bytes == 64 << 30
+    with pytest.raises(ConfigError, match=r"host\.bytes"):
+        load_config(None, {**in_pod, "FLEXKV_HOST_BYTES": "64Gi"})
 
 
 def test_the_examples_of_bytes_per_token_are_right() -> None:
