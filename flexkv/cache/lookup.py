@@ -15,12 +15,12 @@ from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.ops import OpTable
 from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
-from flexkv.cache.promotions import FetchedPages, Promotions, WantedPages, extend_lease, wanted_pages
+from flexkv.cache.promotions import Promotions, WantedPages, extend_lease, wanted_pages
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.tier import Tier
-from flexkv.transfer.graph import OpId
+from flexkv.cache.waits import FetchWaits
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Lookup:
 
     Args:
         tiers: of the manager, by number.
-        clock: seconds, never running backwards; the waits of requests are measured with it.
+        clock: seconds, never running backwards; ages of leases are measured with it.
         unix_s: wall clock for times to live.
         epoch: the manager's.
 
@@ -56,6 +56,7 @@ class Lookup:
         hub: Hub,
         ops: OpTable,
         requests: RequestTable,
+        waits: FetchWaits,
         walk: PageWalk,
         promotions: Promotions,
         choice: FetchChoice,
@@ -69,6 +70,7 @@ class Lookup:
         self._hub = hub
         self._ops = ops
         self._requests = requests
+        self._waits = waits
         self._walk = walk
         self._promotions = promotions
         self._choice = choice
@@ -92,8 +94,7 @@ class Lookup:
         Args:
             straight: pages may be promised where they lie.
         """
-        now_s = self._clock()
-        usable = self._usable(request_id, now_s) if self.behind else []
+        usable = self._usable(request_id) if self.behind else []
         if self._all_prefix:
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
         return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
@@ -139,7 +140,7 @@ class Lookup:
             return 0
         wanted, last = wanted_pages(rest, keys, first), self._ops.last_id
         fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch())
-        fetches = self._wait(request_id, wanted, fetched.pages, fetched.ops, counted=False)
+        fetches = self._waits.join(request_id, wanted, fetched.pages, fetched.ops, counted=False)
         if fetches:
             self._requests.begin_prefetch(request_id, first)
         for op_id, tier in fetched.ops.items():
@@ -147,19 +148,9 @@ class Lookup:
                 self._tiers[tier].counts.prefetched += self._ops.get(op_id).pages
         return fetches
 
-    def _usable(self, request_id: str, now_s: float) -> list[TierId]:
+    def _usable(self, request_id: str) -> list[TierId]:
         """The tiers that the request may be served from besides the hub."""
-        wait = self._requests.waits.get(request_id)
-        if wait is not None and wait.ops and now_s > wait.ends_s:
-            late = set(wait.ops.values())
-            for tier in late:
-                self._tiers[tier].counts.late += 1
-            for op_id in wait.ops:
-                if (op := self._ops.fetch(op_id)) is not None:
-                    op.waiters.discard(request_id)
-            wait.ops.clear()
-            wait.skipped.update(late)
-        skipped = set() if wait is None else wait.skipped
+        skipped = self._waits.skipped(request_id)
         return [tier for tier in self.behind if tier not in skipped and not self._tiers[tier].down]
 
     # --- whole prefixes ---
@@ -268,7 +259,7 @@ class Lookup:
         if streamed:
             extend_lease(lease, fetched.pages)
             return Looked(lease)
-        return Looked(lease, self._wait(request_id, wanted, fetched.pages, fetched.ops))
+        return Looked(lease, self._waits.join(request_id, wanted, fetched.pages, fetched.ops))
 
     def _takes_straight(
         self, tier: TierId, rest: list[list[PageRun]], keys: Sequence[Keys], first: int
@@ -376,34 +367,4 @@ class Lookup:
             self._requests.skip(request_id, self.behind)
             return 0
         fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch(), aligned=False)
-        return self._wait(request_id, wanted, fetched.pages, fetched.ops)
-
-    def _wait(
-        self,
-        request_id: str,
-        wanted: Sequence[WantedPages],
-        pages: Sequence[FetchedPages],
-        ops: dict[OpId, TierId],
-        counted: bool = True,
-    ) -> int:
-        """The request waits for these fetches, and what they bring is kept for it. Returns how many.
-
-        Args:
-            counted: as a lookup that waits.
-        """
-        for part, fetched in zip(wanted, pages, strict=True):
-            if ops:
-                self._requests.hold(request_id, part.group, fetched.entries)
-            else:
-                self._hub.index.unpin(fetched.entries)
-        if not ops:
-            return 0
-        waits = []
-        for op_id, tier in ops.items():
-            op = self._ops.fetch(op_id)
-            assert op is not None
-            op.waiters.add(request_id)
-            waits.append((op_id, tier, self._tiers[tier].facts.wait_s))
-        for tier in self._requests.wait(request_id, waits, self._clock()):
-            self._tiers[tier].counts.waits += counted
-        return len(ops)
+        return self._waits.join(request_id, wanted, fetched.pages, fetched.ops)

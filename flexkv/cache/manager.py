@@ -34,7 +34,7 @@ from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.load_targets import load_targets
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, OpTable, RankOp
+from flexkv.cache.ops import OpTable, RankOp
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.page_walk import PageWalk
 from flexkv.cache.promises import Promises
@@ -46,6 +46,7 @@ from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import Tier, TierContext, TierFactory
 from flexkv.cache.tier_work import TierWork
 from flexkv.cache.trails import TrailTable
+from flexkv.cache.waits import FetchWaits
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
@@ -117,7 +118,14 @@ class LocalCacheManager(CacheManager):
         self.hub.tracks_tokens = len(self.tiers) > 1
         walk = PageWalk(self.tiers, self.hub)
         self._promotions = Promotions(
-            self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
+            self.tiers,
+            self.hub,
+            walk,
+            self._ops,
+            self._outbox,
+            self.cost,
+            clock,
+            lambda *lost: self.work.forgotten(*lost),
         )
         self.work = TierWork(
             self.tiers,
@@ -143,12 +151,14 @@ class LocalCacheManager(CacheManager):
             clock,
         )
         self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests)
+        waits = FetchWaits(self.tiers, self.hub, self._ops, self._requests, clock)
         self._lookup = Lookup(
             self._specs,
             self.tiers,
             self.hub,
             self._ops,
             self._requests,
+            waits,
             walk,
             self._promotions,
             self.choice,
@@ -161,6 +171,7 @@ class LocalCacheManager(CacheManager):
             self.hub,
             self._ops,
             self._requests,
+            waits,
             self._trails,
             self._lookup,
             self._promotions,
@@ -186,7 +197,7 @@ class LocalCacheManager(CacheManager):
             unix_s=self._unix_s,
             stats=self._counts,
             trails=self._trails,
-            forgotten=self._forgotten,
+            forgotten=lambda *lost: self.work.forgotten(*lost),
         )
 
     @property
@@ -219,10 +230,7 @@ class LocalCacheManager(CacheManager):
 
     def held_slots(self, group: int) -> set[int]:
         """Host slots that are kept for requests which wait, besides those that are being filled."""
-        held = [entries for of, entries in self._requests.held() if of == group]
-        slots = {slot for entries in held for slot in self.hub.index.slots_of(entries).tolist()}
-        fetches = [op for op in self._ops if isinstance(op, FetchOp) and op.group == group]
-        return slots - {slot for op in fetches for slot in op.plan.slots.tolist()}
+        return self._promises.held_slots(group)
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -269,13 +277,9 @@ class LocalCacheManager(CacheManager):
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:
-        lease = self._requests.lease(request_id)
+        lease = self._promises.lease_to_load(request_id, blocks)
         if lease is None:
-            if not any(len(b) for b in blocks):
-                return None
-            raise ContractError(
-                f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
-            )
+            return None
         targets = load_targets(self._specs, request_id, lease, blocks, tail)
         with self._broken_plans:
             return self._promises.load(request_id, lease, targets, self._epoch)
@@ -389,9 +393,6 @@ class LocalCacheManager(CacheManager):
             barred += count
             self._stores_of(op.tier).bar(op, pages)
         return barred
-
-    def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        self.work.forgotten(tier, group, keys)
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 

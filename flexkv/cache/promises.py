@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from flexkv.cache.base import (
     GroupMatch,
@@ -18,13 +18,15 @@ from flexkv.cache.ids import HUB
 from flexkv.cache.leases import Lease
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import OpTable
+from flexkv.cache.ops import FetchOp, OpTable
 from flexkv.cache.promotions import Promotions
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import Tier
 from flexkv.cache.trails import TrailTable
-from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
+from flexkv.cache.waits import FetchWaits
+from flexkv.errors import ContractError
+from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25
 """Share of the host slots that are kept for prefetched requests at most: the others are for requests that run."""
@@ -51,6 +53,7 @@ class Promises:
         hub: Hub,
         ops: OpTable,
         requests: RequestTable,
+        waits: FetchWaits,
         trails: TrailTable,
         lookup: Lookup,
         promotions: Promotions,
@@ -64,6 +67,7 @@ class Promises:
         self._hub = hub
         self._ops = ops
         self._requests = requests
+        self._waits = waits
         self._trails = trails
         self._lookup = lookup
         self._promotions = promotions
@@ -96,7 +100,7 @@ class Promises:
             keys, tail = [group_keys[:start_block] for group_keys in keys], None
         straight = failed is None or not failed.straight
         if request_id in self._requests.prefetched:
-            self._wait_no_more_for(self._requests.end_prefetch(request_id), request_id)
+            self._waits.end_prefetch(request_id)
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
         looked = self._lookup.look(request_id, keys, start_block, tail, self.room_for_loads(), straight)
@@ -146,6 +150,19 @@ class Promises:
 
     # --- loads ---
 
+    def lease_to_load(self, request_id: str, blocks: Sequence[BlockIds]) -> Lease | None:
+        """The request's lease; None where there is none, nor a block to load to.
+
+        Raises:
+            ContractError: blocks are to be loaded without a lease.
+        """
+        lease = self._requests.lease(request_id)
+        if lease is None and any(len(b) for b in blocks):
+            raise ContractError(
+                f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
+            )
+        return lease
+
     def load(
         self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
     ) -> TransferGraph | None:
@@ -154,7 +171,7 @@ class Promises:
         for tier, pages in zip(self._tiers, _first(lease.by_tier, taken), strict=False):
             tier.counts.hits += pages
         self._requests.pop_lease(request_id)
-        self.end_wait(request_id)
+        self._waits.end(request_id)
         ops = [op for route in self._routes for op in route.begin(request_id, lease, targets, epoch)]
         begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
         for op in begun:
@@ -188,6 +205,13 @@ class Promises:
             room = min(room, int(PREFETCH_BUDGET * facts.fetch_pages) - fetched)
         return max(0, room)
 
+    def held_slots(self, group: int) -> set[int]:
+        """Host slots that are kept for requests which wait, besides those that are being filled."""
+        held = [entries for of, entries in self._requests.held() if of == group]
+        slots = {slot for entries in held for slot in self._hub.index.slots_of(entries).tolist()}
+        fetches = [op for op in self._ops if isinstance(op, FetchOp) and op.group == group]
+        return slots - {slot for op in fetches for slot in op.plan.slots.tolist()}
+
     # --- ends ---
 
     def end_lease(self, request_id: str) -> None:
@@ -198,23 +222,10 @@ class Promises:
                 for group in lease.groups:
                     route.release(group)
 
-    def end_wait(self, request_id: str) -> None:
-        """The request waits no more. The fetches go on: what they bring is worth having."""
-        for _, entries in self._requests.take_held(request_id):
-            self._hub.index.unpin(entries)
-        wait = self._requests.drop_wait(request_id)
-        if wait is not None:
-            self._wait_no_more_for(wait.ops, request_id)
-
-    def _wait_no_more_for(self, fetches: Iterable[OpId], request_id: str) -> None:
-        for op_id in fetches:
-            if (op := self._ops.fetch(op_id)) is not None:
-                op.waiters.discard(request_id)
-
     def release(self, request_id: str) -> None:
         """As of `CacheManager`."""
         self.end_lease(request_id)
-        self.end_wait(request_id)
+        self._waits.end(request_id)
         for trail in self._trails.pop(request_id):
             # Here and not with each lookup or load, so that a request hits a block once.
             self._hub.index.touch(trail.entries(), trail.found)
@@ -228,7 +239,7 @@ class Promises:
         self._counts.expired_leases += len(expired)
         longest_s = max((tier.facts.wait_s for tier in self._tiers[1:]), default=0.0)
         for request_id in self._requests.waiting_before(now_s - longest_s):
-            self.end_wait(request_id)
+            self._waits.end(request_id)
         return len(expired)
 
     def end_all(self) -> None:
@@ -236,7 +247,7 @@ class Promises:
         for request_id in self._requests.leased():
             self.end_lease(request_id)
         for request_id in list(self._requests.waits):
-            self.end_wait(request_id)
+            self._waits.end(request_id)
 
 
 def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
