@@ -118,14 +118,7 @@ class LocalCacheManager(CacheManager):
         self.hub.tracks_tokens = len(self.tiers) > 1
         walk = PageWalk(self.tiers, self.hub)
         self._promotions = Promotions(
-            self.tiers,
-            self.hub,
-            walk,
-            self._ops,
-            self._outbox,
-            self.cost,
-            clock,
-            lambda *lost: self.work.forgotten(*lost),
+            self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
         )
         self.work = TierWork(
             self.tiers,
@@ -182,6 +175,9 @@ class LocalCacheManager(CacheManager):
             clock,
         )
 
+    def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
+        self.work.forgotten(tier, group, keys)
+
     def _context(self, tier: TierId, policy: str) -> TierContext:
         return TierContext(
             tier=tier,
@@ -197,7 +193,7 @@ class LocalCacheManager(CacheManager):
             unix_s=self._unix_s,
             stats=self._counts,
             trails=self._trails,
-            forgotten=lambda *lost: self.work.forgotten(*lost),
+            forgotten=self._forgotten,
         )
 
     @property
@@ -257,13 +253,10 @@ class LocalCacheManager(CacheManager):
         self._promises.release(request_id)
 
     def end_request(self, request_id: str) -> None:
-        self.release(request_id)
-        self.failed_loads.end(request_id)
-        self.abandon_loads(request_id)
+        self._promises.end_request(request_id)
 
     def abandon_loads(self, request_id: str) -> None:
-        for op in self._ops.of_request(request_id, OpRole.LOAD):
-            op.abandoned = True
+        self._promises.abandon_loads(request_id)
 
     def expire(self) -> int:
         expired = self._promises.expire()
@@ -335,7 +328,7 @@ class LocalCacheManager(CacheManager):
         op.report(rank, result)
         if op.role is OpRole.LOAD:
             if op.astray:
-                self._load_route(op).astray(f"rank {rank}: {result.reason}")
+                self._loads_of(op.tier).astray(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
                 if op.epoch == self._epoch:
@@ -348,14 +341,14 @@ class LocalCacheManager(CacheManager):
         self.hub.refill_reserve(op.group, max(op.pages, REFILL_PAGES))
         return done
 
-    def _load_route(self, op: RankOp) -> LoadRoute:
-        route = self.tiers[op.tier].loads
+    def _loads_of(self, tier: TierId) -> LoadRoute:
+        route = self.tiers[tier].loads
         assert route is not None
         return route
 
     def _end_load(self, op: RankOp) -> Completion:
         current = op.epoch == self._epoch
-        self._load_route(op).end(op, current)
+        self._loads_of(op.tier).end(op, current)
         self._mark_used(op)
         if not current:
             op.failed[:] = True

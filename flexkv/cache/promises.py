@@ -230,6 +230,17 @@ class Promises:
             # Here and not with each lookup or load, so that a request hits a block once.
             self._hub.index.touch(trail.entries(), trail.found)
 
+    def abandon_loads(self, request_id: str) -> None:
+        """As of `CacheManager`."""
+        for op in self._ops.of_request(request_id, OpRole.LOAD):
+            op.abandoned = True
+
+    def end_request(self, request_id: str) -> None:
+        """As of `CacheManager`."""
+        self.release(request_id)
+        self._failed_loads.end(request_id)
+        self.abandon_loads(request_id)
+
     def expire(self) -> int:
         """Ends leases and waits that nobody follows up; returns how many leases those are."""
         now_s = self._clock()

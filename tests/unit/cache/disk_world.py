@@ -60,13 +60,14 @@ class DiskWorld:
         manager_limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
         compute_if_faster: bool = True,
         policy: str = "lru",
+        manager_class: type[LocalCacheManager] = LocalCacheManager,
     ) -> None:
         self.now_s = 1000.0
         specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
         self.disk = disk or SimDiskTier([places] * len(specs))
         self.ranks = range(manager_limits.ranks)
         use = replace(limits, facts=replace(limits.facts, write=mode))
-        self.manager = LocalCacheManager(
+        self.manager = manager_class(
             specs,
             manager_limits,
             clock=lambda: self.now_s,

@@ -1,0 +1,134 @@
+"""A reset has two phases: every tier forgets at once, then each is waited for until nothing older survives a crash."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.manager import RESET_S, LocalCacheManager
+from flexkv.cache.tier import TierContext
+from flexkv.cache.tiers.factory import unit_tiers
+from tests.unit.cache.disk_world import chain
+from tests.unit.cache.test_tier_seam import ToyTier, store
+
+Call = tuple[str, str, float]
+"""Which phase of which tier, and until when it may last."""
+
+
+class WatchedReset:
+    """A manager over host memory and two toy tiers, and the phases of its reset in their order.
+
+    Attributes:
+        within: is called in the second phase of each tier, with the tier's name.
+    """
+
+    def __init__(self, manager_class: type[LocalCacheManager] = LocalCacheManager) -> None:
+        self.calls: list[Call] = []
+        self.within: Callable[[str], object] = lambda name: None
+        self.manager = manager_class(
+            [GroupSpec(4, 8)], tiers=[*unit_tiers(), self._made("a"), self._made("b")]
+        )
+        self.manager.grow(0, 8)
+
+    def _made(self, name: str) -> Any:
+        watched = self
+
+        class Watched(ToyTier):
+            def begin_reset(self) -> None:
+                watched.calls.append(("begin", name, 0.0))
+                super().begin_reset()
+
+            def finish_reset(self, ends_s: float) -> None:
+                watched.calls.append(("finish", name, ends_s))
+                watched.within(name)
+
+        def make(context: TierContext) -> ToyTier:
+            return Watched(context)
+
+        return make
+
+    def check(self, keys: Keys) -> None:
+        """The reset keeps the rules, with these keys stored before it.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        store(self.manager, keys)
+        assert self.manager.match("before", [keys], 0).blocks == len(keys)
+        found: list[int] = []
+        self.within = lambda name: found.append(self.manager.match(f"within {name}", [keys], 0).blocks)
+        begun_s = time.monotonic()
+        self.manager.reset()
+        phases = [(phase, name) for phase, name, _ in self.calls]
+        assert phases[:2] == [("begin", "a"), ("begin", "b")], (
+            "a tier was waited for before all had forgotten"
+        )
+        assert phases[2:] == [("finish", "a"), ("finish", "b")]
+        deadlines = {ends_s for phase, _, ends_s in self.calls if phase == "finish"}
+        assert len(deadlines) == 1, "tiers wait one after the other, so their deadlines must not add up"
+        assert begun_s < deadlines.pop() <= time.monotonic() + RESET_S
+        assert found == [0, 0], "something older was found while a tier was waited for"
+        assert self.manager.leased_pages("before") == 0
+        self.manager.check_integrity()
+
+
+def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
+    WatchedReset().check(chain(5))
+
+
+class WaitsBetween(LocalCacheManager):
+    """Each tier forgets and is waited for in turn, with time of its own."""
+
+    def reset(self) -> int:
+        self._promises.end_all()
+        self._epoch += 1
+        for tier in self.tiers:
+            tier.begin_reset()
+            tier.finish_reset(time.monotonic() + RESET_S)
+        return self._epoch
+
+
+class AddsUpDeadlines(LocalCacheManager):
+    def reset(self) -> int:
+        self._promises.end_all()
+        self._epoch += 1
+        for tier in self.tiers:
+            tier.begin_reset()
+        for number, tier in enumerate(self.tiers):
+            tier.finish_reset(time.monotonic() + RESET_S * (number + 1))
+        return self._epoch
+
+
+class KeepsLeases(LocalCacheManager):
+    def reset(self) -> int:
+        self._promises.end_all = lambda: None  # type: ignore[method-assign]
+        return super().reset()
+
+
+class ServesUntilTheEnd(LocalCacheManager):
+    """Host memory forgets when the others have been waited for."""
+
+    def reset(self) -> int:
+        self._promises.end_all()
+        self._epoch += 1
+        for tier in self.tiers[1:]:
+            tier.begin_reset()
+        ends_s = time.monotonic() + RESET_S
+        for tier in self.tiers:
+            tier.finish_reset(ends_s)
+        self.tiers[0].begin_reset()
+        return self._epoch
+
+
+@pytest.mark.parametrize(
+    "manager_class",
+    [WaitsBetween, AddsUpDeadlines, KeepsLeases, ServesUntilTheEnd],
+    ids=lambda c: c.__name__,
+)
+def test_a_broken_reset_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    with pytest.raises(AssertionError):
+        WatchedReset(manager_class).check(chain(5))
