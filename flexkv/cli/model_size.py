@@ -39,7 +39,9 @@ class ModelSize:
         try:
             config = json.loads(file.read_text())
             return cls._of(config.get("text_config", config))
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise ConfigError(f"--model: {file} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--model: {file} cannot be read: {error}") from error
         except (KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"--model: {file} does not say what a token takes: {error}") from error

@@ -287,7 +287,7 @@ def test_info_tells_what_the_host_tier_holds_of_a_model(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "cannot be read"),
+        (None, "config.json cannot be read: No such file or directory\n"),
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ("[]", "does not say"),
