@@ -20,6 +20,7 @@ from tests.unit.cache.eviction_model import CHOICES
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs" / "contributing"
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *sorted(FOLDER.glob("*.md"))]
+AGAIN = "in docs/contributing again: the page shows what the tests run"
 NAMED = re.compile(r"`((?:flexkv|csrc|tests|benchmarks|docs)/[\w/.]+\.(?:py|h|cpp|md)|[\w/]+/)`")
 
 
@@ -66,12 +67,12 @@ def test_control_the_engine_of_the_page_sees_a_page_that_was_not_stored() -> Non
 
 def test_the_tier_of_the_page_is_the_one_that_the_seam_test_runs() -> None:
     (code,) = blocks("add-a-tier.md", "python")
-    assert code.strip() == inspect.getsource(test_tier_seam.ToyTier).strip()
+    assert code.strip() == inspect.getsource(test_tier_seam.ToyTier).strip(), f"quote ToyTier {AGAIN}"
 
 
 def test_the_policy_of_the_page_is_the_one_that_the_native_tests_run() -> None:
     (code,) = blocks("add-an-eviction-policy.md", "cpp")
-    assert code.strip() in (ROOT / "tests/native/most_recent.h").read_text()
+    assert code.strip() in (ROOT / "tests/native/most_recent.h").read_text(), f"quote most_recent.h {AGAIN}"
     assert "most_recent_kind()" in (ROOT / "tests/native/test_eviction.cpp").read_text()
 
 
