@@ -91,7 +91,7 @@ bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
 
 clean:  ## what the build made
-	rm -rf build dist out *.egg-info flexkv/*.so
+	rm -rf build dist out *.egg-info flexkv/*.so tests/*.so
 
 distclean: clean  ## and the environment
 	rm -rf $(VENV) .venv-sglang

@@ -19,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_support.ninja_file import NinjaFile, Variant
 
+TESTS = Path(__file__).resolve().parent / "tests"
+
 
 class NinjaBuild(build_ext):
     """Builds `flexkv.c_ext` under build/ and copies it to where setuptools wants it; what is to be installed elsewhere
-    without symbols for debuggers, which are four fifths of its bytes."""
+    without symbols for debuggers, which are four fifths of its bytes. In place, where there are tests, also the module
+    that is theirs alone."""
 
     in_place = False
 
@@ -38,10 +41,14 @@ class NinjaBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         ninja = NinjaFile(variant)
-        library = ninja.add_extension(target.name)
+        built = {target: ninja.add_extension(target.name)}
+        if self.in_place and TESTS.is_dir():
+            name = self.get_ext_filename("testing_ext")
+            built[TESTS / name] = ninja.add_testing_extension(name)
         ninja.run()
-        # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
-        shutil.copy(library, target)
+        for place, library in built.items():
+            # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
+            shutil.copy(library, place)
         if not self.in_place and shutil.which("strip"):
             subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 

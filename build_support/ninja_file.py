@@ -121,16 +121,20 @@ def _precompiled_header(source: Path) -> str:
     return "tests" if source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" else ""
 
 
+TESTING = ROOT / "csrc" / "testing"
+"""What only tests use: of the native test program, and of a module of its own beside the tests."""
+
+
 def _sources(variant: Variant) -> list[Path]:
-    """Every .cpp under csrc; .cu files with a toolkit, *_stub.cpp (same symbols, no CUDA) without."""
-    cpp = sorted((ROOT / "csrc").rglob("*.cpp"))
+    """Every .cpp of the product; .cu files with a toolkit, *_stub.cpp (same symbols, no CUDA) without."""
+    cpp = [s for s in sorted((ROOT / "csrc").rglob("*.cpp")) if not s.is_relative_to(TESTING)]
     if variant.toolkit:
         return [s for s in cpp if not s.name.endswith("_stub.cpp")] + sorted((ROOT / "csrc").rglob("*.cu"))
     return cpp
 
 
 class NinjaFile:
-    """Rules and targets of one variant: the extension, and the native test programs on request."""
+    """Rules and targets of one variant: the extension, and on request what tests it."""
 
     def __init__(self, variant: Variant) -> None:
         import pybind11
@@ -153,6 +157,7 @@ class NinjaFile:
                 " ".join(f"-L{path}" for path in libraries) + " -lcudart_static -Wl,--exclude-libs,ALL "
             )
         self._headers: set[str] = set()
+        self._core: list[str] = []
         self._cuda_define = f"-DFLEXKV_WITH_CUDA={int(variant.toolkit is not None)}"
         self._quickly = "" if sanitize else f" {QUICKLY_COMPILED}"
         self.compiler = compiler() or "g++"
@@ -176,6 +181,9 @@ class NinjaFile:
             "rule so",
             f"  command = {self.compiler} -shared {self.link_flags} -o $out $in {self.libs}",
             "  description = LINK $out",
+            "rule archive",
+            "  command = rm -f $out && ar crsT $out $in",
+            "  description = ARCHIVE $out",
             "rule exe",
             f"  command = {self.compiler} {self.link_flags} -o $out $in {self.libs}",
             "  description = LINK $out",
@@ -226,14 +234,32 @@ class NinjaFile:
 
     def add_extension(self, file_name: str) -> Path:
         """Adds the Python extension as a default target; returns where it will lie."""
-        objects = [self._object(s) for s in _sources(self.variant)]
+        objects = self._core = [self._object(s) for s in _sources(self.variant)]
         library = f"{self.variant.device}/{file_name}"
         self.lines += [f"build {library}: so {' '.join(objects)}", f"default {library}"]
         return self.variant.folder / library
 
+    def add_testing_extension(self, file_name: str) -> Path:
+        """Adds the tests' own Python extension, of `csrc/testing`; `add_extension` was called before.
+
+        It has a copy of what it uses of the core: the product's extension hides its symbols. Classes that both bind
+        are the same to Python.
+        """
+        objects = [self._object(s) for s in sorted(TESTING.rglob("*.cpp"))]
+        core = f"{self.variant.device}/core.a"
+        library = f"{self.variant.device}/{file_name}"
+        self.lines += [
+            f"build {core}: archive {' '.join(self._core)}",
+            f"build {library}: so {' '.join(objects)} {core}",
+            f"default {library}",
+        ]
+        return self.variant.folder / library
+
     def add_native_tests(self) -> Path:
-        """Adds one doctest program of tests/native/*.cpp over the core (without bindings)."""
-        core = [s for s in _sources(self.variant) if "bindings" not in s.parts]
+        """Adds one doctest program of tests/native/*.cpp over the core and `csrc/testing` (without bindings)."""
+        core = [
+            s for s in [*_sources(self.variant), *sorted(TESTING.glob("*.cpp"))] if "bindings" not in s.parts
+        ]
         tests = sorted((ROOT / "tests" / "native").glob("*.cpp"))
         objects = [self._object(s) for s in [*core, *tests]]
         program = f"{self.variant.device}/native_tests"

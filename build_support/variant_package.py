@@ -1,7 +1,7 @@
 """A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
 
-The copy lies in the variant's build folder: links to everything, except that its `flexkv` has that variant's
-extension. The extension in the working tree is not touched.
+The copy lies in the variant's build folder: links to everything, except that its `flexkv` and `tests` have that
+variant's extensions. Those in the working tree are not touched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from build_support.ninja_file import ROOT, NinjaFile, Variant
 from build_support.preflight import compiler
 
-LINKED = ("tests", "build_support", "configs", "docs", "pyproject.toml")
+LINKED = ("build_support", "configs", "docs", "pyproject.toml")
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
@@ -26,18 +26,23 @@ def make_tree(variant: Variant) -> Path:
         subprocess.CalledProcessError: the build failed.
     """
     ninja = NinjaFile(variant)
-    library = ninja.add_extension(f"c_ext{sysconfig.get_config_var('EXT_SUFFIX')}")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    libraries = {
+        "flexkv": ninja.add_extension(f"c_ext{suffix}"),
+        "tests": ninja.add_testing_extension(f"testing_ext{suffix}"),
+    }
     ninja.run()
-    tree = library.parent / "tree"
+    tree = libraries["flexkv"].parent / "tree"
     shutil.rmtree(tree, ignore_errors=True)
-    package = tree / "flexkv"
-    package.mkdir(parents=True)
+    for name, library in libraries.items():
+        folder = tree / name
+        folder.mkdir(parents=True)
+        for entry in (ROOT / name).iterdir():
+            if entry.suffix != ".so" and entry.name != "__pycache__":
+                (folder / entry.name).symlink_to(entry)
+        (folder / library.name).symlink_to(library)
     for name in LINKED:
         (tree / name).symlink_to(ROOT / name)
-    for entry in (ROOT / "flexkv").iterdir():
-        if entry.suffix != ".so" and entry.name != "__pycache__":
-            (package / entry.name).symlink_to(entry)
-    (package / library.name).symlink_to(library)
     return tree
 
 

@@ -187,49 +187,6 @@ class HostMover(PageMover):
 
     def __init__(self) -> None: ...
 
-class CountingMover(PageMover):
-    """Counts what `inner` moves."""
-
-    def __init__(self, inner: PageMover) -> None: ...
-    def count(self, kind: int) -> tuple[int, int, int, float]:
-        """moves that ended OK (a layerwise page is one a layer), failed ones, bytes of the OK ones, busy seconds."""
-
-class FaultRule:
-    """What a FaultyMover does to calls that meet every condition given. Actions: 0 fail with `reason`, 1 delay by
-    `delay_s`, 2 stall until `release()`, 3 corrupt the first `corrupt_bytes` (0: all) that arrived. `nth_op` counts
-    ops (of `kind` if given) from 0 as the mover first sees them; `times` bounds how often it acts (-1: always).
-    """
-
-    def __init__(
-        self,
-        action: int,
-        *,
-        kind: int | None = None,
-        nth_op: int | None = None,
-        page: int | None = None,
-        layer: int | None = None,
-        block: int | None = None,
-        slot: int | None = None,
-        reason: str = "injected fault",
-        delay_s: float = 0.0,
-        corrupt_bytes: int = 0,
-        times: int = -1,
-    ) -> None: ...
-
-class FaultyMover(PageMover):
-    """Injects faults around `inner`: the first rule that matches a call acts."""
-
-    def __init__(self, inner: PageMover, rules: list[FaultRule]) -> None: ...
-    def release(self) -> None:
-        """Lets stalled calls go on and disables stall rules."""
-    def wait_stalled(self, count: int, deadline_s: float) -> bool: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def acted(self) -> int: ...
-    @property
-    def stalled(self) -> int: ...
-
 class Lane:
     """Executes the ops of some kinds; given to one TransferEngine, for good: a second one raises ContractError."""
 
@@ -382,34 +339,8 @@ class SlabFile:
     def sync(self) -> int:
         """0 when everything written is on the disk, else -errno."""
 
-class IoFaultRule:
-    """What happens to I/Os that meet every condition given. Actions: 0 end with `error`, 1 move only `bytes`, 2 flip a
-    bit of byte `bytes` of what moved, 3 hang until `IoFaults.release`.
-    """
-
-    def __init__(
-        self,
-        action: int,
-        *,
-        write: bool | None = None,
-        disk: int | None = None,
-        nth: int | None = None,
-        offset: int | None = None,
-        error: int = 5,
-        bytes: int = 0,
-        times: int = -1,
-    ) -> None: ...
-
-class IoFaults:
-    """Faults for a DiskLane, for drills and tests."""
-
-    def __init__(self, rules: list[IoFaultRule]) -> None: ...
-    def add(self, rule: IoFaultRule) -> None: ...
-    def release(self) -> None:
-        """Takes all rules away and lets what hangs go on."""
-    def wait_stalled(self, count: int, deadline_s: float) -> bool: ...
-    @property
-    def acted(self) -> int: ...
+class QueueWrapper:
+    """Puts an I/O queue of its own around that of each disk. Abstract."""
 
 class DiskCounts(TypedDict):
     read_pages: int
@@ -441,7 +372,7 @@ class DiskLane(Lane):
         io: str,
         depth: int,
         stuck_s: float,
-        faults: IoFaults | None = None,
+        wrapper: QueueWrapper | None = None,
         zero_fill: bool = False,
         register_buffers: bool = False,
     ) -> None: ...
@@ -476,7 +407,6 @@ def rotate_rows(
     rotary_dim: int,
     src_head_stride: int,
     dst_head_stride: int,
-    lane_by_lane: bool = False,
     stream: int = 0,
 ) -> None:
     """Turns rows of keys and writes them to where they belong, in one pass (csrc/rope/rotation.h).
@@ -493,7 +423,6 @@ def rotate_rows(
         dtype: of the keys: float32, bfloat16 or float16.
         pairing: neox or gptj.
         src_head_stride, dst_head_stride: bytes.
-        lane_by_lane: run the GPU's function on the CPU, one lane after the other.
         stream: cudaStream_t as a number.
 
     Raises:

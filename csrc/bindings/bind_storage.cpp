@@ -1,4 +1,4 @@
-// The disk tier for Python: page formats, open slabs, the lane, and faults to inject. No logic.
+// The disk tier for Python: page formats, open slabs, the lane. No logic.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -19,7 +19,6 @@
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
 #include "bindings/text.h"
-#include "io/faulty_queue.h"
 #include "storage/disk_lane.h"
 #include "storage/page_codec.h"
 #include "storage/slab_file.h"
@@ -103,8 +102,8 @@ std::shared_ptr<DiskLane> make_lane(const List<std::shared_ptr<PageCodec>>& code
                                     const List<std::shared_ptr<HostPool>>& pools,
                                     const List<List<std::shared_ptr<SlabFile>>>& slabs, const std::string& io,
                                     int32_t depth, double stuck_s,
-                                    const std::optional<std::shared_ptr<IoFaults>>& faults, bool zero_fill,
-                                    bool register_buffers) {
+                                    const std::optional<std::shared_ptr<QueueWrapper>>& wrapper,
+                                    bool zero_fill, bool register_buffers) {
   if (codecs.size() != pools.size()) {
     throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
                         " host pools");
@@ -112,9 +111,9 @@ std::shared_ptr<DiskLane> make_lane(const List<std::shared_ptr<PageCodec>>& code
   std::vector<DiskGroup> groups;
   for (size_t g = 0; g < codecs.size(); ++g) groups.push_back({codecs[g], {}, pools[g]});
   WrapQueue wrap;
-  if (faults) {
-    wrap = [shared = *faults](std::unique_ptr<IoQueue> queue, int32_t disk) -> std::unique_ptr<IoQueue> {
-      return std::make_unique<FaultyQueue>(std::move(queue), shared, disk);
+  if (wrapper) {
+    wrap = [shared = *wrapper](std::unique_ptr<IoQueue> queue, int32_t disk) {
+      return shared->wrap(std::move(queue), disk);
     };
   }
   const DiskOptions options{to_io_backend(io), depth, stuck_s, register_buffers, zero_fill};
@@ -136,43 +135,6 @@ py::list full_reasons(const DiskLane& lane) {
 }
 
 py::dict counts(const DiskLane& lane, int32_t disk) { return to_dict(lane.counts(disk)); }
-
-IoFaultRule make_rule(int32_t action, std::optional<bool> write, std::optional<int32_t> disk,
-                      std::optional<int64_t> nth, std::optional<int64_t> offset, int32_t error, int64_t bytes,
-                      int64_t times) {
-  if (action < 0 || action > static_cast<int32_t>(IoFaultAction::kStall)) {
-    throw ContractError("no I/O fault action " + std::to_string(action));
-  }
-  IoFaultRule rule;
-  rule.action = static_cast<IoFaultAction>(action);
-  rule.write = write;
-  rule.disk = disk;
-  rule.nth = nth;
-  rule.offset = offset;
-  rule.error = error;
-  rule.bytes = bytes;
-  rule.times = times;
-  return rule;
-}
-
-void bind_faults(py::module_& m) {
-  NativeBinding<IoFaultRule>(m, "IoFaultRule")
-      .def(py::init(&make_rule), py::arg("action"), py::kw_only(), py::arg("write") = py::none(),
-           py::arg("disk") = py::none(), py::arg("nth") = py::none(), py::arg("offset") = py::none(),
-           py::arg("error") = 5, py::arg("bytes") = 0, py::arg("times") = -1);
-  NativeBinding<IoFaults, std::shared_ptr<IoFaults>>(m, "IoFaults")
-      .def(py::init<List<IoFaultRule>>(), py::arg("rules"))
-      .def("add", &IoFaults::add, py::arg("rule"))
-      .def("release", &IoFaults::release, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "wait_stalled",
-          [](IoFaults& faults, int64_t count, double deadline_s) {
-            return wait_interruptibly(deadline_s,
-                                      [&](double slice_s) { return faults.wait_stalled(count, slice_s); });
-          },
-          py::arg("count"), py::arg("deadline_s"))
-      .def_property_readonly("acted", &IoFaults::acted);
-}
 
 }  // namespace
 
@@ -222,10 +184,11 @@ void bind_storage(py::module_& m) {
           },
           py::arg("slot"))
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
+  NativeBinding<QueueWrapper, std::shared_ptr<QueueWrapper>>(m, "QueueWrapper");
   NativeBinding<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
       .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
-           py::arg("depth"), py::arg("stuck_s"), py::arg("faults") = py::none(), py::arg("zero_fill") = false,
-           py::arg("register_buffers") = false)
+           py::arg("depth"), py::arg("stuck_s"), py::arg("wrapper") = py::none(),
+           py::arg("zero_fill") = false, py::arg("register_buffers") = false)
       .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("zero_fill", &DiskLane::zero_fill)
@@ -233,7 +196,6 @@ void bind_storage(py::module_& m) {
       .def("states", &states)
       .def("full_reasons", &full_reasons)
       .def("counts", &counts, py::arg("disk"));
-  bind_faults(m);
 }
 
 }  // namespace flexkv

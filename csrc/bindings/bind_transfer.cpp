@@ -18,9 +18,7 @@
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
 #include "bindings/text.h"
-#include "transfer/counting_mover.h"
 #include "transfer/engine.h"
-#include "transfer/faulty_mover.h"
 #include "transfer/host_mover.h"
 
 namespace py = pybind11;
@@ -114,55 +112,6 @@ std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMo
 void bind_movers(py::module_& m) {
   NativeBinding<PageMover, std::shared_ptr<PageMover>>(m, "PageMover");
   NativeBinding<HostMover, PageMover, std::shared_ptr<HostMover>>(m, "HostMover").def(py::init<>());
-  NativeBinding<CountingMover, PageMover, std::shared_ptr<CountingMover>>(m, "CountingMover")
-      .def(py::init<std::shared_ptr<PageMover>>(), py::arg("inner"))
-      .def(
-          "count",
-          [](const CountingMover& mover, int32_t kind) {
-            if (kind < 0 || kind >= kOpKinds) throw ContractError("no op kind " + std::to_string(kind));
-            const MoveCount c = mover.count(static_cast<OpKind>(kind));
-            return py::make_tuple(c.moves, c.failed, c.bytes, c.busy_s);
-          },
-          py::arg("kind"));
-  NativeBinding<FaultRule>(m, "FaultRule")
-      .def(py::init([](int32_t action, std::optional<int32_t> kind, std::optional<int64_t> nth_op,
-                       std::optional<int32_t> page, std::optional<int32_t> layer,
-                       std::optional<int32_t> block, std::optional<int32_t> slot, const std::string& reason,
-                       double delay_s, int64_t corrupt_bytes, int64_t times) {
-             if (action < 0 || action > static_cast<int32_t>(FaultAction::kCorrupt)) {
-               throw ContractError("no fault action " + std::to_string(action));
-             }
-             FaultRule rule;
-             rule.action = static_cast<FaultAction>(action);
-             if (kind) rule.kind = static_cast<OpKind>(*kind);
-             rule.nth_op = nth_op;
-             rule.page = page;
-             rule.layer = layer;
-             rule.block = block;
-             rule.slot = slot;
-             rule.reason = reason;
-             rule.delay_s = delay_s;
-             rule.corrupt_bytes = corrupt_bytes;
-             rule.times = times;
-             return rule;
-           }),
-           py::arg("action"), py::kw_only(), py::arg("kind") = py::none(), py::arg("nth_op") = py::none(),
-           py::arg("page") = py::none(), py::arg("layer") = py::none(), py::arg("block") = py::none(),
-           py::arg("slot") = py::none(), py::arg("reason") = "injected fault", py::arg("delay_s") = 0.0,
-           py::arg("corrupt_bytes") = 0, py::arg("times") = -1);
-  NativeBinding<FaultyMover, PageMover, std::shared_ptr<FaultyMover>>(m, "FaultyMover")
-      .def(py::init<std::shared_ptr<PageMover>, List<FaultRule>>(), py::arg("inner"), py::arg("rules"))
-      .def("release", &FaultyMover::release, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "wait_stalled",
-          [](FaultyMover& mover, int64_t count, double deadline_s) {
-            return wait_interruptibly(deadline_s,
-                                      [&](double slice_s) { return mover.wait_stalled(count, slice_s); });
-          },
-          py::arg("count"), py::arg("deadline_s"))
-      .def_property_readonly("calls", &FaultyMover::calls)
-      .def_property_readonly("acted", &FaultyMover::acted)
-      .def_property_readonly("stalled", &FaultyMover::stalled);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ __device__ void add_from(LaneSums& sums, int distance) {
   sums.words += __shfl_down_sync(kAll, sums.words, distance);
 }
 
-// Lane 0 gets the leaf's folded value: what transform_lanes.cpp does with an array.
+// Lane 0 gets the leaf's folded value: what testing/transform_lanes.cpp does with an array.
 __device__ uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     add_from(sums.even, distance);

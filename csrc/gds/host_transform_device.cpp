@@ -8,7 +8,6 @@
 #include "base/align.h"
 #include "base/error.h"
 #include "gds/transform_device.h"
-#include "gds/transform_lanes.h"
 #include "gds/transform_tables.h"
 #include "transfer/host_copy.h"
 #include "transfer/memory_limit.h"
@@ -22,23 +21,7 @@ constexpr int64_t kDigestStepBytes = 64 << 10;
 // Unit: bytes. Huge pages under the I/O buffers double the disk's speed, and need this alignment.
 constexpr int64_t kHugePageBytes = 2 << 20;
 
-// A transformer whose batches have ended when launch() returns.
-class DoneTransformer : public Transformer {
- public:
-  BatchResult wait() override {
-    BatchResult result = std::move(done_.front());
-    done_.pop_front();
-    return result;
-  }
-
- protected:
-  void end(BatchResult result) { done_.push_back(std::move(result)); }
-
- private:
-  std::deque<BatchResult> done_;
-};
-
-class HostTransformer : public DoneTransformer {
+class HostTransformer : public Transformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
@@ -48,7 +31,13 @@ class HostTransformer : public DoneTransformer {
     for (const TransformPage& page : pages) {
       result.bad_run.push_back(has_digests(tables_.mode) ? move_verified(page) : move(page));
     }
-    end(std::move(result));
+    done_.push_back(std::move(result));
+  }
+
+  BatchResult wait() override {
+    BatchResult result = std::move(done_.front());
+    done_.pop_front();
+    return result;
   }
 
  private:
@@ -91,34 +80,12 @@ class HostTransformer : public DoneTransformer {
 
   std::vector<Segment> segments_;
   TransformTables tables_;
-};
-
-class LaneTransformer : public DoneTransformer {
- public:
-  LaneTransformer(const PageMap& map, bool into_pool) : tables_(map, into_pool) {}
-
-  void launch(std::span<const TransformPage> pages) override {
-    BatchResult result;
-    result.bad_run.assign(pages.size(), kNoBadRun);
-    std::vector<RunProgress> progress(pages.size() * tables_.runs.size());
-    TransformBatch batch = host_batch(tables_);
-    batch.pages = pages.data();
-    batch.num_pages = static_cast<int32_t>(pages.size());
-    batch.progress = progress.data();
-    batch.bad_run = result.bad_run.data();
-    transform_lane_by_lane(batch);
-    end(std::move(result));
-  }
-
- private:
-  TransformTables tables_;
+  std::deque<BatchResult> done_;  // every batch has ended when launch() returns
 };
 
 class HostTransformDevice : public TransformDevice {
  public:
-  explicit HostTransformDevice(bool lane_by_lane) : lane_by_lane_(lane_by_lane) {}
-
-  std::string name() const override { return lane_by_lane_ ? "host, lane by lane" : "host"; }
+  std::string name() const override { return "host"; }
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
@@ -152,20 +119,14 @@ class HostTransformDevice : public TransformDevice {
   std::string cannot_reach(const void*, int64_t) const override { return {}; }
   std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t,
                                            StreamEvent*) override {
-    if (lane_by_lane_) return std::make_unique<LaneTransformer>(map, into_pool);
     return std::make_unique<HostTransformer>(map, into_pool);
   }
 
   std::string await_engine(StreamEvent*) override { return {}; }
-
- private:
-  bool lane_by_lane_;
 };
 
 }  // namespace
 
-std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane) {
-  return std::make_shared<HostTransformDevice>(lane_by_lane);
-}
+std::shared_ptr<TransformDevice> host_transform_device() { return std::make_shared<HostTransformDevice>(); }
 
 }  // namespace flexkv

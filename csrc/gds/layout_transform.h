@@ -1,7 +1,7 @@
 // The arithmetic of the layout transform: moving pages between staging slots and the engine's pool, and
 // making or checking the digests of their runs in the same pass. A group of 32 lanes (a warp) does one leaf
 // of one run of one page. Compiled by g++ and nvcc alike: gds_layout_transform.cu launches it,
-// transform_lanes.h runs the same functions on the CPU, lane by lane.
+// testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>
 

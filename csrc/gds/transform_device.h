@@ -58,8 +58,8 @@ class TransformDevice {
 
 inline constexpr int32_t kHostDevice = -1;
 
-// Plain memory; `lane_by_lane` runs the GPU's functions on the CPU instead of the fast copies.
-std::shared_ptr<TransformDevice> host_transform_device(bool lane_by_lane = false);
+// Plain memory.
+std::shared_ptr<TransformDevice> host_transform_device();
 
 // Unit: thread blocks. Each fills half an SM, so that a transfer never takes more than this many SMs from the
 // model; twice that would pass the disks' speed by far.

@@ -70,4 +70,12 @@ std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemor
 // Puts another queue around that of a disk; called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
+// The same for a module of its own, which hands an object over.
+class QueueWrapper {
+ public:
+  virtual ~QueueWrapper() = default;
+  // Called by the owners of all disks' queues.
+  virtual std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) = 0;
+};
+
 }  // namespace flexkv

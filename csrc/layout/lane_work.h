@@ -1,5 +1,5 @@
 // The work of one thread of a group of `lanes` threads (a warp) on a run: copying it, and digesting its
-// leaves. Compiled by g++ and nvcc alike; csrc/layout/lane_executor.h runs it on the CPU one lane after the
+// leaves. Compiled by g++ and nvcc alike; testing/layout_lanes.h runs it on the CPU one lane after the
 // other.
 #pragma once
 #include <cstdint>

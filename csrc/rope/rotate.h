@@ -10,14 +10,11 @@ namespace flexkv {
 
 enum class ElementType : int32_t { kFloat32, kBfloat16, kFloat16 };
 
-int64_t element_bytes(ElementType type);
+constexpr int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 // On the calling thread, vectorised; rows that lie in plain memory. Returns with all bytes visible to threads
 // that synchronise with this one.
 void rotate_on_host(const RotationRows& rows, ElementType type, Pairing pairing);
-
-// The GPU's function on the CPU: rows from last to first, lanes of a warp from last to first.
-void rotate_lane_by_lane(const RotationRows& rows, ElementType type, Pairing pairing);
 
 // Enqueues one launch on `stream` (a cudaStream_t as a number). All arrays are in memory of the GPU. Empty,
 // or the launch's own error; a build without CUDA throws ConfigError.

@@ -118,7 +118,6 @@ class KeyRotation:
         target_places: RowPlaces,
         table: TurnTable,
         *,
-        lane_by_lane: bool = False,
         stream: int = 0,
     ) -> None:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
@@ -130,7 +129,6 @@ class KeyRotation:
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),
             **self._geometry(source_places, target_places),
-            lane_by_lane=lane_by_lane,
             stream=stream,
         )
 

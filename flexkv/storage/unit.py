@@ -59,12 +59,12 @@ class DiskUnit(DiskTier):
         members: Sequence[DiskMember | None],
         groups: Sequence[DiskGroup],
         options: DiskOptions,
-        faults: c_ext.IoFaults | None,
+        wrapper: c_ext.QueueWrapper | None,
     ) -> None:
         self._states = DiskStates(folders)
         self._members = list(members)
         self._options = options
-        self._faults = faults
+        self._wrapper = wrapper
         self._groups = list(groups)
         self._codecs = [codec_of(group) for group in groups]
         self._durable: deque[DurablePages] = deque()
@@ -81,14 +81,14 @@ class DiskUnit(DiskTier):
         identity: DiskIdentity,
         groups: Sequence[DiskGroup],
         options: DiskOptions,
-        faults: c_ext.IoFaults | None = None,
+        wrapper: c_ext.QueueWrapper | None = None,
     ) -> DiskUnit:
         """Opens, or makes, the unit's slabs in each of `folders`: one a disk, of which each is used in full.
 
         A disk that cannot be opened is lost (`poll` says why); the others are used.
 
         Args:
-            faults: to inject into the lane's I/O, for drills and tests.
+            wrapper: of the queues that the lane reads and writes through.
 
         Raises:
             FolderLockedError: another process or tier uses the unit's folder.
@@ -108,7 +108,7 @@ class DiskUnit(DiskTier):
                     reasons[disk] = str(error)
             if not any(members):
                 raise DiskError("no disk can be used: " + "; ".join(reasons.values()))
-            unit = cls([Path(folder) for folder in folders], members, groups, options, faults)
+            unit = cls([Path(folder) for folder in folders], members, groups, options, wrapper)
         except BaseException:
             for member in filter(None, members):
                 member.index.close()
@@ -201,7 +201,7 @@ class DiskUnit(DiskTier):
             self._options.io,
             self._options.depth,
             self._options.stuck_s,
-            self._faults,
+            self._wrapper,
             self._options.preallocate and not self._options.sealed_apart,
             self._options.register_buffers,
         )

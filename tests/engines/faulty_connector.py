@@ -1,6 +1,6 @@
 """flexkv's connector with a mover that fails on purpose. The rules come as JSON in FAULT_RULES.
 
-A rule is a `c_ext.FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank
+A rule is a `FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank
 whose mover gets it.
 """
 
@@ -14,6 +14,7 @@ from flexkv import c_ext
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,15 +32,17 @@ KINDS = {"load": OpKind.H2D, "store": OpKind.D2H}
 class FaultyWorker(WorkerSide):
     """A worker whose mover obeys the rules."""
 
-    faults: c_ext.FaultyMover | None = None
+    faults: testing_ext.FaultyMover | None = None
 
     def make_mover(self) -> Any:
         rules = []
         for rule in json.loads(os.environ[RULES_VARIABLE]):
             if rule.pop("rank", self.rank) == self.rank:
                 action, kind = ACTIONS[rule.pop("action")], rule.pop("kind", None)
-                rules.append(c_ext.FaultRule(action, kind=None if kind is None else int(KINDS[kind]), **rule))
-        self.faults = c_ext.FaultyMover(c_ext.HostMover(), rules)
+                rules.append(
+                    testing_ext.FaultRule(action, kind=None if kind is None else int(KINDS[kind]), **rule)
+                )
+        self.faults = testing_ext.FaultyMover(c_ext.HostMover(), rules)
         return self.faults
 
 

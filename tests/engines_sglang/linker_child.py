@@ -23,6 +23,7 @@ from flexkv.errors import ClosedError, DiskError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind
 from flexkv.unit.ranks import UnitOwner
+from tests import testing_ext
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
 
 DONE_S = 60.0
@@ -174,8 +175,8 @@ class Stalling(FlexKVLinker):
     """Its copies from the pool wait until `mover.release()`."""
 
     def make_mover(self) -> Any:
-        stall = c_ext.FaultRule(2, kind=int(OpKind.D2H))
-        self.mover = c_ext.FaultyMover(c_ext.HostMover(), [stall])
+        stall = testing_ext.FaultRule(2, kind=int(OpKind.D2H))
+        self.mover = testing_ext.FaultyMover(c_ext.HostMover(), [stall])
         return self.mover
 
 

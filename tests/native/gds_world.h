@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
-#include "gds/faulty_file_io.h"
-#include "gds/faulty_transform_device.h"
 #include "gds/gds_manager.h"
 #include "gds/posix_file_io.h"
 #include "layout/kv_view.h"
+#include "testing/faulty_file_io.h"
+#include "testing/faulty_transform_device.h"
 
 namespace flexkv {
 

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include "gds_world.h"
+#include "testing/transform_lanes.h"
 
 using namespace flexkv;
 
@@ -26,7 +27,8 @@ struct BlockFirstWorld {
         std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("images")}});
     io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
     direct = files->at(0, 0).direct_fd >= 0;
-    manager = std::make_unique<GDSManager>(files, GdsOptions{}, host_transform_device(lanes), io);
+    manager = std::make_unique<GDSManager>(files, GdsOptions{},
+                                           lanes ? lane_transform_device() : host_transform_device(), io);
   }
   TransferReport move(bool is_read) {
     std::vector<StagedPage> pages;

@@ -9,9 +9,9 @@
 #include "base/error.h"
 #include "gds/raw_file.h"
 #include "gds/transform_device.h"
-#include "gds/transform_lanes.h"
 #include "gds/transform_tables.h"
 #include "storage/striping.h"
+#include "testing/transform_lanes.h"
 
 using namespace flexkv;
 
@@ -61,7 +61,7 @@ struct TransformWorld {
     return answer;
   }
   BatchResult move(bool lanes, bool into_pool) const {
-    const auto device = host_transform_device(lanes);
+    const auto device = lanes ? lane_transform_device() : host_transform_device();
     const auto transformer = device->transformer(*map, into_pool, static_cast<int32_t>(num_blocks));
     transformer->launch(pages());
     return transformer->wait();

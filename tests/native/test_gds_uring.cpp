@@ -4,8 +4,8 @@
 #include "base/error.h"
 #include "gds/uring_file_io.h"
 #include "gds_world.h"
-#include "io/faulty_queue.h"
 #include "io/uring_queue.h"
+#include "testing/faulty_queue.h"
 
 using namespace flexkv;
 

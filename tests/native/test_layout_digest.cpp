@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "base/digest.h"
-#include "layout/lane_executor.h"
 #include "layout/page_digest.h"
+#include "testing/layout_lanes.h"
 
 using namespace flexkv;
 

@@ -5,7 +5,7 @@
 
 #include "base/digest.h"
 #include "layout/kv_view.h"
-#include "layout/lane_executor.h"
+#include "testing/layout_lanes.h"
 #include "transfer/host_copy.h"
 
 using namespace flexkv;

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "base/error.h"
-#include "io/faulty_queue.h"
 #include "io/io_queue.h"
 #include "page_world.h"
 #include "storage/disk_lane.h"
-#include "transfer/counting_mover.h"
+#include "testing/counting_mover.h"
+#include "testing/faulty_queue.h"
 #include "transfer/engine.h"
 #include "transfer/host_mover.h"
 

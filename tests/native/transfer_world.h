@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "testing/faulty_mover.h"
 #include "transfer/engine.h"
-#include "transfer/faulty_mover.h"
 #include "transfer/host_mover.h"
 
 namespace flexkv {

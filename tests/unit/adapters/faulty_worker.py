@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.worker import WorkerSide
+from tests import testing_ext
 
 LONG_S = 60.0
 
@@ -19,7 +20,7 @@ class FaultyWorker(WorkerSide):
     movers: ClassVar[dict[int, Any]] = {}
 
     def make_mover(self) -> Any:
-        mover = c_ext.FaultyMover(c_ext.HostMover(), self.rules)
+        mover = testing_ext.FaultyMover(c_ext.HostMover(), self.rules)
         self.movers[self.rank] = mover
         return mover
 

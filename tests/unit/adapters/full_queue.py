@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from vllm.v1.request import Request
 
-from flexkv import c_ext
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
@@ -19,7 +19,7 @@ def four_loads(
     make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **settings: object
 ) -> tuple[MiniEngine, type[FaultyWorker], list[Request]]:
     """An engine with four loads of these tokens, its worker's class, and their requests r0 to r3."""
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, nth_op=0))
     engine = stored_engine(
         make_engine, tokens, blocks=64, worker_class=slow, **{"transfer.queue_ops": 1}, **settings
     )

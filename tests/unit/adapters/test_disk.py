@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.c_ext import eviction_policies
 from flexkv.errors import FlexKVError
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES, Make, in_turn, spoil, stop_disks
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.vllm_objects import make_request
@@ -41,7 +41,7 @@ def test_a_new_engine_serves_what_the_last_one_stored(make_disk_engine: Make) ->
 
 
 def test_a_store_that_ends_while_the_engine_ends_is_kept(make_disk_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=int(OpKind.D2H)))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.D2H)))
 
     class Ending(slow):  # type: ignore[misc,valid-type]
         def close(self) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import CapacityError, GeometryError
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.full_queue import four_loads
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
@@ -25,7 +25,7 @@ H2D, D2H = 0, 1
 def test_a_failed_page_of_an_async_load_is_computed_again_and_stored_again(
     make_engine: Make, ranks: int
 ) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, times=1))
+    worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, times=1))
     engine = stored_engine(make_engine, PROMPT, ranks=ranks, remote=ranks > 1, worker_class=worker)
     assert engine.run(make_request(PROMPT, "two")) == 20
     assert len(engine.invalid) == 1 if ranks == 1 else 1 <= len(engine.invalid) <= 2
@@ -35,7 +35,7 @@ def test_a_failed_page_of_an_async_load_is_computed_again_and_stored_again(
 
 
 def test_the_engine_resets_its_cache_while_stores_are_in_flight(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H))
     engine = make_engine(worker_class=worker)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -52,7 +52,7 @@ def test_the_engine_resets_its_cache_while_stores_are_in_flight(make_engine: Mak
 
 
 def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=8, worker_class=worker, **{"store.max_reference_share": 1.0})
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -73,7 +73,7 @@ def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make
 
 
 def test_a_forward_waits_for_a_copy_that_is_only_slow(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(1, kind=D2H, nth_op=0, delay_s=0.01))
+    worker = faulty_worker(testing_ext.FaultRule(1, kind=D2H, nth_op=0, delay_s=0.01))
     engine = make_engine(blocks=8, worker_class=worker, **{"store.max_reference_share": 1.0})
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -87,7 +87,7 @@ def test_a_forward_waits_for_a_copy_that_is_only_slow(make_engine: Make) -> None
 
 
 def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D))
     engine = stored_engine(make_engine, PROMPT, ranks=2, remote=True, worker_class=slow)
     slow.movers[0].release()
     assert engine.add(make_request(PROMPT, "two")) == 20
@@ -110,7 +110,7 @@ def test_an_aborted_async_load_is_reported_once_when_the_slow_rank_is_quiet(make
 
 
 def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, page=1, times=1))
     recomputes = EngineRole(recomputes=True)
     engine = stored_engine(
         make_engine, PROMPT, worker_class=slow, role=recomputes, **{"load.deadline_s": 0.05}
@@ -135,7 +135,7 @@ def test_a_load_past_its_deadline_is_reported_when_the_lane_is_quiet(make_engine
 
 
 def test_a_reset_under_an_async_load_voids_it(make_engine: Make) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D))
     engine = stored_engine(make_engine, PROMPT, worker_class=slow)
     request = make_request(PROMPT, "two")
     engine.add(request)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.transfer.graph import OpStatus
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.full_queue import four_loads
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
@@ -25,8 +25,8 @@ LONG_S = 60.0
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
     """A step whose sync load fails under two requests that share its target, and what tells the scheduler of it."""
     # The first store is that of "one"; the next ends after the step has made its report.
-    late_store = c_ext.FaultRule(STALL, kind=D2H, nth_op=1)
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
+    late_store = testing_ext.FaultRule(STALL, kind=D2H, nth_op=1)
+    worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
     engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
     engine.run(make_request(PROMPT[:8], "one"))
     engine.forget()

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.geometry import build_view
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import GeometryError
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.mini_pools import CONTENT, LAYERS, kv_config, make_caches
@@ -62,7 +62,7 @@ def test_partial_blocks_are_a_choice_with_one_latent_too(
 
 
 def test_a_store_that_fails_on_the_rank_that_writes_is_a_miss_for_all(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, page=1, times=1))
+    worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=D2H, page=1, times=1))
     engine = make_engine(ranks=2, latent=True, worker_class=worker)
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

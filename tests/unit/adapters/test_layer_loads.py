@@ -8,9 +8,9 @@ from threading import Timer
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.common.layer_loads import NOT_WAITED_FOR
 from flexkv.adapters.vllm.worker import WorkerSide
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.vllm_objects import make_request
@@ -27,7 +27,7 @@ def stored(make_engine: Make, **options: object) -> MiniEngine:
 
 
 def test_a_layer_is_there_while_the_next_is_still_coming(make_engine: Make) -> None:
-    stalls = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, layer=1))
+    stalls = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, layer=1))
     engine = stored(make_engine, worker_class=stalls)
     assert engine.add(make_request(PROMPT, "two")) == 16
     first, second = engine.pools.caches[0].values()

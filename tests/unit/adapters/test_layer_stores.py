@@ -17,6 +17,7 @@ from flexkv.adapters.vllm.layer_stores import NOT_FINISHED, LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.mini_pools import LAYERS
@@ -157,7 +158,7 @@ def test_a_layer_waits_for_those_before_it() -> None:
 def test_a_page_that_lacks_a_layer_on_one_rank_is_not_published(
     make_engine: Make, layer: int, ranks: int
 ) -> None:
-    class LastRankFails(faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, layer=layer, page=2, times=1))):  # type: ignore[misc]
+    class LastRankFails(faulty_worker(testing_ext.FaultRule(FAIL, kind=D2H, layer=layer, page=2, times=1))):  # type: ignore[misc]
         def make_mover(self) -> object:
             return super().make_mover() if self.rank == ranks - 1 else c_ext.HostMover()
 
@@ -170,7 +171,7 @@ def test_a_page_that_lacks_a_layer_on_one_rank_is_not_published(
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_all_pages_fail_in_a_layer_and_nothing_is_found(make_engine: Make, layer: int) -> None:
-    fails = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, nth_op=0, layer=layer))
+    fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=D2H, nth_op=0, layer=layer))
     engine = make_engine(worker_class=fails, **BY_LAYER)
     engine.run(make_request(PROMPT, "one"))
     assert engine.stored_pages == 0
@@ -231,7 +232,7 @@ def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
     """Its layers were copied while nobody knew; the step's report bars them."""
-    fails = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
+    fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)
     assert engine.add(make_request(PROMPT, "two")) == 16
     engine.step()
@@ -248,7 +249,7 @@ def test_nothing_computed_from_a_load_that_failed_is_published(
 
 def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
     """A request that is preempted right after its step: the next one writes its blocks, and the copies end first."""
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, layer=1, page=3, times=1))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, layer=1, page=3, times=1))
     engine = make_engine(
         blocks=8, remote=True, worker_class=slow, **{"store.max_reference_share": 1.0}, **BY_LAYER
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -49,7 +49,7 @@ def test_a_preempted_request_leaves_only_what_was_computed(
 
 
 def test_a_store_that_failed_is_offered_again(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=D2H, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=13, worker_class=worker, **LAZY)
     engine.run(make_request(PROMPT, "one"))
     stored_after_pressure(engine)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.storage.unit import DiskUnit
+from tests import testing_ext
 from tests.soak import soak_rounds
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.random_engine import RandomEngine
@@ -42,7 +42,7 @@ def failing_copies() -> type[WorkerSide]:
     """Some loads and some stores fail, each at one page."""
     numbers = [(kind, number) for kind in (H2D, D2H) for number in range(2, 40, 5)]
     return faulty_worker(
-        *(c_ext.FaultRule(FAIL, kind=kind, nth_op=n, page=n % 3, times=1) for kind, n in numbers)
+        *(testing_ext.FaultRule(FAIL, kind=kind, nth_op=n, page=n % 3, times=1) for kind, n in numbers)
     )
 
 
@@ -97,8 +97,11 @@ def test_disks(
 ) -> None:
     """Host memory for 16 blocks, so that most of what is served comes up from disk."""
     if fails:
-        rules = [c_ext.IoFaultRule(0, write=False, times=3), c_ext.IoFaultRule(0, write=True, times=2)]
-        monkeypatch.setattr(DiskUnit, "open", partial(DiskUnit.open, faults=c_ext.IoFaults(rules)))
+        rules = [
+            testing_ext.IoFaultRule(0, write=False, times=3),
+            testing_ext.IoFaultRule(0, write=True, times=2),
+        ]
+        monkeypatch.setattr(DiskUnit, "open", partial(DiskUnit.open, wrapper=testing_ext.IoFaults(rules)))
     disk = {
         "disk.folders": str(tmp_path / "disk"),
         "disk.bytes_per_folder": 4 << 20,
@@ -109,6 +112,6 @@ def test_disks(
 
 
 def test_control_corrupted_copies_are_seen(make_random: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(CORRUPT, kind=H2D))
+    worker = faulty_worker(testing_ext.FaultRule(CORRUPT, kind=H2D))
     with pytest.raises(AssertionError, match="tokens"):
         run(make_random(7, worker_class=worker, **{"host.verify": False}))

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import load_config
 from flexkv.observe import Counters
 from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import STALL, World
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=1)], queue_ops=1)
+    made = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=1)], queue_ops=1)
     yield made
     made.close()
 
@@ -70,7 +70,7 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
     """They have one ticket, so cancelling it stops the other half way: that says nothing about its pages."""
-    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
+    world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
         ops.engine = world.engine
@@ -89,7 +89,7 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
     """Its last layer moves when the wait is over, so that nothing of it can be recalled."""
-    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
+    world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
         ops.engine = world.engine
@@ -109,7 +109,7 @@ def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(in_time: bool) -> None:
     """The engine may have written its blocks in between."""
-    world = World(rules=[c_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
+    world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({"transfer.stuck_s": 60.0 if in_time else 0.05}, {}), 0, Counters())
         ops.engine = world.engine

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -73,7 +73,7 @@ def test_what_the_engine_kept_of_the_old_weights_is_not_stored(make_engine: Make
 
 
 def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(FAIL, kind=0, page=1, times=1))
+    worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=0, page=1, times=1))
     engine = make_engine(
         blocks=14,
         worker_class=worker,

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import ASLEEP
 from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpStatus
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker, release_when_given_up
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.sleeping_engine import SleepingEngine
@@ -55,7 +55,7 @@ def stored(make: Make, **options: Any) -> SleepingEngine:
 class DeafWorker(FaultyWorker):
     """Goes on when the engine takes its memory: the control."""
 
-    rules: ClassVar[list[Any]] = [c_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
+    rules: ClassVar[list[Any]] = [testing_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
     movers: ClassVar[dict[int, Any]] = {}
 
     def unregister_kv_caches(self) -> None:
@@ -71,7 +71,7 @@ def with_stalled_load(make: Make, worker: type[FaultyWorker]) -> SleepingEngine:
 
 
 def test_no_copy_reaches_memory_that_the_engine_has_taken(make_sleeping: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, nth_op=0))
     engine = with_stalled_load(make_sleeping, worker)
     released = release_when_given_up(engine.workers[0], worker.movers[0])
     engine.lose_memory()
@@ -97,7 +97,7 @@ def test_control_a_copy_that_goes_on_is_found_out(make_sleeping: Make) -> None:
 
 
 def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> None:
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_sleeping(worker_class=worker, **SHORT, **{"transfer.stuck_s": 0.1})
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -214,7 +214,7 @@ ENDS = {"role": EngineRole(ends_copies=True)}
 
 
 def store_stalls(make: Make, **options: Any) -> tuple[SleepingEngine, Any]:
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make(worker_class=worker, **SHORT, **options)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -262,7 +262,7 @@ def test_a_reset_that_fails_ends_the_stores_that_were_not_begun(
     make_sleeping: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexkv.adapters.vllm.scheduler.current_device_is_host", lambda: False)
-    worker = faulty_worker(c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"transfer.stuck_s": 0.1, "store.partial_blocks": True}
     engine = make_sleeping(worker_class=worker, **SHORT, **ENDS, **settings)
     engine.add(make_request(PROMPT, "one"))
@@ -347,7 +347,7 @@ def test_a_store_that_hangs_ends_a_builtin_engine_that_may_sleep(
     make_builtin: Callable[..., BuiltinEngine], sleeps: bool
 ) -> None:
     """The control: an engine that cannot sleep goes on, with the copy under way."""
-    engine = make_builtin(sleeps, c_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_builtin(sleeps, testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine.add(make_request(PROMPT, "one"))
     if sleeps:
         with pytest.raises(ClosedError, match=r"copies ended neither within transfer\.close_s"):

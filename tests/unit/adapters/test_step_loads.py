@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.errors import ClosedError
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker, release_when_given_up
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.vllm_objects import make_request
@@ -33,7 +33,7 @@ def stored(make_engine: Make, worker_class: type[FaultyWorker], mode: str, **set
 def test_nothing_computed_from_a_page_that_failed_is_published(
     make_engine: Make, mode: str, layer: int | None
 ) -> None:
-    fails = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
+    fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored(make_engine, fails, mode)
     request = make_request(PROMPT, "two")
     assert engine.add(request) == 16
@@ -58,7 +58,7 @@ def test_nothing_computed_from_a_page_that_failed_is_published(
 def test_requests_that_share_the_failed_block_are_affected_too(
     make_engine: Make, mode: str, layer: int | None
 ) -> None:
-    fails = faulty_worker(c_ext.FaultRule(FAIL, kind=H2D, page=1, layer=layer, times=1))
+    fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, layer=layer, times=1))
     engine = stored(make_engine, fails, mode)
     assert engine.add(make_request(PROMPT[:20], "two")) == 16
     # "three" found the blocks of "two" in the engine's own prefix cache.
@@ -74,7 +74,7 @@ def test_requests_that_share_the_failed_block_are_affected_too(
 
 @either_way
 def test_a_load_past_its_deadline_is_computed(make_engine: Make, mode: str, layer: int | None) -> None:
-    slow = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, page=0, layer=layer, times=1))
+    slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, page=0, layer=layer, times=1))
     engine = stored(make_engine, slow, mode, **{"load.deadline_s": 0.02})
     assert engine.add(make_request(PROMPT, "two")) == 16
     release = release_when_given_up(engine.workers[0], slow.movers[0])
@@ -89,7 +89,7 @@ def test_a_load_past_its_deadline_is_computed(make_engine: Make, mode: str, laye
 def test_a_load_that_is_stuck_for_good_stops_the_worker(
     make_engine: Make, mode: str, layer: int | None
 ) -> None:
-    stuck = faulty_worker(c_ext.FaultRule(STALL, kind=H2D, layer=layer))
+    stuck = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, layer=layer))
     short = {"load.deadline_s": 0.2, "transfer.stuck_s": 1.0, "transfer.close_s": 0.1}
     engine = stored(make_engine, stuck, mode, **short)
     engine.add(make_request(PROMPT, "two"))

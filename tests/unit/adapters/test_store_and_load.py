@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import CapacityError
+from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import embeddings, image, lora, make_request
@@ -32,7 +32,7 @@ def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: b
 
 def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
     """The control of every test here: were a load to bring other bytes, the checks would fail."""
-    rule = c_ext.FaultRule(CORRUPT, kind=0, page=1)
+    rule = testing_ext.FaultRule(CORRUPT, kind=0, page=1)
     engine = make_engine(worker_class=faulty_worker(rule))
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import flexkv.blend.rotation
 from flexkv.blend.rope import RopeSpec
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
 from flexkv.errors import BlockRangeError, GeometryError
+from tests import testing_ext
 from tests.unit.blend.rope_reference import decode, encode, relative_error, turned
 
 LIMITS = {"float32": 1e-6, "bfloat16": 2.6e-3, "float16": 3.3e-4}
@@ -23,13 +29,28 @@ def dense(rotation: KeyRotation, rows: int) -> RowPlaces:
     return RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, head_bytes)
 
 
+@contextmanager
+def rotated(lane_by_lane: bool) -> Iterator[None]:
+    """Within, rotations run as they do, or by the GPU's function on the CPU."""
+
+    def by_lanes(*tensors: object, stream: int, **geometry: Any) -> None:
+        assert stream == 0
+        testing_ext.rotate_rows(*tensors, **geometry)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if lane_by_lane:
+            patch.setattr(flexkv.blend.rotation, "rotate_rows", by_lanes)
+        yield
+
+
 def rotate(
     rotation: KeyRotation, keys: NDArray, old: NDArray, new: NDArray, lane_by_lane: bool = False
 ) -> NDArray:
     answer = np.zeros_like(keys)
     places = dense(rotation, len(keys))
     table = rotation.table(old, new)
-    rotation.apply(keys, places, answer, places, table, lane_by_lane=lane_by_lane)
+    with rotated(lane_by_lane):
+        rotation.apply(keys, places, answer, places, table)
     return answer
 
 
@@ -82,9 +103,8 @@ def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None
         found = []
         for lane_by_lane in (False, True):
             target = np.full(heads * head_stride + 64, 0xA5, np.uint8)
-            rotation.apply(
-                keys, dense(rotation, rows), target, target_places, table, lane_by_lane=lane_by_lane
-            )
+            with rotated(lane_by_lane):
+                rotation.apply(keys, dense(rotation, rows), target, target_places, table)
             found.append(target)
         np.testing.assert_array_equal(found[0], found[1])
         touched = np.zeros(len(found[0]), np.bool_)

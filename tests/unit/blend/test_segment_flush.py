@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flexkv import c_ext
 from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
@@ -25,6 +24,7 @@ from flexkv.errors import ClosedError, TransferError
 from flexkv.simulation.world import DISK
 from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
+from tests import testing_ext
 from tests.unit.cache.disk_world import disk_tier
 
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
@@ -83,8 +83,8 @@ def settle(cache: SegmentCache) -> None:
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
     """Of disks that are opened from now on, the first `times` writes end with EIO."""
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(0, write=True, times=times)])
-    patch.setattr(DiskUnit, "open", partial(DiskUnit.open, faults=faults))
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(0, write=True, times=times)])
+    patch.setattr(DiskUnit, "open", partial(DiskUnit.open, wrapper=faults))
 
 
 # --- whose pages ---

@@ -1,4 +1,4 @@
-"""Faults are decorators around movers and stores: the product has no hooks for tests."""
+"""Faults are decorators around movers, queues and devices: the product neither has them nor knows of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from flexkv import c_ext
+from flexkv.errors import ContractError
+from tests import testing_ext
+
 ROOT = Path(__file__).resolve().parents[3]
-NATIVE = re.compile(r"Faulty|FaultRule|FaultAction|for_test|test_hook", re.I)
+NATIVE = re.compile(r"Faulty|FaultRule|FaultAction|for_test|test_hook|lane_by_lane|\btesting/", re.I)
 PYTHON = re.compile(r"Fault(y|Rule|Action|$)|.*for_test|.*test_hook")
 
 
@@ -26,10 +30,7 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def has_hook(path: str, source: str) -> bool:
-    """The decorators themselves are files called faulty_*; the bindings hand them to tests."""
-    name = Path(path).name
-    if name.startswith("faulty_") or path.startswith("csrc/bindings/"):
-        return False
+    """Whether a file of the product names a fault."""
     if path.endswith(".py"):
         return any(PYTHON.match(used) for used in names_in(source))
     code = re.sub(r"//[^\n]*", "", source)
@@ -38,7 +39,8 @@ def has_hook(path: str, source: str) -> bool:
 
 def product_files() -> list[Path]:
     patterns = ("csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu", "flexkv/**/*.py")
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    found = (path for pattern in patterns for path in ROOT.glob(pattern))
+    return sorted(path for path in found if not path.is_relative_to(ROOT / "csrc" / "testing"))
 
 
 def test_no_file_of_the_product_knows_of_faults() -> None:
@@ -52,7 +54,8 @@ def test_no_file_of_the_product_knows_of_faults() -> None:
     ("path", "source"),
     [
         ("csrc/transfer/engine.cpp", "void TransferEngine::fail_next_for_test() {}"),
-        ("csrc/transfer/lane.h", '#include "transfer/faulty_mover.h"'),
+        ("csrc/transfer/lane.h", '#include "testing/faulty_mover.h"'),
+        ("csrc/rope/rotate.h", "void rotate_lane_by_lane(const RotationRows& rows);"),
         ("flexkv/transfer/engine.py", "mover = c_ext.FaultyMover(c_ext.HostMover(), [])"),
         ("flexkv/cache/manager.py", "def _lose_slots_for_tests(self): ..."),
     ],
@@ -61,7 +64,17 @@ def test_a_hook_is_found(path: str, source: str) -> None:
     assert has_hook(path, source)
 
 
-def test_the_decorators_are_none() -> None:
-    assert not has_hook("csrc/transfer/faulty_mover.h", "class FaultyMover {};")
+def test_a_comment_is_no_hook() -> None:
     assert not has_hook("csrc/transfer/lane.h", "int lanes = 2;  // faulty_mover.h counts them")
     assert not has_hook("flexkv/transfer/engine.py", "default = 3")
+
+
+@pytest.mark.parametrize("decorator", [b"FaultyMover", b"CountingMover", b"FaultyQueue"])
+def test_the_native_core_is_linked_without_decorators(decorator: bytes) -> None:
+    assert decorator not in Path(c_ext.__file__).read_bytes()
+    assert decorator in Path(testing_ext.__file__).read_bytes()  # the control
+
+
+def test_an_error_that_a_decorator_raises_is_the_products() -> None:
+    with pytest.raises(ContractError, match="no op kind 99"):
+        testing_ext.CountingMover(c_ext.HostMover()).count(99)

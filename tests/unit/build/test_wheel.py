@@ -50,6 +50,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert names == sources | samples | {"flexkv/py.typed", library}
 
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
+    assert b"FaultyMover" not in zipfile.ZipFile(wheel).read(library)
 
     # It works away from the working tree, with nothing beside it but what it depends on.
     target = tmp_path / "installed"
@@ -80,9 +81,10 @@ def test_source_archive_can_be_built_from(tmp_path: Path) -> None:
         p
         for folder in ("csrc", "build_support", "flexkv/config/samples")
         for p in (ROOT / folder).rglob("*")
-        if "__pycache__" not in p.parts
+        if "__pycache__" not in p.parts and "testing" not in p.parts
     ]
     assert {str(p.relative_to(ROOT)) for p in wanted} <= names
+    assert not [name for name in names if name.startswith("csrc/testing")]
 
 
 @pytest.mark.timeout(2 * BUILD_S)

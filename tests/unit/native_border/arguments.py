@@ -57,7 +57,6 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "DiskLane.take_out": lambda _: {"disk": 0, "reason": "why"},
     "EngineKeyChain.__init__": lambda _: {"namespace": bytes(32), "group": 0},
     "EngineKeyChain.extend": lambda world: {"engine_keys": [bytes([n]) * 32 for n in range(4)]},
-    "FaultRule.__init__": lambda _: {"action": 1, "delay_s": 0.0},
     "GDSManager.__init__": lambda world: {
         "ssd_files": {0: [world.path()]},
         "num_devices": 1,
@@ -92,7 +91,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "SlotImage.__eq__": lambda world: {"arg0": world.fresh("SlotImage")},
     "TokenChain.__init__": lambda _: {"block_tokens": 4, "seed": bytes(32)},
     "TransferEngine.__init__": lambda world: {
-        "mover": world.get("CountingMover"),
+        "mover": world.get("HostMover"),
         "queue_ops": 8,
         "copy_threads": 1,
         "op_stuck_s": 30.0,
@@ -173,8 +172,7 @@ BY_NAME: dict[str, Callable[[World], object]] = {
 USUAL: dict[str, object] = {"int": 1, "float": 0.5, "bool": True, "str": "a", "bytes": b"a", "": 1}
 
 OPTIONAL = {
-    "DiskLane.__init__": ("faults", "zero_fill", "register_buffers"),
-    "IoFaultRule.__init__": ("write", "disk", "nth", "offset", "error", "bytes", "times"),
+    "DiskLane.__init__": ("wrapper", "zero_fill", "register_buffers"),
     "EngineKeyChain.extend": ("start",),
     "TokenChain.extend": ("start",),
     "TransferEngine.submit": ("stream", "gated"),

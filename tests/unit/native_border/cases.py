@@ -43,12 +43,6 @@ RAW_ADDRESSES = {
 negative or of another type, and valid values. A `KvView` is believed too: those of hostile runs are dropped and never
 read through."""
 
-ENDLESS_WAITS = {
-    ("FaultyMover.wait_stalled", "deadline_s"): "waits for a stall that no thread comes to",
-    ("IoFaults.wait_stalled", "deadline_s"): "the same",
-}
-"""Waits that rightly last as long as they are told to: never told to last."""
-
 EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
 
 
@@ -262,8 +256,6 @@ class Fuzzer:
         valid = valid_argument(parameter, world, target)
         if named_in(RAW_ADDRESSES, target, parameter):
             return _bad_address(valid, rng)
-        if named_in(ENDLESS_WAITS, target, parameter):
-            return rng.choice((-1.0, 0.0, float("nan"), float("-inf"), -1e300, None, "a"))
         if rng.random() < 0.2:
             return hostile.anything(rng)
         return self._hostile_like(valid, parameter, rng)

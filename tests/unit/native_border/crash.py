@@ -12,6 +12,7 @@ PRELUDE = """
 import numpy as np
 from flexkv import c_ext
 from flexkv.errors import *
+from tests import testing_ext
 def caught(function, *arguments, **named):
     try:
         function(*arguments, **named)

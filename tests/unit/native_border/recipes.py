@@ -27,6 +27,7 @@ NOT_MADE = {
     "CudaLane": "needs a GPU",
     "DeviceMemory": "needs a GPU",
     "OpResult": "made by an engine's poll",
+    "QueueWrapper": "abstract: only tests wrap queues",
     "Lane": "abstract: lanes are made as their own classes",
     "PageMover": "abstract: movers are made as their own classes",
 }
@@ -69,7 +70,7 @@ def _disk_lane(world: World) -> c_ext.DiskLane:
 
 
 def _engine(world: World) -> c_ext.TransferEngine:
-    engine = c_ext.TransferEngine(world.get("FaultyMover"), 8, 1, 30.0, [world.get("DiskLane")])
+    engine = c_ext.TransferEngine(world.get("HostMover"), 8, 1, 30.0, [world.get("DiskLane")])
     engine.attach_view(0, world.get("KvView"), world.get("HostPool"), 0, -1)
     return engine
 
@@ -123,18 +124,13 @@ def head_to_token_major() -> tuple[Any, ...]:
 
 RECIPES: dict[str, Callable[[World], Any]] = {
     "BlockIndex": _index,
-    "CountingMover": lambda world: c_ext.CountingMover(world.get("HostMover")),
     "DiskLane": _disk_lane,
     "EngineKeyChain": lambda _: c_ext.EngineKeyChain(bytes(32), 0),
-    "FaultRule": lambda _: c_ext.FaultRule(0, nth_op=1000),
-    "FaultyMover": lambda world: c_ext.FaultyMover(world.get("CountingMover"), [world.get("FaultRule")]),
     "Found": _found_pages,
     "GDSManager": _manager,
     "GdsLane": lambda world: c_ext.GdsLane([world.get("PageCodec")], 0, [[world.get("SlabFile").row]]),
     "HostMover": lambda _: c_ext.HostMover(),
     "HostPool": _pool,
-    "IoFaultRule": lambda _: c_ext.IoFaultRule(0, nth=1000),
-    "IoFaults": lambda world: c_ext.IoFaults([world.get("IoFaultRule")]),
     "KvView": lambda world: c_ext.KvView(view_runs(world), BLOCKS, STRIPE),
     "PageCodec": _codec,
     "PageConversion": lambda _: c_ext.PageConversion(*head_to_token_major()),

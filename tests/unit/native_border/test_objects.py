@@ -20,10 +20,10 @@ CLASSES = [
 
 TAKES_AN_OBJECT = {
     "engine": "c_ext.TransferEngine(None, 8, 1, 30.0, [{}])",
-    "mover": "c_ext.CountingMover({})",
-    "faulty mover": "c_ext.FaultyMover({}, [])",
-    "fault rule": "c_ext.FaultyMover(c_ext.HostMover(), [{}])",
-    "I/O fault rule": "c_ext.IoFaults([{}])",
+    "mover": "testing_ext.CountingMover({})",
+    "faulty mover": "testing_ext.FaultyMover({}, [])",
+    "fault rule": "testing_ext.FaultyMover(c_ext.HostMover(), [{}])",
+    "I/O fault rule": "testing_ext.IoFaults([{}])",
     "codec of a disk lane": "c_ext.DiskLane([{}], [pool], [[]], 'auto', 4, 30.0)",
     "pool of a disk lane": "c_ext.DiskLane([codec], [{}], [[]], 'auto', 4, 30.0)",
     "slab of a disk lane": "c_ext.DiskLane([codec], [pool], [[{}]], 'auto', 4, 30.0)",
@@ -63,7 +63,8 @@ engine = c_ext.TransferEngine(None, 8, 1, 30.0, [])
 @pytest.mark.parametrize("taken_by", TAKES_AN_OBJECT)
 def test_none_and_an_uninitialised_object_are_a_type_error(taken_by: str) -> None:
     call, cls = TAKES_AN_OBJECT[taken_by], OF_CLASS[taken_by]
-    uninitialised = f"c_ext.{cls}.__new__(c_ext.{cls})"
+    module = "c_ext" if hasattr(c_ext, cls) else "testing_ext"
+    uninitialised = f"{module}.{cls}.__new__({module}.{cls})"
     said = run(
         OTHERS
         + f"caught(lambda: {call.format('None')})\n"
@@ -144,7 +145,7 @@ def test_movers_nest_to_a_depth_that_a_stack_holds() -> None:
         mover = c_ext.HostMover()
         for depth in range(1_000_000):
             try:
-                mover = c_ext.CountingMover(mover)
+                mover = testing_ext.CountingMover(mover)
             except ContractError as error:
                 print(depth, error)
                 break

@@ -65,9 +65,6 @@ class World:
 
     def close(self) -> None:
         """What has threads ends; what was closed by a call already does not mind."""
-        for name in ("FaultyMover", "IoFaults"):
-            if name in self.kept:
-                self.kept[name].release()
         for name in ("TransferEngine", "GDSManager", "HostPool"):
             if name in self.kept:
                 self.kept[name].close(*((WAIT_S,) if name == "TransferEngine" else ()))

@@ -22,6 +22,7 @@ from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
 from flexkv.observe import FailedOps
 from flexkv.observe.failed_ops import MOST_LINES, PERIOD_S
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
 
@@ -166,14 +167,16 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
 
 
 def test_a_store_that_fails_is_said_to_have_failed(worlds):
-    fails = c_ext.FaultRule(0, kind=int(OpKind.D2H))
-    world = worlds(c_ext.FaultyMover(c_ext.HostMover(), [fails]))
+    fails = testing_ext.FaultRule(0, kind=int(OpKind.D2H))
+    world = worlds(testing_ext.FaultyMover(c_ext.HostMover(), [fails]))
     assert not world.store(hashes_of(1), [1])
     assert world.cache.match("r", world.cache.keys(hashes_of(1)), WAIT_S) == 0
 
 
 def test_a_copy_past_its_deadline_is_recalled_or_stops_the_rank(worlds):
-    mover = c_ext.FaultyMover(c_ext.HostMover(), [c_ext.FaultRule(2, kind=int(OpKind.H2D), times=1)])
+    mover = testing_ext.FaultyMover(
+        c_ext.HostMover(), [testing_ext.FaultRule(2, kind=int(OpKind.H2D), times=1)]
+    )
     world = worlds(mover, load__deadline_s=0.05, transfer__stuck_s=1.0, transfer__copy_threads=1)
     world.store(hashes_of(1), [1])
     keys = world.cache.keys(hashes_of(1))
@@ -218,9 +221,9 @@ def test_leases_that_are_never_followed_up_expire(worlds):
 
 def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
     """The engine ends the requests of a load that failed, and may use their names again."""
-    late = c_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
+    late = testing_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
     world = worlds(
-        c_ext.FaultyMover(c_ext.HostMover(), [late]), load__deadline_s=0.01, transfer__stuck_s=30.0
+        testing_ext.FaultyMover(c_ext.HostMover(), [late]), load__deadline_s=0.01, transfer__stuck_s=30.0
     )
     world.store(hashes_of(1, 2), [1, 2])
     keys = world.cache.keys(hashes_of(1, 2))

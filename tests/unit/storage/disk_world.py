@@ -29,6 +29,7 @@ from flexkv.transfer.graph import (
     TransferOp,
 )
 from flexkv.transfer.host_pool import HostPool
+from tests import testing_ext
 
 GENEROUS_S = 60.0
 NO_HOLES = "this file system does not tell which parts of a file were never written"
@@ -94,7 +95,7 @@ class DiskWorld:
         slots: int = 32,
         identity: DiskIdentity = IDENTITY,
         host_slots: int = 64,
-        faults: c_ext.IoFaults | None = None,
+        faults: testing_ext.IoFaults | None = None,
         **options: object,
     ) -> None:
         self.group = group or make_group()

@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from flexkv import c_ext
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import read_header
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpStatus
+from tests import testing_ext
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import FAIL, DiskWorld, MakeDisks, keys_of
 
@@ -126,7 +126,7 @@ def test_sixty_four_bytes_of_something_else_are_a_miss(make_disks: MakeDisks) ->
 
 def test_a_place_whose_write_failed_can_be_written_again(make_disks: MakeDisks) -> None:
     """Nothing stays charged or locked, for the page, the place or the host slot."""
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=0)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=0)])
     world = make_disks(faults=faults)
     result, _ = world.write([1], [0])
     assert result.failed.tolist() == [0]

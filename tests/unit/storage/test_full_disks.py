@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexkv import c_ext
 from flexkv.config import load_config
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import read_epoch
@@ -21,6 +20,7 @@ from flexkv.storage.header import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import FullDiskError
 from flexkv.transfer.graph import OpStatus
+from tests import testing_ext
 from tests.unit.storage.disk_world import (
     FAIL,
     GENEROUS_S,
@@ -115,7 +115,7 @@ def punch(fd: int, world: DiskWorld, places: list[int]) -> None:
 
 
 def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=0, error=28, times=1)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=0, error=28, times=1)])
     world = make_disks(faults=faults, preallocate=False)
     if not holes(world.folder / "group0.slab"):
         pytest.skip(NO_HOLES)
@@ -131,7 +131,7 @@ def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As copy on write and thin volumes are: there it is no write to a slot without space that finds some again."""
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
     world = make_disks(faults=faults, preallocate=False)
     for place in range(4):
         assert world.write([place], [place])[0].status is OpStatus.OK

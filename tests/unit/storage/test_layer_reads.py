@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv import c_ext
 from flexkv.transfer.graph import OpStatus
+from tests import testing_ext
 from tests.unit.storage.disk_world import CORRUPT, GENEROUS_S, STALL, DiskWorld, MakeDisks, make_group
 from tests.unit.storage.layered_pages import LAYERS, PAGES, begin_read
 
@@ -21,13 +21,13 @@ def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
 def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_bytes: int) -> None:
     """The first ranges arrive while a later one of one page hangs."""
     group = make_group(layers=LAYERS, run_bytes=run_bytes)
-    faults = c_ext.IoFaults([])
+    faults = testing_ext.IoFaults([])
     world = make_disks(group=group, faults=faults)
     _, generations = world.write(range(PAGES), range(PAGES))
     world.wait_durable(range(PAGES), generations)
     slab = world.unit._members[0].slabs[0]  # type: ignore[union-attr]
     last_range = slab.offset(1) + 14 * 2 * run_bytes + 8192
-    faults.add(c_ext.IoFaultRule(STALL, write=False, offset=last_range))
+    faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=last_range))
     base = world.pool.slots // 2
     ticket = begin_read(world, range(base, base + PAGES), generations)
     assert faults.wait_stalled(1, GENEROUS_S)
@@ -47,12 +47,12 @@ def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_
 
 
 def test_a_page_that_fails_in_a_later_range_is_named_there(make_disks: MakeDisks) -> None:
-    world = make_disks(group=make_group(layers=LAYERS), faults=c_ext.IoFaults([]))
+    world = make_disks(group=make_group(layers=LAYERS), faults=testing_ext.IoFaults([]))
     _, generations = world.write(range(PAGES), range(PAGES))
     slab = world.unit._members[0].slabs[0]  # type: ignore[union-attr]
     assert world.faults is not None
     world.faults.add(
-        c_ext.IoFaultRule(CORRUPT, write=False, offset=slab.offset(2) + 6 * 8192, bytes=100, times=1)
+        testing_ext.IoFaultRule(CORRUPT, write=False, offset=slab.offset(2) + 6 * 8192, bytes=100, times=1)
     )
     ticket = begin_read(world, range(PAGES, 2 * PAGES), generations)
     assert world.engine.wait(ticket, GENEROUS_S)

@@ -23,6 +23,7 @@ from flexkv.transfer.graph import (
     TransferGraph,
     TransferOp,
 )
+from tests import testing_ext
 from tests.unit.storage.disk_world import CORRUPT, GENEROUS_S, STALL, MakeDisks, ids, make_group
 from tests.unit.storage.layered_pages import LAYERS, PAGES, READ, begin_read
 
@@ -34,7 +35,7 @@ class Streaming:
     """PAGES pages on disk, and an engine's pool whose blocks they are to fill."""
 
     def __init__(self, make_disks: MakeDisks, run_bytes: int = 4096) -> None:
-        self.faults = c_ext.IoFaults([])
+        self.faults = testing_ext.IoFaults([])
         self.run_bytes = run_bytes
         self.world = make_disks(group=make_group(layers=LAYERS, run_bytes=run_bytes), faults=self.faults)
         _, self.generations = self.world.write(range(PAGES), range(PAGES))
@@ -101,7 +102,7 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
     make_streaming: Callable[..., Streaming], run_bytes: int
 ) -> None:
     s = make_streaming(run_bytes)
-    s.faults.add(c_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
+    s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()
     s.read()
     assert s.faults.wait_stalled(1, GENEROUS_S)
@@ -118,7 +119,7 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
 def test_a_read_by_pages_holds_every_layer_back(make_streaming: Callable[..., Streaming]) -> None:
     """What the layerwise read is for: the same load, of pages that come up whole."""
     s = make_streaming()
-    s.faults.add(c_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
+    s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()
     s.read(layerwise=False)
     assert s.faults.wait_stalled(1, GENEROUS_S)
@@ -132,7 +133,7 @@ def test_control_a_load_that_does_not_wait_takes_what_lies_there(
     make_streaming: Callable[..., Streaming],
 ) -> None:
     s = make_streaming()
-    s.faults.add(c_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
+    s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     s.read()
     assert s.faults.wait_stalled(1, GENEROUS_S)
     assert s.result(s.load(waits=False)).status is OpStatus.OK, "nothing tells it"
@@ -142,7 +143,7 @@ def test_control_a_load_that_does_not_wait_takes_what_lies_there(
 
 def test_a_page_that_fails_in_a_later_range_is_named(make_streaming: Callable[..., Streaming]) -> None:
     s = make_streaming()
-    s.faults.add(c_ext.IoFaultRule(CORRUPT, write=False, offset=s.offset(2, 6), bytes=100, times=1))
+    s.faults.add(testing_ext.IoFaultRule(CORRUPT, write=False, offset=s.offset(2, 6), bytes=100, times=1))
     load = s.load()
     s.read()
     assert s.engine.wait_layer(load, 5, GENEROUS_S).in_time

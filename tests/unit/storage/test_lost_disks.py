@@ -18,6 +18,7 @@ from flexkv.storage.base import LostDisk
 from flexkv.storage.journal import Journal
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+from tests import testing_ext
 from tests.unit.storage.disk_world import (
     CORRUPT,
     FAIL,
@@ -46,7 +47,7 @@ def lost_of(world: DiskWorld, count: int = 0) -> list[LostDisk]:
 
 @pytest.mark.parametrize("io", BACKENDS)
 def test_a_read_error_is_a_miss_of_that_page(make_disks: MakeDisks, io: str) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=False, nth=1)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=False, nth=1)])
     world = make_disks(faults=faults, io=io)
     _, generations = world.write(range(4), range(4))
     result = world.read(range(4), range(4), generations)
@@ -58,7 +59,7 @@ def test_a_read_error_is_a_miss_of_that_page(make_disks: MakeDisks, io: str) -> 
 @pytest.mark.parametrize("io", BACKENDS)
 @pytest.mark.parametrize("moved", [0, 4096, 20480])
 def test_a_short_read_is_a_miss(make_disks: MakeDisks, io: str, moved: int) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(SHORT, write=False, nth=0, bytes=moved)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(SHORT, write=False, nth=0, bytes=moved)])
     world = make_disks(faults=faults, io=io)
     _, generations = world.write([1], [0])
     assert "disk miss (short)" in world.read([1], [0], generations).reason
@@ -67,7 +68,7 @@ def test_a_short_read_is_a_miss(make_disks: MakeDisks, io: str, moved: int) -> N
 
 @pytest.mark.parametrize("write", [False, True])
 def test_bytes_that_change_on_the_way_are_a_miss(make_disks: MakeDisks, write: bool) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(CORRUPT, write=write, nth=0, bytes=12_345)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(CORRUPT, write=write, nth=0, bytes=12_345)])
     world = make_disks(faults=faults)
     _, generations = world.write([1], [0])
     assert "disk miss (data)" in world.read([1], [0], generations).reason
@@ -75,7 +76,7 @@ def test_bytes_that_change_on_the_way_are_a_miss(make_disks: MakeDisks, write: b
 
 @pytest.mark.parametrize("action", [FAIL, SHORT])
 def test_a_failed_write_is_not_published(make_disks: MakeDisks, action: int) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(action, write=True, nth=1, bytes=4096)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(action, write=True, nth=1, bytes=4096)])
     world = make_disks(faults=faults)
     result, generations = world.write(range(3), range(3))
     assert result.failed.tolist() == [1]
@@ -89,7 +90,7 @@ def test_a_failed_write_is_not_published(make_disks: MakeDisks, action: int) -> 
 def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     make_disks: MakeDisks, error: int, text: str
 ) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=True, disk=1, error=error)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, disk=1, error=error)])
     world = make_disks(2, faults=faults)
     result, generations = world.write(range(6), range(6))
     assert result.failed.tolist() == [1, 3, 5]
@@ -108,7 +109,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
 
 
 def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(FAIL, write=False, disk=0)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=False, disk=0)])
     world = make_disks(2, faults=faults)
     _, generations = world.write(range(30), range(30))
     result = world.read(range(30), range(30), generations)
@@ -119,7 +120,7 @@ def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None
 
 @pytest.mark.parametrize("io", BACKENDS)
 def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(STALL, write=False, disk=0)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(STALL, write=False, disk=0)])
     world = make_disks(2, faults=faults, io=io, stuck_s=2.0)
     _, generations = world.write(range(8), range(8))
     tags = make_tags(keys_of([0]), 0, generations[:1], 16)
@@ -241,7 +242,7 @@ def test_a_read_only_file_system_is_lost_at_open(small_disk: Path, tmp_path: Pat
 
 
 def test_bytes_of_a_write_in_flight_at_close_are_recorded(make_disks: MakeDisks) -> None:
-    faults = c_ext.IoFaults([c_ext.IoFaultRule(STALL, write=True, nth=0)])
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(STALL, write=True, nth=0)])
     world = make_disks(faults=faults)
     world.fill(0, 1)
     generations = world.unit.next_generations(1)

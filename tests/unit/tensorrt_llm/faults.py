@@ -6,15 +6,16 @@ from typing import Any
 
 from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 
 
 class Faults:
     """Makes one mover with one rule, and keeps it."""
 
     def __init__(self, action: int, kind: OpKind, times: int = -1, **where: Any) -> None:
-        self._rule = c_ext.FaultRule(action, kind=int(kind), times=times, **where)
+        self._rule = testing_ext.FaultRule(action, kind=int(kind), times=times, **where)
         self.mover: Any = None
 
     def __call__(self) -> Any:
-        self.mover = c_ext.FaultyMover(c_ext.HostMover(), [self._rule])
+        self.mover = testing_ext.FaultyMover(c_ext.HostMover(), [self._rule])
         return self.mover

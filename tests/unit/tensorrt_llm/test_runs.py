@@ -14,6 +14,7 @@ from flexkv import c_ext
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, Version
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
@@ -192,8 +193,8 @@ def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: 
 
 def test_the_driver_sees_wrong_bytes(make_world: Make) -> None:
     """The control: where loads bring wrong bytes and nothing verifies them, the executor reports positions."""
-    rule = c_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
-    world = stored(make_world, movers=lambda: c_ext.FaultyMover(c_ext.HostMover(), [rule]))
+    rule = testing_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
+    world = stored(make_world, movers=lambda: testing_ext.FaultyMover(c_ext.HostMover(), [rule]))
     warm = world.serve(PROMPT)
     assert world.hit(warm) == WHOLE
     assert {request_id for request_id, _ in world.executor.wrong} == {warm.request_id}

@@ -9,6 +9,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.transfer.graph import OpKind
+from tests import testing_ext
 from tests.unit.tensorrt_llm.pair import run_pair
 from tests.unit.tensorrt_llm.pool import Shape
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, World
@@ -51,8 +52,8 @@ def stalls_on_rank_1() -> Any:
     """Rank 1's first load stands still until it is let go; rank 0's is done long before."""
     if multiprocessing.parent_process() is None:
         return None
-    rule = c_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)
-    stalling.append(c_ext.FaultyMover(c_ext.HostMover(), [rule]))
+    rule = testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)
+    stalling.append(testing_ext.FaultyMover(c_ext.HostMover(), [rule]))
     return stalling[0]
 
 
@@ -84,8 +85,8 @@ def test_a_late_rank_holds_the_others() -> None:
 def corrupt_on_rank_1() -> Any:
     if multiprocessing.parent_process() is None:
         return None
-    rule = c_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
-    return c_ext.FaultyMover(c_ext.HostMover(), [rule])
+    rule = testing_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
+    return testing_ext.FaultyMover(c_ext.HostMover(), [rule])
 
 
 def test_wrong_bytes_of_one_rank_are_seen() -> None:

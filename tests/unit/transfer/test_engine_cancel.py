@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexkv import c_ext
 from flexkv.transfer.graph import EdgeKind, OpKind, OpStatus
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 
 def test_cancel_before_anything_was_issued(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, nth_op=0)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, nth_op=0)])
     world.submit(world.op(OpKind.D2H, [0]))
     assert world.mover.wait_stalled(1, GENEROUS_S)
     ops = [world.op(OpKind.D2H, [1, 2]), world.op(OpKind.H2D, [3, 4], [1, 2]), world.op(OpKind.D2H, [])]
@@ -34,7 +34,7 @@ def test_cancel_while_pages_move_names_what_did_not_arrive(make_world: Callable[
         blocks=20,
         slots=20,
         run_bytes=512 * 1024,
-        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=3)],
+        rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=3)],
     )
     before = world.scribble()
     op = world.op(OpKind.D2H, range(20))
@@ -50,7 +50,7 @@ def test_cancel_while_pages_move_names_what_did_not_arrive(make_world: Callable[
 
 
 def test_cancel_between_layers_stops_after_the_one_that_moves(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.H2D, layer=1, page=0)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.H2D, layer=1, page=0)])
     op = world.op(OpKind.H2D, [0, 1], layerwise=True)
     ticket = world.submit(op)
     assert world.mover.wait_stalled(1, GENEROUS_S)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpKind, OpStatus
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 
 def test_close_with_work_in_flight(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)])
     before = world.scribble()
     moving, queued = world.op(OpKind.D2H, [0]), world.op(OpKind.H2D, [1, 2])
     world.submit(moving)
@@ -46,7 +46,7 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
     class Memory:
         """Stands for the engine's pool; can be watched."""
 
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)])
     owner = Memory()
     seen = weakref.ref(owner)
     world.engine.attach_view(1, world.view, world.pool, owners=[owner])
@@ -68,7 +68,7 @@ def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: 
     class Memory:
         """Stands for the engine's pool; can be watched."""
 
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)])
     idle, used = Memory(), Memory()
     seen_idle, seen_used = weakref.ref(idle), weakref.ref(used)
     world.engine.attach_view(1, world.view, world.pool, owners=[idle])
@@ -156,14 +156,14 @@ def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., 
 def test_the_exit_of_the_interpreter_frees_nothing_under_a_moving_copy() -> None:
     script = (
         "import numpy as np\n"
-        "from flexkv import c_ext\n"
+        "from tests import testing_ext\n"
         "from flexkv.transfer.graph import OpKind\n"
         "from tests.unit.transfer.transfer_world import STALL, World\n"
         "class Memory:\n"
         "    def __del__(self): print('freed', flush=True)\n"
-        "world = World(rules=[c_ext.FaultRule(STALL)])\n"
+        "world = World(rules=[testing_ext.FaultRule(STALL)])\n"
         "world.engine.attach_view(1, world.view, world.pool, owners=[Memory()])\n"
-        "other = World(rules=[c_ext.FaultRule(1, delay_s=0.3)])\n"
+        "other = World(rules=[testing_ext.FaultRule(1, delay_s=0.3)])\n"
         "for each in (world, other): each.submit(each.op(OpKind.D2H, [0]))\n"
         "assert world.mover.wait_stalled(1, 30.0)\n"
         "print('ready', flush=True)\n"

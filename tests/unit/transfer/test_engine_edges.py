@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.transfer.graph import EdgeKind, OpKind, OpStatus
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import CORRUPT, DELAY, FAIL, GENEROUS_S, STALL, World
 
 
 def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Callable[..., World]) -> None:
     # Two threads; page 2 of the store hangs. All other pages of the load must arrive meanwhile.
     world = make_world(
-        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=2)],
+        rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=2)],
         copy_threads=2,
         run_bytes=4 << 20,
         layers=2,
@@ -46,7 +46,9 @@ def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Call
 @pytest.mark.parametrize("threads", [1, 4])
 def test_edges_order_the_bytes(make_world: Callable[..., World], kind: EdgeKind, threads: int) -> None:
     # A chain through the same slots: block -> slot -> block -> slot -> block. Delays would let a hasty page overtake.
-    world = make_world(rules=[c_ext.FaultRule(DELAY, kind=OpKind.D2H, delay_s=0.001)], copy_threads=threads)
+    world = make_world(
+        rules=[testing_ext.FaultRule(DELAY, kind=OpKind.D2H, delay_s=0.001)], copy_threads=threads
+    )
     before = world.scribble()
     pages = range(6)
     ops = [
@@ -61,7 +63,7 @@ def test_edges_order_the_bytes(make_world: Callable[..., World], kind: EdgeKind,
 
 
 def test_a_barrier_holds_every_page_back(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=1)], copy_threads=2)
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=1)], copy_threads=2)
     ticket = world.submit(
         world.op(OpKind.D2H, [0, 1]), world.op(OpKind.H2D, [8, 9], [0, 1]), edges=[(0, 1, EdgeKind.BARRIER)]
     )
@@ -74,7 +76,7 @@ def test_a_barrier_holds_every_page_back(make_world: Callable[..., World]) -> No
 
 
 def test_a_failed_page_fails_its_stream_successors_page_alone(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(FAIL, kind=OpKind.D2H, page=2, reason="disk on fire")])
+    world = make_world(rules=[testing_ext.FaultRule(FAIL, kind=OpKind.D2H, page=2, reason="disk on fire")])
     before = world.scribble()
     store, load = world.op(OpKind.D2H, range(5)), world.op(OpKind.H2D, range(10, 15), range(5))
     last = world.op(OpKind.D2H, range(10, 15), range(20, 25))
@@ -89,7 +91,7 @@ def test_a_failed_page_fails_its_stream_successors_page_alone(make_world: Callab
 
 
 def test_a_failed_op_skips_what_waits_behind_a_barrier(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(FAIL, nth_op=0, page=0)])
+    world = make_world(rules=[testing_ext.FaultRule(FAIL, nth_op=0, page=0)])
     ops = [
         world.op(OpKind.D2H, [0, 1]),
         world.op(OpKind.H2D, [8, 9], [0, 1]),
@@ -104,7 +106,7 @@ def test_a_failed_op_skips_what_waits_behind_a_barrier(make_world: Callable[...,
 
 
 def test_stream_pages_that_all_lost_their_predecessor_are_skipped(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(FAIL, kind=OpKind.D2H)])
+    world = make_world(rules=[testing_ext.FaultRule(FAIL, kind=OpKind.D2H)])
     store, load = world.op(OpKind.D2H, [0, 1]), world.op(OpKind.H2D, [8, 9], [0, 1])
     results = world.run(store, load, edges=[(0, 1, EdgeKind.STREAM)])
     assert results[store.op_id].status is OpStatus.FAILED
@@ -113,7 +115,7 @@ def test_stream_pages_that_all_lost_their_predecessor_are_skipped(make_world: Ca
 
 def test_barrier_and_stream_into_one_op(make_world: Callable[..., World]) -> None:
     for failing, status in ((None, OpStatus.OK), (0, OpStatus.SKIPPED), (1, OpStatus.FAILED)):
-        rules = [] if failing is None else [c_ext.FaultRule(FAIL, nth_op=failing, page=0)]
+        rules = [] if failing is None else [testing_ext.FaultRule(FAIL, nth_op=failing, page=0)]
         world = make_world(rules=rules)
         gate, store = world.op(OpKind.D2H, [9]), world.op(OpKind.D2H, [0, 1])
         load = world.op(OpKind.H2D, [4, 5], [0, 1])
@@ -124,8 +126,8 @@ def test_barrier_and_stream_into_one_op(make_world: Callable[..., World]) -> Non
 def test_damage_between_store_and_load_is_found_by_the_digest(make_world: Callable[..., World]) -> None:
     for rules, expected in (
         ([], []),
-        ([c_ext.FaultRule(CORRUPT, kind=OpKind.D2H, page=1, corrupt_bytes=1)], [1]),
-        ([c_ext.FaultRule(CORRUPT, kind=OpKind.D2H, slot=2)], [2]),
+        ([testing_ext.FaultRule(CORRUPT, kind=OpKind.D2H, page=1, corrupt_bytes=1)], [1]),
+        ([testing_ext.FaultRule(CORRUPT, kind=OpKind.D2H, slot=2)], [2]),
     ):
         for layerwise in (False, True):
             world = make_world(

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.errors import ClosedError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind, OpStatus
 from flexkv.transfer.host_pool import HostPool
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 
@@ -42,7 +42,7 @@ def in_forked_child(check: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_forked_child_can_drop_what_is_its_parents(make_world: Callable[..., World], shared: bool) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, nth_op=1)], shared=shared)
+    world = make_world(rules=[testing_ext.FaultRule(STALL, nth_op=1)], shared=shared)
     before = world.scribble()
     world.run(world.op(OpKind.D2H, [3]))
     moving = world.op(OpKind.D2H, [4])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.transfer.graph import EdgeKind, OpId, OpKind, OpStatus, Priority
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
         blocks=blocks,
         run_bytes=4 * MIB // 16,
         slots=blocks,
-        rules=[c_ext.FaultRule(STALL, nth_op=0)],
+        rules=[testing_ext.FaultRule(STALL, nth_op=0)],
     )
     world.submit(world.op(OpKind.D2H, [0]))
     assert world.mover.wait_stalled(1, GENEROUS_S)
@@ -69,7 +69,7 @@ def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
         blocks=48,
         run_bytes=MIB // 4,
         slots=48,
-        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)],
+        rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)],
     )
     store, load = world.op(OpKind.D2H, range(40)), world.op(OpKind.H2D, range(40, 48))
     world.submit(store)
@@ -140,7 +140,7 @@ def wait_until_down(world: World, kind: OpKind) -> None:
 
 def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: Callable[..., World]) -> None:
     world = make_world(
-        rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)], copy_threads=2, op_stuck_s=0.1
+        rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=0)], copy_threads=2, op_stuck_s=0.1
     )
     hung, queued = world.op(OpKind.D2H, [0, 1]), world.op(OpKind.D2H, [2])
     hung_ticket = world.submit(hung)
@@ -172,7 +172,7 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
 
 def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[..., World]) -> None:
     # One thread for both directions: a hung store takes the loads down too, since nothing could move them.
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)], op_stuck_s=0.2)
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)], op_stuck_s=0.2)
     hung, store, load = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1]), world.op(OpKind.H2D, [2])
     world.submit(hung)
     assert world.mover.wait_stalled(1, GENEROUS_S)
@@ -189,7 +189,7 @@ def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[...,
 def test_a_lane_comes_up_again_when_what_hung_has_ended(
     make_world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)], op_stuck_s=1.0)
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)], op_stuck_s=1.0)
     before = world.scribble()
     with caplog.at_level(logging.WARNING, logger="flexkv.transfer.engine"):
         hung, meanwhile = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1])
@@ -212,10 +212,10 @@ def test_a_lane_comes_up_again_when_what_hung_has_ended(
 def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
     script = (
         "import sys, time\n"
-        "from flexkv import c_ext\n"
+        "from tests import testing_ext\n"
         "from flexkv.transfer.graph import OpKind\n"
         "from tests.unit.transfer.transfer_world import STALL, World\n"
-        "world = World(rules=[c_ext.FaultRule(STALL)], op_stuck_s=4.0)\n"
+        "world = World(rules=[testing_ext.FaultRule(STALL)], op_stuck_s=4.0)\n"
         "world.submit(world.op(OpKind.D2H, [0]))\n"
         "assert world.mover.wait_stalled(1, 30.0)\n"
         "print('moving', flush=True)\n"
@@ -240,7 +240,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
 
 def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:
     world = make_world(
-        rules=[c_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
+        rules=[testing_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
     )  # far apart: the machine may be busy
     op = world.op(OpKind.D2H, range(4))
     assert world.run(op)[op.op_id].status is OpStatus.OK

@@ -28,6 +28,7 @@ from flexkv.transfer.graph import (
     TransferOp,
 )
 from flexkv.transfer.host_pool import HostPool
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World, ids
 
 
@@ -188,7 +189,7 @@ def test_empty_ops_and_empty_graphs_end_ok(world: World) -> None:
 def test_a_full_queue_is_busy_for_the_whole_graph_and_loads_have_places_of_their_own(
     make_world: Callable[..., World],
 ) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)], queue_ops=4)
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)], queue_ops=4)
     stores = [world.op(OpKind.D2H, [i]) for i in range(3)]
     world.submit(*stores)
     assert world.mover.wait_stalled(1, GENEROUS_S)
@@ -237,7 +238,7 @@ def test_options_out_of_range_are_named(options: dict[str, int], text: str) -> N
 
 
 def test_an_op_keeps_view_and_pool_alive(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)])
     before = world.scribble()
     ticket = world.submit(world.op(OpKind.D2H, [3]))
     assert world.mover.wait_stalled(1, GENEROUS_S)

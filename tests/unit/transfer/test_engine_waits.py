@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import pytest
 
-from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind, OpStatus
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import FAIL, GENEROUS_S, STALL, World
 
 
 def test_a_deadline_ends_the_wait_and_not_the_op(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL)])
     before = world.scribble()
     ticket = world.submit(world.op(OpKind.D2H, [3]))
     start = time.monotonic()
@@ -48,7 +48,7 @@ def test_tickets_never_given_are_refused(world: World) -> None:
 
 
 def test_wait_layer_returns_when_that_layer_is_in_place(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.H2D, layer=2)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.H2D, layer=2)])
     before = world.scribble()
     world.run(world.op(OpKind.D2H, range(3)))
     load = world.op(OpKind.H2D, [10, 11, 12], range(3), layerwise=True)
@@ -71,7 +71,7 @@ def test_wait_layer_returns_when_that_layer_is_in_place(make_world: Callable[...
 
 
 def test_wait_layer_names_failed_pages(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(FAIL, kind=OpKind.H2D, page=1, layer=1)])
+    world = make_world(rules=[testing_ext.FaultRule(FAIL, kind=OpKind.H2D, page=1, layer=1)])
     load = world.op(OpKind.H2D, [10, 11, 12], layerwise=True)
     ticket = world.submit(load)
     answer = world.engine.wait_layer(ticket, 3, GENEROUS_S)
@@ -87,7 +87,7 @@ def test_wait_layer_names_failed_pages(make_world: Callable[..., World]) -> None
 def test_wait_layer_of_an_op_that_is_not_layerwise_waits_for_all_of_it(
     make_world: Callable[..., World],
 ) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.H2D, page=1)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.H2D, page=1)])
     ticket = world.submit(world.op(OpKind.H2D, [0, 1]))
     assert world.mover.wait_stalled(1, GENEROUS_S)
     assert not world.engine.wait_layer(ticket, 0, 0.05).in_time
@@ -142,10 +142,10 @@ def test_the_event_descriptor_is_readable_exactly_while_results_wait(world: Worl
 def test_an_interrupt_ends_a_wait_at_once(call: str) -> None:
     script = (
         "import os, signal, sys, threading, time\n"
-        "from flexkv import c_ext\n"
+        "from tests import testing_ext\n"
         "from flexkv.transfer.graph import OpKind\n"
         "from tests.unit.transfer.transfer_world import STALL, World\n"
-        "world = World(rules=[c_ext.FaultRule(STALL)])\n"
+        "world = World(rules=[testing_ext.FaultRule(STALL)])\n"
         "ticket = world.submit(world.op(OpKind.H2D, [0]))\n"
         "assert world.mover.wait_stalled(1, 30.0)\n"
         "waits = {\n"

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph, TransferOp
+from tests import testing_ext
 from tests.unit.transfer.transfer_world import FAIL, GENEROUS_S, STALL, World
 
 BLOCKS = range(3)
@@ -85,7 +85,7 @@ def test_several_layers_and_graphs_at_once(world: World) -> None:
 
 
 def test_a_page_that_fails_in_a_layer_fails_alone(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(FAIL, kind=OpKind.D2H, page=1, layer=2)])
+    world = make_world(rules=[testing_ext.FaultRule(FAIL, kind=OpKind.D2H, page=1, layer=2)])
     op = store(world)
     ticket = gated(world, op)
     for layers in range(1, world.layers + 1):
@@ -123,7 +123,7 @@ def test_others_pass_a_store_at_its_gate(world: World) -> None:
 
 
 def test_a_layer_in_flight_when_the_next_is_named(make_world: Callable[..., World]) -> None:
-    world = make_world(rules=[c_ext.FaultRule(STALL, kind=OpKind.D2H, layer=0, page=0)])
+    world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, layer=0, page=0)])
     before = world.scribble()
     ticket = gated(world, store(world))
     world.engine.open_layers([ticket], 1)

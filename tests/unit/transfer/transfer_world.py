@@ -23,12 +23,13 @@ from flexkv.transfer.graph import (
     TransferOp,
 )
 from flexkv.transfer.host_pool import HostPool
+from tests import testing_ext
 
 GENEROUS_S = 30.0
 """Deadline of every wait that is expected to end: far beyond what a loaded machine needs."""
 
 FAIL, DELAY, STALL, CORRUPT = range(4)
-"""Actions of a `c_ext.FaultRule`."""
+"""Actions of a `testing_ext.FaultRule`."""
 
 
 def ids(values: Sequence[int]) -> NDArray[np.int32]:
@@ -45,7 +46,7 @@ class World:
         run_bytes: int = 1024,
         slots: int = 32,
         shared: bool = False,
-        rules: Sequence[c_ext.FaultRule] = (),
+        rules: Sequence[testing_ext.FaultRule] = (),
         **engine_options: float,
     ) -> None:
         self.layers, self.blocks, self.run_bytes = layers, blocks, run_bytes
@@ -58,8 +59,8 @@ class World:
         slot_bytes = -(-layers * run_bytes // 4096) * 4096
         self.pool = HostPool(slot_bytes, slots, shared=shared)
         assert self.pool.wait_ready(slots, GENEROUS_S), self.pool.stopped_reason
-        self.counter = c_ext.CountingMover(c_ext.HostMover())
-        self.mover = c_ext.FaultyMover(self.counter, list(rules))
+        self.counter = testing_ext.CountingMover(c_ext.HostMover())
+        self.mover = testing_ext.FaultyMover(self.counter, list(rules))
         self.engine = TransferEngine(self.mover, **engine_options)  # type: ignore[arg-type]
         self.engine.attach_view(0, self.view, self.pool, 0, owners=[self.memory])
         self.op_ids = itertools.count(1)

@@ -1,4 +1,4 @@
-#include "transfer/faulty_mover.h"
+#include "testing/faulty_mover.h"
 
 #include <algorithm>
 #include <thread>

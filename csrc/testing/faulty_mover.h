@@ -1,4 +1,4 @@
-// Injects faults into a mover, for drills and tests: pages that fail, come late, hang, or arrive damaged.
+// Injects faults into a mover: pages that fail, come late, hang, or arrive damaged.
 #pragma once
 #include <map>
 #include <memory>
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "testing/stall_gate.h"
 #include "transfer/page_mover.h"
-#include "transfer/stall_gate.h"
 
 namespace flexkv {
 

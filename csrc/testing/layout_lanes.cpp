@@ -1,4 +1,4 @@
-#include "layout/lane_executor.h"
+#include "testing/layout_lanes.h"
 
 #include <algorithm>
 #include <array>

@@ -1,10 +1,14 @@
-#include "io/faulty_queue.h"
+#include "testing/faulty_queue.h"
 
 #include <algorithm>
 
 #include "transfer/deadline.h"
 
 namespace flexkv {
+
+std::unique_ptr<IoQueue> IoFaults::wrap(std::unique_ptr<IoQueue> queue, int32_t disk) {
+  return std::make_unique<FaultyQueue>(std::move(queue), shared_from_this(), disk);
+}
 
 std::optional<IoFaultRule> IoFaults::match(const IoRequest& request, int32_t disk) {
   const std::lock_guard lock(mutex_);

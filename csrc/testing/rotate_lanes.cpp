@@ -1,9 +1,9 @@
-#include "layout/lane_executor.h"
+#include "testing/rotate_lanes.h"
+
 #include "rope/rotate_dispatch.h"
+#include "testing/layout_lanes.h"
 
 namespace flexkv {
-
-int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 void rotate_lane_by_lane(const RotationRows& rows, ElementType type, Pairing pairing) {
   dispatch_rotation(type, pairing, [&]<typename Kind>(Kind) {

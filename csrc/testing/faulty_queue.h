@@ -1,4 +1,4 @@
-// Injects faults into a queue, for drills and tests: errors, short I/Os, damage, and I/Os that hang.
+// Injects faults into a queue: errors, short I/Os, damage, and I/Os that hang.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -31,9 +31,10 @@ struct IoFaultRule {
 };
 
 // Shared by the queues of all disks. Thread-safe.
-class IoFaults {
+class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaults> {
  public:
   explicit IoFaults(std::vector<IoFaultRule> rules) : rules_(std::move(rules)) {}
+  std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) override;
   std::optional<IoFaultRule> match(const IoRequest& request, int32_t disk);
   void add(const IoFaultRule& rule);
   // Takes all rules away and lets what is stalled end.

@@ -1,4 +1,4 @@
-#include "gds/faulty_file_io.h"
+#include "testing/faulty_file_io.h"
 
 #include <cstddef>
 #include <thread>

@@ -1,4 +1,4 @@
-#include "transfer/counting_mover.h"
+#include "testing/counting_mover.h"
 
 #include "transfer/deadline.h"
 

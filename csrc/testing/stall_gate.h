@@ -1,4 +1,4 @@
-// Where injected faults hold calls back, as a device that hangs would, until a drill or a test lets them go.
+// Where injected faults hold calls back, as a device that hangs would, until a test lets them go.
 #pragma once
 #include <condition_variable>
 #include <cstdint>

@@ -1,7 +1,12 @@
-#include "gds/transform_lanes.h"
+#include "testing/transform_lanes.h"
 
 #include <array>
 #include <cstddef>
+#include <deque>
+#include <utility>
+
+#include "gds/transform_tables.h"
+#include "testing/transform_device_around.h"
 
 namespace flexkv {
 namespace {
@@ -45,7 +50,49 @@ void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
   if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold(sums));
 }
 
+class LaneTransformer : public Transformer {
+ public:
+  LaneTransformer(const PageMap& map, bool into_pool) : tables_(map, into_pool) {}
+
+  void launch(std::span<const TransformPage> pages) override {
+    BatchResult result;
+    result.bad_run.assign(pages.size(), kNoBadRun);
+    std::vector<RunProgress> progress(pages.size() * tables_.runs.size());
+    TransformBatch batch = host_batch(tables_);
+    batch.pages = pages.data();
+    batch.num_pages = static_cast<int32_t>(pages.size());
+    batch.progress = progress.data();
+    batch.bad_run = result.bad_run.data();
+    transform_lane_by_lane(batch);
+    done_.push_back(std::move(result));
+  }
+
+  BatchResult wait() override {
+    BatchResult result = std::move(done_.front());
+    done_.pop_front();
+    return result;
+  }
+
+ private:
+  TransformTables tables_;
+  std::deque<BatchResult> done_;
+};
+
+class LaneTransformDevice : public TransformDeviceAround {
+ public:
+  using TransformDeviceAround::TransformDeviceAround;
+  std::string name() const override { return "host, lane by lane"; }
+  std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t,
+                                           StreamEvent*) override {
+    return std::make_unique<LaneTransformer>(map, into_pool);
+  }
+};
+
 }  // namespace
+
+std::shared_ptr<TransformDevice> lane_transform_device() {
+  return std::make_shared<LaneTransformDevice>(host_transform_device());
+}
 
 void transform_lane_by_lane(const TransformBatch& batch) {
   for (int32_t page = batch.num_pages - 1; page >= 0; --page) {

@@ -1,5 +1,4 @@
-// Injects faults into file I/O, for drills and tests: calls that fail, come short, late or never, and bytes
-// that are damaged.
+// Injects faults into file I/O: calls that fail, come short, late or never, and bytes that are damaged.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -9,7 +8,7 @@
 #include <vector>
 
 #include "gds/file_io.h"
-#include "transfer/stall_gate.h"
+#include "testing/stall_gate.h"
 
 namespace flexkv {
 

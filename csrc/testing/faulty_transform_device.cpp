@@ -1,4 +1,4 @@
-#include "gds/faulty_transform_device.h"
+#include "testing/faulty_transform_device.h"
 
 #include <utility>
 
@@ -28,19 +28,19 @@ class FaultyTransformDevice::FaultyTransformer : public Transformer {
 void* FaultyTransformDevice::allocate(int64_t bytes) {
   if (failing_allocation_)
     throw CapacityError("staging of " + std::to_string(bytes) + " bytes: CUDA error 2");
-  void* memory = inner_->allocate(bytes);
+  void* memory = inner().allocate(bytes);
   allocated_ += 1;
   return memory;
 }
 
 void FaultyTransformDevice::release(void* memory) {
-  inner_->release(memory);
+  inner().release(memory);
   allocated_ -= 1;
 }
 
 std::unique_ptr<Transformer> FaultyTransformDevice::transformer(const PageMap& map, bool into_pool,
                                                                 int32_t max_pages, StreamEvent* fence) {
-  return std::make_unique<FaultyTransformer>(*this, inner_->transformer(map, into_pool, max_pages, fence));
+  return std::make_unique<FaultyTransformer>(*this, inner().transformer(map, into_pool, max_pages, fence));
 }
 
 }  // namespace flexkv

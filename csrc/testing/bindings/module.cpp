@@ -1,0 +1,25 @@
+// tests.testing_ext: decorators of the native core's objects, which only tests use.
+#include <pybind11/pybind11.h>
+
+#include "bindings/call_guard.h"
+#include "bindings/errors.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+
+void bind_io_faults(py::module_& m);
+void bind_lanes(py::module_& m);
+void bind_movers(py::module_& m);
+
+}  // namespace flexkv
+
+PYBIND11_MODULE(testing_ext, m) {
+  m.doc() = "Faults, counts and a GPU's threads on the CPU, around objects of flexkv.c_ext.";
+  py::module_::import("flexkv.c_ext");  // its classes are the bases of those here
+  flexkv::bind_errors(m);
+  flexkv::bind_movers(m);
+  flexkv::bind_io_faults(m);
+  flexkv::bind_lanes(m);
+  flexkv::guard_calls(m);
+}

@@ -1,0 +1,24 @@
+// The classes of this module, to be included before any is bound or taken (bindings/native_class.h).
+#pragma once
+#include "bindings/native_class.h"
+
+namespace flexkv {
+
+class CountingMover;
+class FaultyMover;
+class IoFaults;
+struct FaultRule;
+struct IoFaultRule;
+
+template <>
+inline constexpr bool kIsNativeClass<CountingMover> = true;
+template <>
+inline constexpr bool kIsNativeClass<FaultyMover> = true;
+template <>
+inline constexpr bool kIsNativeClass<IoFaults> = true;
+template <>
+inline constexpr bool kIsNativeClass<FaultRule> = true;
+template <>
+inline constexpr bool kIsNativeClass<IoFaultRule> = true;
+
+}  // namespace flexkv
