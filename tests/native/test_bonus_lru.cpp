@@ -1,31 +1,20 @@
 // What bonus_lru adds to LRU: when a block that was hit goes, and how a chain of both kinds is kept.
 #include <doctest/doctest.h>
 
-#include <random>
 #include <vector>
 
 #include "index/block_index.h"
+#include "index_steps.h"
 
 using namespace flexkv;
 
 namespace {
 
-std::vector<BlockKey> keys(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<BlockKey> made(count);
-  for (BlockKey& key : made) key = {random(), random()};
-  return made;
-}
-
 struct BonusIndex : BlockIndex {
   explicit BonusIndex(uint32_t slots) : BlockIndex({slots}, "bonus_lru", 42) { grow(0, slots); }
 
   std::vector<BlockKey> store(std::span<const BlockKey> offered) {
-    const Inserted done = insert(0, offered, offered.size());
-    const std::vector<uint8_t> ok(done.entries.size(), 1);
-    std::vector<uint8_t> published(done.entries.size());
-    finish(done.entries, ok.data(), published.data());
-    return done.evicted;
+    return insert_and_publish(*this, offered).evicted;
   }
 
   size_t has(std::span<const BlockKey> wanted) const {
@@ -33,12 +22,7 @@ struct BonusIndex : BlockIndex {
     return find(0, wanted, true, entries.data());
   }
 
-  void use(std::span<const BlockKey> wanted, bool hit) {
-    std::vector<EntryId> entries(wanted.size());
-    std::vector<int32_t> slots(wanted.size());
-    REQUIRE(match_and_pin(0, wanted, entries.data(), slots.data()) == wanted.size());
-    unpin(entries, Use{.hit = hit});
-  }
+  void use(std::span<const BlockKey> wanted, bool hit) { flexkv::use(*this, wanted, hit); }
 
   // Stores so many others, one by one; how many of these are left.
   size_t left_after(size_t others, std::span<const BlockKey> of) {

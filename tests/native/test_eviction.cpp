@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "index/block_index.h"
+#include "index_steps.h"
 #include "most_recent.h"
 #include "two_queues.h"
 
@@ -17,41 +18,11 @@ using namespace flexkv;
 
 namespace {
 
-std::vector<BlockKey> keys(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<BlockKey> made(count);
-  for (BlockKey& key : made) key = {random(), random()};
-  return made;
-}
-
-std::vector<EntryId> store(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
-  const Inserted done = index.insert(group, offered, offered.size());
-  const std::vector<uint8_t> ok(done.entries.size(), 1);
-  std::vector<uint8_t> published(done.entries.size());
-  index.finish(done.entries, ok.data(), published.data());
-  CHECK(published == ok);
-  return done.entries;
-}
-
-std::vector<EntryId> match(const BlockIndex& index, std::span<const BlockKey> wanted, uint32_t group = 0) {
-  std::vector<EntryId> entries(wanted.size());
-  entries.resize(index.match_prefix(group, wanted, entries.data()));
-  return entries;
-}
-
 std::vector<PolicyKind> all_kinds() {
   std::vector<PolicyKind> kinds(policy_kinds().begin(), policy_kinds().end());
   kinds.push_back(two_queues_kind());
   kinds.push_back(most_recent_kind());
   return kinds;
-}
-
-// A request found these blocks, and has used them.
-void hit(BlockIndex& index, std::span<const BlockKey> wanted) {
-  std::vector<EntryId> entries(wanted.size());
-  std::vector<int32_t> slots(wanted.size());
-  REQUIRE(index.match_and_pin(0, wanted, entries.data(), slots.data()) == wanted.size());
-  index.unpin(entries, Use{.hit = true});
 }
 
 std::vector<BlockKey> reversed(std::vector<BlockKey> of) {
@@ -195,7 +166,7 @@ TEST_CASE("every policy evicts all blocks that nobody leases, and no others") {
     index.grow(0, 32);
     const auto chain = keys(32, 1);
     store(index, chain);
-    hit(index, std::span(chain).subspan(8, 8));
+    use(index, std::span(chain).subspan(8, 8));
     std::vector<EntryId> leased(4);
     std::vector<int32_t> slots(4);
     REQUIRE(index.match_and_pin(0, std::span(chain).subspan(12, 4), leased.data(), slots.data()) == 4);
@@ -215,7 +186,7 @@ TEST_CASE("a chain is found as one walk after every policy admitted it") {
     index.grow(0, 64);
     const auto chain = keys(64, 2);
     const auto entries = store(index, chain);
-    hit(index, chain);
+    use(index, chain);
     // Evicted from its end, one by one: the chain lies in its order in one list.
     CHECK(index.evict(0, 64) == reversed(chain));
     CHECK(std::is_sorted(entries.begin(), entries.end()));
@@ -231,7 +202,7 @@ TEST_CASE("a policy is told of hits, misses and what left, and why") {
   CHECK(told.hits == std::vector<bool>{false});
   const auto first_hashes = told.missed_hashes;
   CHECK(first_hashes.size() == 3);
-  hit(index, chain);
+  use(index, chain);
   CHECK(told.hits == std::vector<bool>{false, true});
 
   index.touch(entries, 2);
@@ -270,7 +241,7 @@ TEST_CASE("notes start anew with each block of an entry") {
   index.grow(0, 2);
   const auto first = keys(2, 6);
   const auto entries = store(index, first);
-  hit(index, first);
+  use(index, first);
   index.evict(0, 2);
   index.check_integrity({});
   const auto again = store(index, keys(2, 7));

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "index/block_index.h"
 #include "index/sha256.h"
+#include "index_steps.h"
 
 using namespace flexkv;
 
@@ -30,32 +31,10 @@ std::string hash(const std::string& text, Sha256Compress compress) {
   return hex(sha.finish());
 }
 
-std::vector<BlockKey> keys(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<BlockKey> made(count);
-  for (BlockKey& key : made) key = {random(), random()};
-  return made;
-}
-
 // One group, all of its slots up.
 struct FullIndex : BlockIndex {
   explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
 };
-
-std::vector<EntryId> store(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
-  const Inserted done = index.insert(group, offered, offered.size());
-  const std::vector<uint8_t> ok(done.entries.size(), 1);
-  std::vector<uint8_t> published(done.entries.size());
-  index.finish(done.entries, ok.data(), published.data());
-  CHECK(published == ok);
-  return done.entries;
-}
-
-std::vector<EntryId> match(const BlockIndex& index, std::span<const BlockKey> wanted, uint32_t group = 0) {
-  std::vector<EntryId> entries(wanted.size());
-  entries.resize(index.match_prefix(group, wanted, entries.data()));
-  return entries;
-}
 
 std::vector<EntryId> pin(BlockIndex& index, std::span<const BlockKey> wanted) {
   const auto entries = match(index, wanted);

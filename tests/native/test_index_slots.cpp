@@ -1,40 +1,19 @@
 #include <doctest/doctest.h>
 
-#include <random>
 #include <vector>
 
 #include "base/error.h"
 #include "index/block_index.h"
+#include "index_steps.h"
 
 using namespace flexkv;
 
 namespace {
 
-std::vector<BlockKey> keys(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<BlockKey> made(count);
-  for (BlockKey& key : made) key = {random(), random()};
-  return made;
-}
-
-std::vector<EntryId> match(const BlockIndex& index, std::span<const BlockKey> wanted) {
-  std::vector<EntryId> entries(wanted.size());
-  entries.resize(index.match_prefix(0, wanted, entries.data()));
-  return entries;
-}
-
 std::vector<int32_t> slots(const BlockIndex& index, std::span<const EntryId> entries) {
   std::vector<int32_t> found(entries.size());
   index.copy_slots(entries, found.data());
   return found;
-}
-
-std::vector<EntryId> store(BlockIndex& index, std::span<const BlockKey> offered) {
-  const Inserted done = index.insert(0, offered, offered.size());
-  const std::vector<uint8_t> ok(done.entries.size(), 1);
-  std::vector<uint8_t> published(done.entries.size());
-  index.finish(done.entries, ok.data(), published.data());
-  return done.entries;
 }
 
 }  // namespace

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "base/error.h"
 #include "index/tier_lookup.h"
+#include "index_steps.h"
 
 using namespace flexkv;
 
@@ -14,25 +14,10 @@ namespace {
 
 constexpr size_t kAll = SIZE_MAX;
 
-std::vector<BlockKey> keys(size_t count, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<BlockKey> made(count);
-  for (BlockKey& key : made) key = {random(), random()};
-  return made;
-}
-
 std::shared_ptr<BlockIndex> index_of(uint32_t slots, uint32_t groups = 1) {
   auto index = std::make_shared<BlockIndex>(std::vector<uint32_t>(groups, slots), "lru", 42);
   for (uint32_t group = 0; group < groups; ++group) index->grow(group, slots);
   return index;
-}
-
-std::vector<EntryId> store(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
-  const Inserted done = index.insert(group, offered, offered.size());
-  const std::vector<uint8_t> ok(done.entries.size(), 1);
-  std::vector<uint8_t> published(done.entries.size());
-  index.finish(done.entries, ok.data(), published.data());
-  return done.entries;
 }
 
 Found look(TierLookup& lookup, std::span<const BlockKey> wanted, LookupTerms terms) {
