@@ -139,7 +139,9 @@ class Lookup:
         if not any(rest):
             return 0
         wanted, last = wanted_pages(rest, keys, first), self._ops.last_id
-        fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch())
+        # By layers where a lookup would: it then promises what has not come yet.
+        _, layerwise = self._streams(rest)
+        fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
         fetches = self._waits.join(request_id, wanted, fetched.pages, fetched.ops, counted=False)
         if fetches:
             self._requests.begin_prefetch(request_id, first)
@@ -251,15 +253,19 @@ class Lookup:
         if not any(rest):
             return Looked(lease)
         wanted = wanted_pages(rest, keys, first)
-        streamed = promise and all(self._tiers[tier].facts.streams for tier in self._choice.tiers_of(rest))
-        layerwise = streamed and all(
-            self._tiers[tier].facts.stream_layers for tier in self._choice.tiers_of(rest)
-        )
+        streamed, layerwise = self._streams(rest)
+        streamed, layerwise = promise and streamed, promise and layerwise
         fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
         if streamed:
             extend_lease(lease, fetched.pages)
             return Looked(lease)
         return Looked(lease, self._waits.join(request_id, wanted, fetched.pages, fetched.ops))
+
+    def _streams(self, rest: Sequence[Sequence[PageRun]]) -> tuple[bool, bool]:
+        """Whether all tiers that the pages come from stream them, and by layers."""
+        facts = [self._tiers[tier].facts for tier in self._choice.tiers_of(rest)]
+        streams = all(fact.streams for fact in facts)
+        return streams, streams and all(fact.stream_layers for fact in facts)
 
     def _takes_straight(
         self, tier: TierId, rest: list[list[PageRun]], keys: Sequence[Keys], first: int

@@ -31,6 +31,8 @@ SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
 """About 58 blocks of the tiny model: three prompts of 600 tokens."""
+STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
+"""What a queue gave the disk time to bring up would be promised from host memory."""
 DURABLE_WITHIN_S = 30.0
 PROMPTS_OF_900 = 6
 """Of 28 blocks each; the engine's own cache holds 128, and host memory about 58."""
@@ -195,7 +197,7 @@ def serve_two_prompts(
 def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
-    streaming: dict[str, Any] = {"disk__stream": True, "load__mode": load_mode}
+    streaming = STREAMING | {"load__mode": load_mode}
     session, first, pages = serve_two_prompts(engines, folder, stream, streaming)
     assert session.metric(STREAMED) == pages
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
@@ -298,7 +300,7 @@ def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
     """The same layers lost in the middle of the forward, and the engine is not told."""
-    streaming: dict[str, Any] = {"disk__stream": True, "load__mode": "layerwise"}
+    streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)
     assert session.check_one(prompt).cached == 0

@@ -184,11 +184,13 @@ def test_what_is_promised_where_it_lies_is_not_prefetched() -> None:
     assert world.look(keys).by_tier == (0, 6)
 
 
-def test_what_streams_is_prefetched_whole() -> None:
+@pytest.mark.parametrize("layers", [True, False], ids=["by layers", "whole"])
+def test_what_streams_is_prefetched_as_a_lookup_reads_it(layers: bool) -> None:
     keys = chain(6)
-    world = written(keys, slots=SLOTS, limits=traffic(streams=True))
+    world = written(keys, slots=SLOTS, limits=traffic(streams=True, stream_layers=layers))
     assert begin(world, keys) == 1
     (read,) = world.take()
+    assert read.layerwise == layers
     result = world.look(keys)
     assert (result.blocks, result.reads, result.by_tier) == (6, 0, (0, 6)), "promised while it comes"
     world.end(read)
