@@ -38,7 +38,7 @@ def quiet() -> Iterator[None]:
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A folder whose syncs cost nothing, where there is one."""
     shm = Path("/dev/shm")
-    folder = shm / f"flexkv-flips-{os.getpid()}" if os.access(shm, os.W_OK) else tmp_path / "flips"
+    folder = shm / f"flips-{os.getpid()}" if os.access(shm, os.W_OK) else tmp_path / "flips"
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
