@@ -51,7 +51,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
     if not os.access(shm, os.W_OK):
         yield tmp_path
         return
-    folder = shm / f"flexkv-test-{os.getpid()}"
+    folder = shm / f"power-cut-{os.getpid()}"
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
