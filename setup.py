@@ -47,8 +47,11 @@ class NinjaBuild(build_ext):
             built[TESTS / name] = ninja.add_testing_extension(name)
         ninja.run()
         for place, library in built.items():
-            # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file.
-            shutil.copy(library, place)
+            # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file. Put in
+            # place by its name alone: a process that has the former one mapped keeps it whole.
+            beside = place.with_name(f"new-{place.name}")
+            shutil.copy(library, beside)
+            beside.replace(place)
         if not self.in_place and shutil.which("strip"):
             subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 
