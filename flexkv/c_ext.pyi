@@ -525,8 +525,8 @@ class TokenChain:
                 last whole block are not kept: give them again.
 
         Raises:
-            TokenError: a token is no integer in [0, 2**32) (a bool is none); names position and value. Nothing is
-                appended.
+            TokenError: a token is no integer in [0, 2**32) (a bool is none); names position and value. Or there are
+                more than 2**27 of them. Nothing is appended.
             ContractError: `start` lies beyond the chain's end.
         """
 

@@ -16,6 +16,9 @@ namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
 constexpr Py_ssize_t kShownCharacters = 80;
+// Of one call. A hundred times the longest context in use; more is an array whose shape is wrong (one number
+// that stands for all, say), and is named before memory is asked for.
+constexpr size_t kMostTokens = size_t{1} << 27;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {
   throw TokenError("token " + std::to_string(position) + " is " + shown(value, kShownCharacters) + " (" +
@@ -64,9 +67,7 @@ std::vector<uint32_t> read_any_array(const py::array& array, size_t begin, size_
                    "; allowed are int32, int64 and uint32");
 }
 
-}  // namespace
-
-size_t token_count(py::handle tokens) {
+size_t size_of(py::handle tokens) {
   if (PyList_Check(tokens.ptr()) || PyTuple_Check(tokens.ptr())) {
     return static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens.ptr()));
   }
@@ -77,6 +78,17 @@ size_t token_count(py::handle tokens) {
   }
   throw TokenError(std::string("tokens are a ") + Py_TYPE(tokens.ptr())->tp_name +
                    "; allowed are a list, a tuple or a one-dimensional integer array");
+}
+
+}  // namespace
+
+size_t token_count(py::handle tokens) {
+  const size_t count = size_of(tokens);
+  if (count > kMostTokens) {
+    throw TokenError("tokens are " + std::to_string(count) + "; allowed are up to " +
+                     std::to_string(kMostTokens) + " in one call");
+  }
+  return count;
 }
 
 std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count) {

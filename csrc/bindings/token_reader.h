@@ -8,7 +8,8 @@
 
 namespace flexkv {
 
-// Number of tokens in a list, tuple or one-dimensional integer array. Throws TokenError for anything else.
+// Number of tokens in a list, tuple or one-dimensional integer array. Throws TokenError for anything else,
+// and for more than 2**27 tokens.
 size_t token_count(pybind11::handle tokens);
 
 // tokens[begin : begin + count] as u32. Throws TokenError naming position and value of the first that is no

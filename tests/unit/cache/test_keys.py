@@ -206,6 +206,13 @@ def test_a_namespace_cannot_pass_for_a_block() -> None:
     assert last_key({"name": name}, tokens) != last_key({}, as_tokens + tokens)
 
 
+@pytest.mark.parametrize("count", [(1 << 27) + 1, 1 << 40])
+def test_more_tokens_than_any_context_are_refused(count: int) -> None:
+    """One number that stands for all takes no memory to make, and would take terabytes to read."""
+    with pytest.raises(TokenError, match=f"tokens are {count}; allowed are up to 134217728 in one call"):
+        TokenChain(16).extend(np.broadcast_to(np.int64(7), count))
+
+
 def test_tail_candidates_are_the_keys_of_their_tokens() -> None:
     parent = hashlib.sha256(b"parent").digest()
     tokens = [11, 12, 13, 14, 15]
