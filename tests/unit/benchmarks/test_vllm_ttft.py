@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.vllm_ttft import BLOCK_TOKENS, DISK_SYNC, SYNC, Times, from_elsewhere
+import pytest
+
+from benchmarks.vllm_ttft import (
+    BLOCK_TOKENS,
+    DISK_SYNC,
+    SYNC,
+    Times,
+    added_over_memcpy,
+    from_elsewhere,
+    token_bytes,
+)
+from demo.model import PRESETS
 
 SERVED = 31 * BLOCK_TOKENS
 
@@ -22,3 +33,14 @@ def test_a_hit_that_host_memory_still_had_is_no_figure_of_the_disk() -> None:
 
 def test_a_hit_that_came_from_disk_is_no_figure_of_host_memory() -> None:
     assert from_elsewhere({SYNC: times(0, 31)}) == [SYNC]
+
+
+def test_a_hit_is_compared_with_the_engines_own_in_times_of_a_memcpy() -> None:
+    """Pairs of one run each: a slow run raises both, and the median leaves out what met one of them alone."""
+    runs = Times(hit=[0.080, 0.180, 0.500], own=[0.070, 0.170, 0.071], memcpy=[0.008, 0.008, 0.008])
+    assert added_over_memcpy(runs) == pytest.approx(1.25)
+
+
+def test_a_tokens_bytes_are_keys_and_values_of_all_layers() -> None:
+    shape = PRESETS["medium"]
+    assert token_bytes(shape) == shape.layers * 2 * shape.kv_heads * shape.head_size * 4 == 16384
