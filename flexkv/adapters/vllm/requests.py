@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from flexkv.adapters.vllm.store_mode import StoreMode
+    from flexkv.adapters.vllm.stores import StoreMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class RequestTable:
         """Keeps the block tables: O(new blocks).
 
         Args:
-            stores: hears of requests that get new blocks.
-            preempted: hears of requests that lose their blocks, while the tracker still knows them.
+            stores: called for each request that gets new blocks.
+            preempted: called for each request that loses its blocks, while the tracker still knows them.
         """
         for request_id in output.preempted_req_ids or ():
             tracker = self.get(request_id)

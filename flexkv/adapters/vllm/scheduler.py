@@ -7,22 +7,21 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm import local_engines
-from flexkv.adapters.vllm.eager import EagerStores
+from flexkv.adapters.vllm.completions import CompletionHandler
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
-from flexkv.adapters.vllm.lazy import LazyStores
+from flexkv.adapters.vllm.handshakes import Handshakes
+from flexkv.adapters.vllm.lazy_stores import LazyStores
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.outcomes import Outcomes
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.adapters.vllm.store_mode import NoStores, StoreMode
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
-from flexkv.adapters.vllm.stores import StorePlanner, StoreRules
+from flexkv.adapters.vllm.stores import EagerStores, NoStores, StoreMode
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.cache.listeners import Listeners
-from flexkv.errors import ClosedError, ContractError, GeometryError
+from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.build import build_unit
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-HANDSHAKE_STEPS = 16
-"""Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
-report of the first step; with two batches in flight that is heard with the third."""
 
 
 class SchedulerSide:
@@ -64,7 +59,6 @@ class SchedulerSide:
 
     def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
         self._spec = spec
-        self.handshakes: dict[int, Handshake] = {}
         self.requests = RequestTable(spec.namespace, spec.geometry, spec.config.keys.scheme)
         self.orders = ConnectorMetadata()
         self._watch: StoreWatch = NoWatch()
@@ -72,9 +66,9 @@ class SchedulerSide:
         self._step = 0
         self._forward_step = 0
         self.counters = Counters()
+        self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(with_events, spec.geometry)
         self._old_kv = False
-        self._refused = False
         self._serve(NullUnit(), (), NoStores())
 
     # --- set up ---
@@ -96,42 +90,23 @@ class SchedulerSide:
             GeometryError: the ranks do not agree.
             CapacityError: not even one slot fits.
         """
-        if foreign := self._foreign_pool(ranks):
-            raise ContractError(foreign)
-        self.handshakes.update(ranks)
-        if self.unit.state is UnitState.AWAITING_RANKS and len(self.handshakes) == self._spec.ranks:
+        self.handshakes.take(ranks)
+        if self.unit.state is UnitState.AWAITING_RANKS and self.handshakes.complete:
             was_reset = isinstance(self.unit, NullUnit) and self.unit.was_reset
             self._build()
             if was_reset:
                 self._reset_built_unit()
 
-    def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
-        """Why one of these handshakes is not of this engine's rank; empty where all are."""
-        for rank, said in ranks.items():
-            known = self.handshakes.get(rank, said)
-            if known.pool_id != said.pool_id:
-                return (
-                    f"rank {rank} has shaken hands for KV pool {known.pool_id.hex()} and does so again for "
-                    f"{said.pool_id.hex()}: a rank has one pool, so one of the two is another engine's"
-                )
-        return ""
-
     def _build(self) -> None:
         """Makes the unit, and what serves the engine with it."""
         assert self._watch_bound, "the engine binds its block pool before the handshake"
         spec, listeners = self._spec, Listeners(self.events)
-        counts = {said.num_blocks for said in self.handshakes.values()}
-        if counts != {spec.geometry.num_blocks}:
-            raise GeometryError(
-                f"the ranks have {sorted(counts)} blocks, the scheduler {spec.geometry.num_blocks}"
-            )
-        workers = local_engines.workers_of_pools(
-            [said.pool_id for _, said in sorted(self.handshakes.items())]
-        )
+        self.handshakes.check_blocks(spec.geometry.num_blocks)
+        workers = local_engines.workers_of_pools(self.handshakes.pools)
         unit = build_unit(
             spec.config,
             spec.geometry.block_tokens,
-            self.handshakes,
+            self.handshakes.of_rank,
             spec.owner,
             spec.cache_role(shared=not workers),
             listeners,
@@ -150,46 +125,21 @@ class SchedulerSide:
             on_error.pop_all()
 
     def _make_stores(self, unit: LiveUnit) -> StoreMode:
-        spec, store = self._spec, self._spec.config.store
+        spec = self._spec
         if not spec.role.stores:
             return NoStores()
-        rules = StoreRules(spec.geometry.block_tokens, store.tokens == "prompt", store.partial_blocks)
-        planner = StorePlanner(unit.manager, self._watch, rules, self.counters, self.events)
-        if store.mode != "lazy":
-            by_layer = store.mode == "layerwise"
-            return EagerStores(planner, self.requests, spec.role.stores_end_in_step, by_layer)
-        return LazyStores(
-            planner,
-            self.requests,
-            unit.manager,
-            self._watch,
-            spec.geometry,
-            spec.namespace,
-            spec.step_tokens,
-            unit.slots,
-            self.counters,
-            self.events,
-        )
+        mode = LazyStores if spec.config.store.mode == "lazy" else EagerStores
+        return mode(unit, spec, self.requests, self._watch, self.counters, self.events)
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
         """From now on the engine is served by `unit`."""
         self.unit, self.workers, self._stores = unit, workers, stores
         self._loads = Loads(unit, self._spec, self.counters)
-        self._outcomes = Outcomes(
+        self._completions = CompletionHandler(
             unit, workers, self.requests, self._loads, stores, self._watch, self.counters, self.events
         )
         self._steps = (
             StepTimes(unit.manager.cost.compute) if isinstance(unit, LiveUnit) and unit.has_tiers else None
-        )
-
-    def _warn_of_missing_ranks(self) -> None:
-        missing = [rank for rank in range(self._spec.ranks) if rank not in self.handshakes]
-        logger.warning(
-            "no handshake from rank(s) %s of %d after %d steps of the engine: until every rank has shaken hands "
-            "nothing is stored and nothing is loaded",
-            ", ".join(map(str, missing)),
-            self._spec.ranks,
-            self._step,
         )
 
     # --- lookups and loads ---
@@ -209,7 +159,7 @@ class SchedulerSide:
         """
         if not self.unit.usable or not self._spec.role.loads:
             return 0, False
-        self._outcomes.collect_early()
+        self._completions.collect_early()
         self._poll()
         self.unit.grow()
         tracker = self.requests.of(request)
@@ -243,8 +193,8 @@ class SchedulerSide:
         """The step's orders. Costs O(requests + new blocks)."""
         self._step += 1
         unit = self.unit
-        if unit.state is UnitState.AWAITING_RANKS and self._step == HANDSHAKE_STEPS:
-            self._warn_of_missing_ranks()
+        if unit.state is UnitState.AWAITING_RANKS:
+            self.handshakes.warn_if_missing(self._step)
         self.requests.follow(output, self._stores, self._preempted)
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
@@ -269,7 +219,7 @@ class SchedulerSide:
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the workers' reports of a step: failures first, so that nothing computed from them is published."""
         if output.invalid_block_ids:
-            self._outcomes.take_failed_blocks(set(output.invalid_block_ids))
+            self._completions.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerMetadata):
             self._take_reports(report)
@@ -289,8 +239,8 @@ class SchedulerSide:
             # Nobody waits for the load any more; its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
         else:
-            self._outcomes.collect_early()
-            self._outcomes.retire(tracker, self._forward_step)
+            self._completions.collect_early()
+            self._completions.retire(tracker, self._forward_step)
             self.orders.early += self._stores.ended(tracker, self._step)
             self._submit_early()
         # Last, because it marks the request's blocks as used together.
@@ -307,42 +257,27 @@ class SchedulerSide:
 
     def _preempted(self, tracker: RequestTracker) -> None:
         self._stores.preempted(tracker)
-        self._outcomes.retire(tracker, self._forward_step)
+        self._completions.retire(tracker, self._forward_step)
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
-            if part.unit == self.unit.unit_id != NO_UNIT:
-                # Also of a rank whose engine has registered another pool, which says so itself.
+            if self.handshakes.refuses(part, self.unit.unit_id):
+                continue
+            if part.unit != NO_UNIT:
                 self._take_report(part)
-            elif foreign := self._foreign_pool(part.handshakes):
-                self._refuse_report(foreign)
-            elif self.unit.unit_id == NO_UNIT and part.unit == NO_UNIT and part.handshakes:
+            elif self.unit.unit_id == NO_UNIT and part.handshakes:
                 self.take_handshake(part.handshakes)
-            elif part.unit != NO_UNIT:
-                # Its ops have the numbers of ours, and say nothing of them.
-                own = self.unit.unit_id
-                of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
-                self._refuse_report(
-                    f"a report of unit {part.unit.hex()} reached the scheduler's side of {of}"
-                )
 
     def _take_report(self, report: WorkerMetadata) -> None:
-        self._outcomes.take(report)
+        self._completions.take(report)
         if self._steps is not None and report.step:
             self._steps.ended(report.step)
         self._poll()
 
-    def _refuse_report(self, reason: str) -> None:
-        """A rank of another unit reports."""
-        self.counters.add("flexkv_refused_messages_total", kind="reports")
-        if not self._refused:
-            self._refused = True
-            logger.error("%s: dropped, as all further ones", reason)
-
     def _poll(self) -> None:
         """Gives the tiers what there is to do, and takes what they have done."""
         if self.unit.poll():
-            self._outcomes.changed = True
+            self._completions.changed = True
 
     def _watch_reuse(self, output: SchedulerOutput) -> None:
         reused = self._watch.take_reused()
@@ -357,7 +292,7 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
-        self._outcomes.collect_early()
+        self._completions.collect_early()
         self._poll()
         unit = self.unit
         if unit.busy:
@@ -368,7 +303,7 @@ class SchedulerSide:
         if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
             return True
         # One more step, so that the gauges show the end of the last copy and not the state before.
-        return self._outcomes.changed
+        return self._completions.changed
 
     def reset(self) -> bool:
         """New weights: nothing stored before is ever a hit again.
@@ -380,7 +315,7 @@ class SchedulerSide:
             rank has shaken hands: then the reset is carried out as soon as they have, before anything is stored or
             promised.
         """
-        self._outcomes.collect_early()
+        self._completions.collect_early()
         self.unit.manager.reset()
         if self.unit.state is UnitState.AWAITING_RANKS:
             self._old_kv = any(tracker.block_ids for tracker in self.requests) or bool(self._hashed_blocks())
@@ -432,7 +367,7 @@ class SchedulerSide:
             except ClosedError as error:
                 logger.error("the engine must not sleep: %s", error)
                 ended = False
-        self._outcomes.collect_early()
+        self._completions.collect_early()
         return ended
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -441,8 +376,8 @@ class SchedulerSide:
 
     def take_counters(self) -> Counters | None:
         """Values of the metrics since the last call; None when nothing happened."""
-        if self._outcomes.changed:
-            self._outcomes.changed = False
+        if self._completions.changed:
+            self._completions.changed = False
             self.unit.count(self.counters)
         return self.counters.take() if self.counters else None
 
@@ -453,6 +388,6 @@ class SchedulerSide:
         for worker in self.workers:
             worker.close()
         # What has ended in these workers, also while they closed, is stored, and so goes to other tiers.
-        self._outcomes.collect_early()
+        self._completions.collect_early()
         self._watch.close()
         self.unit.close()

@@ -1,61 +1,114 @@
-"""Plans stores: which blocks of a request are certain, and which of those to offer to the cache now."""
+"""Stores: when blocks are offered to the cache (the contract of the modes), which tokens of a request are certain, and
+the mode that offers each block as soon as the step that completes it has been planned. For lazy stores see
+`lazy_stores.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
-from flexkv.adapters.vllm.requests import RequestTracker
+from flexkv.adapters.vllm.engine_spec import EngineSpec
+from flexkv.adapters.vllm.events import EventLog
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.cache.base import CacheManager, StorePlan
+from flexkv.cache.base import StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.observe import Counters
-from flexkv.transfer.graph import TransferGraph
+from flexkv.transfer.graph import BlockIds, TransferGraph
+from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
-    from flexkv.adapters.vllm.events import EventLog
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 RETRY_STEPS = 16
-"""Steps after which blocks that found no place are offered again. Offering costs microseconds for thousands of blocks,
+"""Steps after which blocks that found no room are offered again. Offering costs microseconds for thousands of blocks,
 and what fills queues takes milliseconds to drain: every step would be waste, never would lose the blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRules:
-    """What of a request may be stored.
+class StoreMode(ABC):
+    """One engine's stores. Called by the scheduler's thread; plans and never waits."""
 
-    Attributes:
-        prompt_only: nothing that was generated.
-        tails: also the last tokens, which fill no block.
-    """
+    @abstractmethod
+    def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
+        """Adds the step's stores to its orders. Costs O(requests + new blocks)."""
 
-    block_tokens: int
-    prompt_only: bool
-    tails: bool
+    @abstractmethod
+    def started(self, tracker: RequestTracker) -> None:
+        """The request has a new block table."""
+
+    @abstractmethod
+    def preempted(self, tracker: RequestTracker) -> None:
+        """The engine takes the request's blocks away; the tracker still knows them."""
+
+    @abstractmethod
+    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+        """The request has ended and its blocks are about to be freed: the last stores of what it computed."""
+
+    @abstractmethod
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """These blocks hold no valid KV: targets of a failed load, and what requests that have lost them computed from
+        those. Of live requests their `cursor` and `suspect_from` tell."""
+
+    @abstractmethod
+    def unpublished(self, blocks: BlockIds) -> None:
+        """A store of these engine blocks ended without being published."""
+
+    @abstractmethod
+    def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        """New weights. `stale_hashes`: engine blocks that still carry the hash of KV of the old ones."""
 
 
-class StorePlanner:
-    """Offers the certain blocks of requests to the cache."""
+class NoStores(StoreMode):
+    """For an engine that only reads the cache (vLLM's kv_role is kv_consumer)."""
+
+    def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
+        """Nothing is stored."""
+
+    def started(self, tracker: RequestTracker) -> None:
+        """Nothing is stored."""
+
+    def preempted(self, tracker: RequestTracker) -> None:
+        """Nothing is stored."""
+
+    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+        return []
+
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """Nothing is stored."""
+
+    def unpublished(self, blocks: BlockIds) -> None:
+        """Nothing is stored."""
+
+    def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        """Nothing is stored."""
+
+
+class RequestStores(StoreMode):
+    """What the modes that store know of requests: which tokens are certain, and which blocks hold KV of replaced
+    weights."""
 
     def __init__(
         self,
-        manager: CacheManager,
+        unit: EngineUnit,
+        spec: EngineSpec,
+        requests: RequestTable,
         watch: StoreWatch,
-        rules: StoreRules,
         counters: Counters,
         events: EventLog,
     ) -> None:
-        self._manager = manager
+        self._manager = unit.manager
+        self._requests = requests
         self._watch = watch
-        self._rules = rules
         self._counters = counters
         self._events = events
-        self.stale_hashes: dict[int, bytes] = {}
+        self._block_tokens = spec.geometry.block_tokens
+        self._prompt_only = spec.config.store.tokens == "prompt"
+        self._stale_hashes: dict[int, bytes] = {}
 
-    def certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
+    def _certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
         """Tokens whose KV is computed and accepted once this step's forward has run.
 
         Prompt tokens of this step count: they are known. What the step generates does not, nor what earlier steps
@@ -65,25 +118,93 @@ class StorePlanner:
         computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
         if computed < prompt:
             return int(min(computed + scheduled_tokens, prompt))
-        if self._rules.prompt_only:
+        if self._prompt_only:
             return int(prompt)
         return int(min(computed - request.num_output_placeholders, request.num_tokens))
 
-    def certain_at_end(self, tracker: RequestTracker) -> int:
+    def _certain_at_end(self, tracker: RequestTracker) -> int:
         """Tokens whose KV is computed and accepted when the request ends, without steps still under way."""
         request = tracker.request
         # A preemption or a failed load takes computed tokens back while their steps are still under way.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
-        return int(min(certain, request.num_prompt_tokens) if self._rules.prompt_only else certain)
+        return int(min(certain, request.num_prompt_tokens) if self._prompt_only else certain)
 
-    def plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> TransferGraph | None:
+    def started(self, tracker: RequestTracker) -> None:
+        """Notes whether the request took blocks that still hold KV of replaced weights from the engine's own cache."""
+        if self._stale_hashes and not tracker.stale:
+            blocks = self._watch.pool.blocks
+            tracker.stale = any(
+                self._stale_hashes.get(block, b"") == blocks[block].block_hash for block in tracker.block_ids
+            )
+
+    def _taint(self, tracker: RequestTracker, first: int, end: int) -> None:
+        """What was computed from KV of replaced weights is as bad, also for those who find it in the engine's cache."""
+        if tracker.stale:
+            blocks = self._watch.pool.blocks
+            for block in tracker.block_ids[first:end]:
+                if (block_hash := blocks[block].block_hash) is not None:
+                    self._stale_hashes[block] = block_hash
+
+
+class EagerStores(RequestStores):
+    """Offers the certain blocks of every scheduled request.
+
+    With `store.mode` layerwise a step's stores are copied layer by layer, while its forward runs. Where stores end in
+    the step (`stores_end_in_step`), what a step did not store is not stored at the request's end either: no hook of
+    that connector class names the blocks that the engine hands out again.
+    """
+
+    def __init__(
+        self,
+        unit: EngineUnit,
+        spec: EngineSpec,
+        requests: RequestTable,
+        watch: StoreWatch,
+        counters: Counters,
+        events: EventLog,
+    ) -> None:
+        super().__init__(unit, spec, requests, watch, counters, events)
+        self._with_tails = spec.config.store.partial_blocks
+        self._by_layer = spec.config.store.mode == "layerwise"
+        self._within_steps = spec.role.stores_end_in_step
+
+    def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracker = self._requests.get(request_id)
+            if tracker is not None:
+                graph = self._plan(tracker, self._certain_after_step(tracker, scheduled), step)
+                if graph is not None:
+                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
+
+    def preempted(self, tracker: RequestTracker) -> None:
+        """What was certain has been offered at every step."""
+
+    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+        """What was generated since the last whole block was stored, and the tail."""
+        if self._within_steps:
+            return []
+        certain = self._certain_at_end(tracker)
+        tracker.retry_step = 0
+        graphs = (self._plan(tracker, certain, step), self._plan_tail(tracker, certain))
+        return [graph for graph in graphs if graph is not None]
+
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """Blocks are offered for a request, and their publishing is revoked with it."""
+
+    def unpublished(self, blocks: BlockIds) -> None:
+        """A request offers its blocks once; the next request with the same tokens offers them again."""
+
+    def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        self._stale_hashes = stale_hashes
+
+    def _plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> TransferGraph | None:
         """Stores of whole blocks that have not been offered yet."""
-        end = min(certain_tokens // self._rules.block_tokens, len(tracker.block_ids))
+        end = min(certain_tokens // self._block_tokens, len(tracker.block_ids))
         if end <= tracker.cursor or step < tracker.retry_step:
             return None
         first = tracker.cursor
         if tracker.skip_save or tracker.stale:
-            self.taint(tracker, first, end)
+            self._taint(tracker, first, end)
             tracker.cursor = end
             return None
         keys = tracker.keys()
@@ -107,10 +228,10 @@ class StorePlanner:
         self._events.planned(tracker, plan, first)
         return self._watched(plan)
 
-    def plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
+    def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
         """The store of the tokens after the last whole block, at the request's end."""
-        block, tokens = divmod(certain_tokens, self._rules.block_tokens)
-        if not self._rules.tails or tracker.skip_save or tracker.stale:
+        block, tokens = divmod(certain_tokens, self._block_tokens)
+        if not self._with_tails or tracker.skip_save or tracker.stale:
             return None
         if tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
             return None
@@ -131,27 +252,3 @@ class StorePlanner:
             for op in plan.graph.ops:
                 self._watch.add(op.op_id, op.blocks)
         return plan.graph
-
-    def mark_stale(self, tracker: RequestTracker) -> None:
-        """Whether the request took blocks that still hold KV of replaced weights from the engine's own cache."""
-        if self.stale_hashes and not tracker.stale:
-            blocks = self._watch.pool.blocks
-            tracker.stale = any(
-                self.stale_hashes.get(block, b"") == blocks[block].block_hash for block in tracker.block_ids
-            )
-
-    def taint(self, tracker: RequestTracker, first: int, end: int) -> None:
-        """What was computed from KV of replaced weights is as bad, also for those who find it in the engine's cache."""
-        if tracker.stale:
-            blocks = self._watch.pool.blocks
-            for block in tracker.block_ids[first:end]:
-                if (block_hash := blocks[block].block_hash) is not None:
-                    self.stale_hashes[block] = block_hash
-
-
-def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
-    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
-    if failed_blocks.isdisjoint(block_ids):
-        return None
-    held = np.array(block_ids, dtype=np.int64)
-    return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

@@ -59,7 +59,7 @@ class WorkerSide(RankWorker):
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._layer_stores = LayerStores(self._ops)
         self._foreign = ForeignSteps(config, rank, self.counters)
-        self._heard_step = 0
+        self._reported_step = 0
         self._step_said = 0
         self._ready_said = -1
         self._handshake_said = False
@@ -264,16 +264,16 @@ class WorkerSide(RankWorker):
     def take_results_early(self) -> list[OpResult]:
         """Results for a scheduler in this process, ahead of the step's report.
 
-        Only of steps whose outcome the scheduler has heard: a load may have failed in a step, ours or that of another
+        Only of steps whose outcome the scheduler knows: a load may have failed in a step, ours or that of another
         connector beside us, and what was computed from it must not be published before the engine has gone back. With
-        two batches in flight a step is heard of when the next one has run.
+        two batches in flight a step is reported when the next one has run.
         """
         self.poll()
-        return self._ops.reports.take_settled(self._heard_step)
+        return self._ops.reports.take_settled(self._reported_step)
 
-    def heard(self, step: int) -> None:
-        """A scheduler in this process has heard how this step ended, and which blocks failed in it."""
-        self._heard_step = max(self._heard_step, step)
+    def step_reported(self, step: int) -> None:
+        """A scheduler in this process knows how this step ended, and which blocks failed in it."""
+        self._reported_step = max(self._reported_step, step)
 
     @property
     def busy(self) -> bool:

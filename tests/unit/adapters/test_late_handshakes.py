@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.outputs import KVConnectorOutput
 
 from flexkv.adapters.vllm.connector import FlexKVConnector
-from flexkv.adapters.vllm.scheduler import HANDSHAKE_STEPS, SchedulerSide
+from flexkv.adapters.vllm.handshakes import HANDSHAKE_STEPS
+from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.errors import ContractError
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
@@ -139,7 +140,7 @@ def test_a_rank_shakes_hands_for_one_pool(
             ContractError, match=f"for KV pool {first.pool_id.hex()} .* {second.pool_id.hex()}"
         ):
             engine.side.take_handshake({0: second})
-    assert engine.side.handshakes[0].pool_id == first.pool_id
+    assert engine.side.handshakes.of_rank[0].pool_id == first.pool_id
     steps(engine, 2)
     assert engine.unit.pools == tuple(worker.pool_id for worker in engine.workers)
     assert "a rank has one pool" not in said.text

@@ -71,7 +71,7 @@ def test_a_store_that_fails_on_the_rank_that_writes_is_a_miss_for_all(make_engin
 
 def test_ranks_that_disagree_on_it_are_refused(make_engine: Make) -> None:
     engine = make_engine(ranks=2, latent=True)
-    shaken = dict(engine.side.handshakes)
+    shaken = dict(engine.side.handshakes.of_rank)
     engine.close()
     side = SchedulerSide(engine.side._spec)
     side.bind_block_pool(engine.pool)

@@ -1,17 +1,18 @@
-"""How ops and steps ended: what is published, what is barred, and who is told."""
+"""Completions: how ops and steps ended, what is published, and whose publishing is revoked."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
-from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.adapters.vllm.stores import first_failed
+from flexkv.adapters.vllm.stores import StoreMode
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
 from flexkv.observe import Counters
@@ -22,7 +23,7 @@ from flexkv.unit.ranks import NO_UNIT
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A block table that its request has lost before the outcome of the last step that may have used it was heard.
+    """A block table that its request has lost before the outcome of the last step that may have used it was reported.
 
     Attributes:
         step: that step.
@@ -33,17 +34,17 @@ class Retired:
     block_ids: list[int]
 
 
-class Outcomes:
+class CompletionHandler:
     """Hands the workers' reports to the manager, failures first.
 
-    What a step computed is published only after the step's outcome was heard: until then nobody knows whether a load
-    that it read has failed, ours or another connector's.
+    What a step computed is published only after the step's outcome was reported: until then it is not known whether a
+    load that it read has failed, ours or another connector's.
 
     Args:
         workers: all ranks' worker sides if they live in this process, else none.
 
     Attributes:
-        changed: an op has ended since somebody set this to False. True at first, for the gauges show the sizes of the
+        changed: an op has ended since this was set to False. True at first, so that the gauges show the sizes of the
             tiers before anything moves.
     """
 
@@ -72,7 +73,7 @@ class Outcomes:
     def collect_early(self) -> None:
         """Takes results from workers in this process without waiting for a step's report."""
         if self._workers and self._unit.manager.inflight_ops():
-            # Only of steps that have been heard of: see WorkerSide.take_results_early.
+            # Only of steps whose outcome was reported: see WorkerSide.take_results_early.
             for worker in self._workers:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
@@ -88,7 +89,7 @@ class Outcomes:
             self._complete(rank, result)
         if report.step:
             for worker in self._workers:
-                worker.heard(report.step)
+                worker.step_reported(report.step)
             self._retired = [table for table in self._retired if table.step > report.step]
 
     def take_failed_blocks(self, failed: set[int]) -> None:
@@ -110,7 +111,7 @@ class Outcomes:
         self._stores.load_failed(bad)
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
-        """The request loses its blocks. Its stores may still be under way, and `step` not heard of."""
+        """The request loses its blocks. Its stores may still be under way, and `step` not reported."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker.request_id, tracker.block_ids))
 
@@ -134,3 +135,11 @@ class Outcomes:
         self._counters.add("flexkv_unpublished_pages_total", len(completion.failed_blocks))
         self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)
+
+
+def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
+    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
+    if failed_blocks.isdisjoint(block_ids):
+        return None
+    held = np.array(block_ids, dtype=np.int64)
+    return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

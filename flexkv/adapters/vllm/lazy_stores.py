@@ -9,17 +9,17 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from flexkv.adapters.vllm.block_keys import GROUP
+from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
-from flexkv.adapters.vllm.store_mode import StoreMode
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.adapters.vllm.stores import StorePlanner
-from flexkv.cache.base import KEY_BYTES, CacheListener, CacheManager, Keys
+from flexkv.adapters.vllm.stores import RequestStores
+from flexkv.cache.base import KEY_BYTES, CacheListener, Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import Counters, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
+from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -34,42 +34,28 @@ step's worth before the copies planned now have ended."""
 LAZY_REQUEST = "flexkv-lazy"
 
 
-class LazyStores(StoreMode, CacheListener):
+class LazyStores(RequestStores, CacheListener):
     """Offers the blocks at the head of the engine's free queue.
 
     The engine names a block by its hash when it plans to compute it, so a free block may carry a hash and not the KV.
-    `suspects` are those, and the blocks that somebody wants kept out.
+    `suspects` are those, and the blocks that are to be kept out.
 
     A block is offered once, and again when its store was not published or the cache has lost it.
-
-    Args:
-        planner: says what of a request is certain.
-        slots: of the host tier.
     """
 
     def __init__(
         self,
-        planner: StorePlanner,
+        unit: EngineUnit,
+        spec: EngineSpec,
         requests: RequestTable,
-        manager: CacheManager,
         watch: StoreWatch,
-        geometry: BlockGeometry,
-        namespace: bytes,
-        step_tokens: int,
-        slots: int,
         counters: Counters,
         events: EventLog,
     ) -> None:
-        self._planner = planner
-        self._requests = requests
-        self._manager = manager
-        self._watch = watch
-        self._geometry = geometry
-        self._namespace = namespace
+        super().__init__(unit, spec, requests, watch, counters, events)
+        self._namespace = spec.namespace
         # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
-        self._ahead = min(STEPS_AHEAD * -(-step_tokens // geometry.block_tokens), max(1, slots // 2))
-        self._counters = counters
-        self._events = events
+        self._ahead = min(STEPS_AHEAD * -(-spec.step_tokens // self._block_tokens), max(1, unit.slots // 2))
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
@@ -82,25 +68,22 @@ class LazyStores(StoreMode, CacheListener):
         for request_id, scheduled in output.num_scheduled_tokens.items():
             # Its blocks are looked at only when it has lost them.
             if tracker := self._requests.get(request_id):
-                tracker.certain = self._planner.certain_after_step(tracker, scheduled)
+                tracker.certain = self._certain_after_step(tracker, scheduled)
         self._count_missed()
         graph = self._plan_head()
         if graph is not None:
             orders.early.append(graph)
-
-    def started(self, tracker: RequestTracker) -> None:
-        self._planner.mark_stale(tracker)
 
     def preempted(self, tracker: RequestTracker) -> None:
         # The engine has already set the request back to nothing computed.
         self._settle(tracker, tracker.certain)
 
     def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
-        self._settle(tracker, self._planner.certain_at_end(tracker))
+        self._settle(tracker, self._certain_at_end(tracker))
         return []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        # They may have been free when the last steps were planned. What is barred in vain is offered again.
+        # They may have been free when the last steps were planned. What is revoked in vain is offered again.
         self._manager.discard_from(LAZY_REQUEST, 0)
         self._suspect(blocks)
 
@@ -120,7 +103,7 @@ class LazyStores(StoreMode, CacheListener):
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         """Everything stored became a miss; blocks that still hold KV of the old weights stay out."""
-        self._planner.stale_hashes = stale_hashes
+        self._stale_hashes = stale_hashes
         self.suspects = dict(stale_hashes)
         self._offered.clear()
         self._block_of_key.clear()
@@ -128,12 +111,12 @@ class LazyStores(StoreMode, CacheListener):
         self._seen = (-1, -1)
 
     def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
-        """Which of the request's blocks hold what their hash says, now that it lets go of them."""
+        """Which of the request's blocks hold what their hash says, now that it loses them."""
         if tracker.stale:
             self._suspect(tracker.block_ids)
-            self._planner.taint(tracker, 0, len(tracker.block_ids))
+            self._taint(tracker, 0, len(tracker.block_ids))
             return
-        good = max(0, certain_tokens) // self._geometry.block_tokens
+        good = max(0, certain_tokens) // self._block_tokens
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
                 self.suspects.pop(block, None)  # it was computed again
@@ -211,7 +194,7 @@ class LazyStores(StoreMode, CacheListener):
         return plan.graph
 
     def _pass_over(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """These found no place now and are looked at again in the next step, if the engine still has them."""
+        """There is no room for these now and are looked at again in the next step, if the engine still has them."""
         self._passed_over.update((block.block_id, block.block_hash) for block in blocks)
         self._seen = (-1, -1)
 
@@ -227,9 +210,9 @@ class LazyStores(StoreMode, CacheListener):
             warn_once(
                 logger,
                 "lazy-missed",
-                "lazy stores do not keep up: the engine evicted %d blocks before they found a place; what is missed is "
-                "counted in flexkv_lazy_missed_pages_total. A larger store.max_reference_share or host.bytes helps, or "
-                "store.mode=eager",
+                "lazy stores do not keep up: the engine evicted %d blocks before there was room for them; what is "
+                "missed is counted in flexkv_lazy_missed_pages_total. A larger store.max_reference_share or host.bytes "
+                "helps, or store.mode=eager",
                 missed,
             )
 
@@ -250,7 +233,7 @@ class LazyStores(StoreMode, CacheListener):
                 continue
             if self.suspects and self.suspects.get(block.block_id) == block_hash:
                 continue
-            if block.block_hash_num_tokens % self._geometry.block_tokens:
+            if block.block_hash_num_tokens % self._block_tokens:
                 continue  # the hash names a part of the block
             found.append(block)
         return found

@@ -1,0 +1,94 @@
+"""The handshakes of an engine's ranks: whether all have come, and which messages are of another engine's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flexkv.adapters.vllm.metadata import Handshake, WorkerMetadata
+from flexkv.errors import ContractError, GeometryError
+from flexkv.observe import Counters, get_logger
+from flexkv.unit.ranks import NO_UNIT, PoolId, UnitId
+
+logger = get_logger(__name__)
+
+HANDSHAKE_STEPS = 16
+"""Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
+report of the first step; with two batches in flight that arrives with the third."""
+
+
+class Handshakes:
+    """Of the `expected` ranks of one engine, by rank."""
+
+    def __init__(self, expected: int, counters: Counters) -> None:
+        self.of_rank: dict[int, Handshake] = {}
+        self._expected = expected
+        self._counters = counters
+        self._refused = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.of_rank) == self._expected
+
+    @property
+    def pools(self) -> list[PoolId]:
+        """The engine's pool of each rank."""
+        return [handshake.pool_id for _, handshake in sorted(self.of_rank.items())]
+
+    def take(self, ranks: Mapping[int, Handshake]) -> None:
+        """
+        Raises:
+            ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
+        """
+        if foreign := self._foreign_pool(ranks):
+            raise ContractError(foreign)
+        self.of_rank.update(ranks)
+
+    def check_blocks(self, num_blocks: int) -> None:
+        """
+        Raises:
+            GeometryError: the scheduler's pool has another number of blocks than the ranks'.
+        """
+        counts = {handshake.num_blocks for handshake in self.of_rank.values()}
+        if counts != {num_blocks}:
+            raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
+
+    def refuses(self, report: WorkerMetadata, own: UnitId) -> bool:
+        """Whether the report is of another unit than `own`, or of another engine's rank: it is dropped and counted, and
+        the first one is logged."""
+        if report.unit == own != NO_UNIT:
+            # Also of a rank whose engine has registered another pool, which reports so itself.
+            return False
+        reason = self._foreign_pool(report.handshakes)
+        if not reason and report.unit != NO_UNIT:
+            # Its ops have the numbers of ours, and say nothing of them.
+            of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
+            reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
+        if reason:
+            self._counters.add("flexkv_refused_messages_total", kind="reports")
+            if not self._refused:
+                self._refused = True
+                logger.error("%s: dropped, as all further ones", reason)
+        return bool(reason)
+
+    def warn_if_missing(self, step: int) -> None:
+        """Names the ranks that have not shaken hands, once, when the engine has begun its `HANDSHAKE_STEPS`-th step."""
+        if step == HANDSHAKE_STEPS:
+            missing = [rank for rank in range(self._expected) if rank not in self.of_rank]
+            logger.warning(
+                "no handshake from rank(s) %s of %d after %d steps of the engine: until every rank has shaken hands "
+                "nothing is stored and nothing is loaded",
+                ", ".join(map(str, missing)),
+                self._expected,
+                step,
+            )
+
+    def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
+        """Why one of these handshakes is not of this engine's rank; empty where all are."""
+        for rank, handshake in ranks.items():
+            known = self.of_rank.get(rank, handshake)
+            if known.pool_id != handshake.pool_id:
+                return (
+                    f"rank {rank} has shaken hands for KV pool {known.pool_id.hex()} and does so again for "
+                    f"{handshake.pool_id.hex()}: a rank has one pool, so one of the two is another engine's"
+                )
+        return ""
