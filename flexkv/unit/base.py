@@ -64,6 +64,7 @@ class EngineUnit(ABC):
         reason: why it is not usable; empty while it is.
         manager: the control plane.
         slots: of the host pool, once all of it is up.
+        has_tiers: there is a tier behind host memory: only fetching from one competes with computing.
         grant: what workers in other processes need to map the pool; None once all have it, and where none needs it.
     """
 
@@ -72,6 +73,7 @@ class EngineUnit(ABC):
     reason: str = ""
     manager: CacheManager
     slots: int = 0
+    has_tiers: bool = False
     grant: PoolGrant | None = None
 
     @property
@@ -83,11 +85,6 @@ class EngineUnit(ABC):
     @abstractmethod
     def tier_names(self) -> tuple[str, ...]:
         """As in metrics, by the tiers' numbers."""
-
-    @property
-    @abstractmethod
-    def has_tiers(self) -> bool:
-        """Whether there is a tier behind host memory: only fetching from one competes with computing."""
 
     @property
     @abstractmethod

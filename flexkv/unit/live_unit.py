@@ -50,6 +50,7 @@ class LiveUnit(EngineUnit):
         self.slabs = slabs
         self.slots = pool.slots
         self.driver = UnitDriver(manager, fail_read=pool.fail_read)
+        self.has_tiers = len(manager.tiers) > 1
         self.pools = tuple(pools)
         self._close_s = close_s
         self._metrics = TierMetrics(manager)
@@ -109,14 +110,12 @@ class LiveUnit(EngineUnit):
         return tuple(tier.facts.label for tier in self.manager.tiers)
 
     @property
-    def has_tiers(self) -> bool:
-        return len(self.manager.tiers) > 1
-
-    @property
     def busy(self) -> bool:
-        return self.driver.busy
+        return self.has_tiers and self.driver.busy
 
     def poll(self) -> bool:
+        if not self.has_tiers:
+            return False
         was_busy = self.driver.busy
         self.driver.poll()
         return was_busy or self._metrics.has_news

@@ -105,7 +105,6 @@ class NullUnit(EngineUnit):
         reason: why nothing is cached, of a unit that will never be usable; empty while ranks are awaited.
     """
 
-    has_tiers = False
     tier_names = ()
     busy = False
 

@@ -56,7 +56,7 @@ class CarelessConnector(FaultyConnector):
     """Publishes what was computed from a failed load: the control of the tests that look for it."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        unit = self._scheduler.unit
+        unit = self.scheduler.unit
         unit.manager.discard_from = lambda request_id, first_block: 0  # type: ignore[method-assign]
         super().update_connector_output(connector_output)
 

@@ -156,12 +156,12 @@ class RankOps:
                 other.given_up, other.deadline_s = reason, float("inf")
         self.engine.cancel(op.ticket)
 
-    def disown(self, job: LoadJob, reason: str) -> None:
+    def invalidate(self, job: LoadJob, reason: str) -> None:
         """Whatever a load brings or has brought, all its blocks count as failed; also when its results were taken."""
         for op in job.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
-                self.reports.disown(op, reason)
+                self.reports.invalidate(op, reason)
 
     # --- wait ---
 

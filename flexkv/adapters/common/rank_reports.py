@@ -1,4 +1,4 @@
-"""What one rank has to say of its ops: terminal results, ended requests, and blocks that hold no valid KV."""
+"""What one rank reports of its ops: terminal results, ended requests, and blocks that hold no valid KV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.transfer.graph import OpResult, TransferOp
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An op's terminal result and what decides when it may be heard.
+    """An op's terminal result and what decides when it may be taken.
 
     Attributes:
         step: the last forward that was ordered when the op was submitted.
@@ -50,8 +50,9 @@ class RankReports:
         """The request's async load has ended."""
         self._finished.add(request_id)
 
-    def disown(self, op: TransferOp, reason: str) -> None:
-        """All blocks of a load's op that has ended count as failed, however it ended and whoever has heard of that."""
+    def invalidate(self, op: TransferOp, reason: str) -> None:
+        """All blocks of a load's op that has ended count as failed, however it ended, also where its result was
+        taken."""
         self.add_failed(op.blocks.tolist())
         for at, entry in enumerate(self._ended):
             if entry.result.op_id == op.op_id:
@@ -65,15 +66,15 @@ class RankReports:
         ended, self._ended = self._ended, []
         return [entry.result for entry in ended]
 
-    def take_settled(self, heard_step: int) -> list[OpResult]:
-        """Of those results the ones that nothing unheard makes wrong: of ops ordered up to `heard_step`.
+    def take_settled(self, settled_step: int) -> list[OpResult]:
+        """Of those results the ones that no later report makes wrong: of ops ordered up to `settled_step`.
 
         A load that lost blocks is left for the step's report, which names these blocks first.
         """
         settled: list[OpResult] = []
         held: list[Ended] = []
         for entry in self._ended:
-            if entry.failed_load or entry.step > heard_step:
+            if entry.failed_load or entry.step > settled_step:
                 held.append(entry)
             else:
                 settled.append(entry.result)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.common.layerwise import LayerLoads
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,6 +63,12 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     _cache_hit_source = CacheHitSource.HOST
 
+    scheduler: SchedulerSide
+    """Of a connector in the scheduler's role; the other role has no such attribute."""
+
+    worker: WorkerSide
+    """Of a connector in the worker's role; the other role has no such attribute."""
+
     worker_class: type[WorkerSide] = WorkerSide
     """What runs the lanes; a subclass of the connector may decorate the mover with another one."""
 
@@ -80,8 +86,6 @@ class FlexKVConnector(KVConnectorBase_V1):
         geometry = block_geometry(kv_cache_config)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
-        self.scheduler: SchedulerSide | None = None
-        self.worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
             self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
             self._own_pools = OwnPools()
@@ -122,15 +126,13 @@ class FlexKVConnector(KVConnectorBase_V1):
         return "layerwise" in (settings.load.mode, settings.store.mode)
 
     def get_kv_connector_stats(self) -> FlexKVStats | None:
-        if self.scheduler is not None:
-            counters = self.scheduler.take_counters()
-        else:
-            counters = self._worker.counters.take() if self._worker.counters else None
-        return FlexKVStats.of(counters) if counters is not None else None
+        side = self.worker if self.role is KVConnectorRole.WORKER else self.scheduler
+        counters = side.take_counters()
+        return FlexKVStats(data=counters.data) if counters is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlexKVStats | None:
-        return FlexKVStats.of(Counters(data))
+        return FlexKVStats(data=Counters(data).data)
 
     @classmethod
     def build_prom_metrics(
@@ -143,128 +145,111 @@ class FlexKVConnector(KVConnectorBase_V1):
         return FlexKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
-        if self.scheduler is not None:
-            self.scheduler.close()
+        side = self.worker if self.role is KVConnectorRole.WORKER else self.scheduler
+        side.close()
         end_registration(self._registration)
 
     # --- worker ---
-
-    @property
-    def _worker(self) -> WorkerSide:
-        assert self.worker is not None, "a worker's hook was called on the scheduler's connector"
-        return self.worker
-
-    @property
-    def _orders(self) -> ConnectorMetadata:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, ConnectorMetadata)
-        return orders
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         check_batch_invariance(self._vllm_config)
         self._own_pools.check()
-        self._worker.register_kv_caches(kv_caches, self._kv_cache_config)
+        self.worker.register_kv_caches(kv_caches, self._kv_cache_config)
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 and later: before a sleep takes the KV memory away."""
-        self._worker.unregister_kv_caches()
+        self.worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
         """vLLM 0.33 and later: when the KV memory is back."""
-        self._worker.restore_kv_caches()
+        self.worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake()
+        return self.worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ConnectorMetadata)
-        self._worker.before_forward(kv_connector_metadata)
+        self.worker.before_forward(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.start_loads(self._orders)
+        self.worker.start_loads(cast("ConnectorMetadata", self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.wait_for_layer(layer_name)
+        self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        self._worker.layer_written(layer_name)
+        self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.submit_stores(self._orders)
+        self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._worker.poll(self._orders.idle, self._orders.disk_busy)
-        return None, self._worker.take_finished() or None
+        orders = cast("ConnectorMetadata", self._get_connector_metadata())
+        self.worker.poll(orders.idle, orders.disk_busy)
+        return None, self.worker.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks()
+        return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        return self._worker.take_metadata()
+        return self.worker.take_metadata()
 
     # --- scheduler ---
 
-    @property
-    def _scheduler(self) -> SchedulerSide:
-        assert self.scheduler is not None, "a scheduler's hook was called on a worker's connector"
-        return self.scheduler
-
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        self.scheduler.bind_block_pool(gpu_block_pool)
 
     @log_refusal(logger)
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
-        self._scheduler.take_handshake(ours)
+        self.scheduler.take_handshake(ours)
 
     def on_new_request(self, request: Request) -> None:
         """The request enters the engine's queue."""
-        self._scheduler.prefetch(request)
+        self.scheduler.prefetch(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Called after `update_state_after_alloc`."""
-        sources = self._scheduler.supplied(request, num_external_tokens)
+        sources = self.scheduler.supplied(request, num_external_tokens)
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        return self._scheduler.build(scheduler_output)
+        return self.scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.update(connector_output)
+        self.scheduler.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request)
+        self.scheduler.finished(request)
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events()
+        return self.scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
         """Stores hold no engine block, so there is nothing to wait for instead of a preemption."""
         return False
 
     def reset_cache(self) -> bool:
-        return self._scheduler.reset()
+        return self.scheduler.reset()
 
 
 def _make_known(connector: type[FlexKVConnector]) -> None:

@@ -39,11 +39,12 @@ class ForeignSteps:
         self.unit: UnitId | None = None
         self.reason = ""
 
-    def begin(self, orders: ConnectorMetadata, own: UnitId) -> bool:
-        """Whether the step is another unit's than `own`; costs one comparison a step."""
-        if orders.unit == own:
-            self.unit = None
-            return False
+    def begin(self, orders: ConnectorMetadata, own: UnitId) -> RankReports:
+        """A step of another unit than `own`.
+
+        Returns:
+            What is to be reported to the unit that ordered it.
+        """
         self.unit = orders.unit
         if orders is not self._counted:
             # Every hook of a step begins with it.
@@ -59,7 +60,7 @@ class ForeignSteps:
             if not self._logged:
                 self._logged = True
                 logger.error("%s: nothing of such steps is loaded or stored", self.reason)
-        return True
+        return self._ops.reports
 
     def refuse(self, loads: Iterable[LoadJob] = (), stores: Iterable[TransferGraph] = ()) -> None:
         """Ends ops of the step."""
@@ -67,11 +68,6 @@ class ForeignSteps:
             self._ops.submit_load(job)
         for graph in stores:
             self._ops.submit_store(graph)
-
-    @property
-    def reports(self) -> RankReports:
-        """What is to be reported to the unit that ordered the step."""
-        return self._ops.reports
 
 
 def _name(unit: UnitId) -> str:

@@ -55,6 +55,7 @@ class RequestTracker:
         supplied: tokens of its last load, by the number of the tier that supplied them.
     """
 
+    request_id: str
     request: Request
     block_keys: BlockKeys
     skip_save: bool
@@ -70,10 +71,6 @@ class RequestTracker:
     counted: bool = False
     preemptions: int = 0
     supplied: tuple[int, ...] = ()
-
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
 
     @property
     def namespace(self) -> bytes:
@@ -133,7 +130,7 @@ class RequestTable:
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
             keys = self._keys(request, self._namespaces.of(request), self._geometry)
-            tracker = RequestTracker(request, keys, wants_no_store(request))
+            tracker = RequestTracker(str(request.request_id), request, keys, wants_no_store(request))
             self._trackers[request.request_id] = tracker
         return tracker
 

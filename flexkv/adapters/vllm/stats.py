@@ -25,10 +25,6 @@ class FlexKVStats(KVConnectorStats):
 
     data: dict[str, Any]
 
-    @classmethod
-    def of(cls, counters: Counters) -> FlexKVStats:
-        return cls(data=counters.data)
-
     def reset(self) -> None:
         """Forgets everything."""
         self.data.clear()

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
-from flexkv.adapters.common.layer_loads import LayerLoads
-from flexkv.adapters.common.rank_reports import RankReports
+from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicated, layer_numbers
-from flexkv.adapters.vllm.layer_stores import LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import get_logger
+from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
 from flexkv.transfer.graph import OpResult, TransferGraph
@@ -59,13 +57,15 @@ class WorkerSide(RankWorker):
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._layer_stores = LayerStores(self._ops)
         self._foreign = ForeignSteps(config, rank, self.counters)
+        self._reports = self._ops.reports
+        """Of the unit that ordered the step under way."""
+        self._settled_step = 0
         self._reported_step = 0
-        self._step_said = 0
-        self._ready_said = -1
-        self._handshake_said = False
-        self._error_said = False
-        self._no_gds_said = False
-        self._foreign_said: UnitId | None = None
+        self._reported_slots = -1
+        self._reported_handshake = False
+        self._reported_error = False
+        self._reported_no_gds = False
+        self._reported_foreign: UnitId | None = None
 
     # --- set up ---
 
@@ -117,10 +117,10 @@ class WorkerSide(RankWorker):
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs to size the host pool; None before the KV caches are registered."""
-        said = self.facts()
-        if said is None:
+        facts = self.facts()
+        if facts is None:
             return None
-        plain = {field.name: getattr(said, field.name) for field in fields(said)}
+        plain = {field.name: getattr(facts, field.name) for field in fields(facts)}
         return Handshake(**plain | {"gpudirect": self._has_gpudirect()})
 
     def _has_gpudirect(self) -> bool:
@@ -138,10 +138,10 @@ class WorkerSide(RankWorker):
         the step's stores that go by layer: nothing of them is copied before the forward has written it."""
         if orders.grant is not None:
             self.take_grant(orders.grant)
-        if self._foreign.begin(orders, self.unit):
+        if self._is_foreign(orders):
             self._foreign.refuse(stores=orders.early)
             return
-        if orders.step > self._ops.step:
+        if self._layer_stores.busy and orders.step > self._ops.step:
             self._layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
@@ -160,7 +160,7 @@ class WorkerSide(RankWorker):
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads from its start."""
         # Not every connector class forwards the hook that comes before.
-        if self._foreign.begin(orders, self.unit):
+        if self._is_foreign(orders):
             self._foreign.refuse(loads=orders.loads)
             return
         self._ops.step = max(self._ops.step, orders.step)
@@ -168,12 +168,13 @@ class WorkerSide(RankWorker):
             self._ops.submit_load(job)
             # vLLM may begin a load between steps, and reset before the step that orders it.
             if any(op.op_id in orders.void for op in job.ops):
-                self._ops.disown(job, RESET)
+                self._ops.invalidate(job, RESET)
         for job in orders.loads:
             if job.sync and not job.by_layer:
                 self._ops.finish_load(job)
         by_layer = [job for job in orders.loads if job.by_layer]
-        self._layer_loads.begin(by_layer, self.view.num_layers if by_layer else 0)
+        if by_layer or self._layer_loads.busy:
+            self._layer_loads.begin(by_layer, self.view.num_layers)
 
     def wait_for_layer(self, name: str) -> None:
         """The forward is about to read this attention layer: returns when the step's loads have filled it.
@@ -187,16 +188,18 @@ class WorkerSide(RankWorker):
 
     def layer_written(self, name: str) -> None:
         """The forward has written this attention layer's KV: its copies may start."""
-        if (number := self._layer_numbers.get(name)) is not None:
+        if self._layer_stores.busy and (number := self._layer_numbers.get(name)) is not None:
             self._layer_stores.written(number)
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
         """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
-        if self._foreign.begin(orders, self.unit):
+        if self._is_foreign(orders):
             self._foreign.refuse(stores=orders.stores)
             return
-        self._layer_loads.finish()
-        self._layer_stores.finish()
+        if self._layer_loads.busy:
+            self._layer_loads.finish()
+        if self._layer_stores.busy:
+            self._layer_stores.finish()
         for graph in orders.stores:
             if not graph.is_layerwise:
                 self._ops.submit_store(graph)
@@ -207,6 +210,14 @@ class WorkerSide(RankWorker):
         if self._foreign.unit is None:
             self._ops.finish_stores(orders.stores)
 
+    def _is_foreign(self, orders: ConnectorMetadata) -> bool:
+        """Whether another unit has ordered the step; from here on the reports are those of the step's unit."""
+        if orders.unit == self.unit:
+            self._foreign.unit, self._reports = None, self._ops.reports
+            return False
+        self._reports = self._foreign.begin(orders, self.unit)
+        return True
+
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
         """Collects ended ops. With `idle`, waits a moment for one if any is under way, here or on the disks."""
         if idle and disk_busy and not self._ops.busy:
@@ -214,6 +225,10 @@ class WorkerSide(RankWorker):
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
 
     # --- reports ---
+
+    def take_counters(self) -> Counters | None:
+        """Values of the metrics since the last call; None when nothing happened."""
+        return self.counters.take() if self.counters.data else None
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
@@ -223,41 +238,36 @@ class WorkerSide(RankWorker):
         """Engine blocks that a load should have filled and did not."""
         return self._reports.take_failed_blocks()
 
-    @property
-    def _reports(self) -> RankReports:
-        """Of the unit that ordered the step under way."""
-        return self._ops.reports if self._foreign.unit is None else self._foreign.reports
-
     def take_metadata(self) -> WorkerMetadata | None:
-        """The step's report to the scheduler's side; None when there is nothing to say."""
+        """The step's report to the scheduler's side; None when there is nothing to report."""
         if self._foreign.unit is not None:
             return self._take_refusals(self._foreign.unit)
         report = WorkerMetadata(unit=self.unit)
-        if self._ops.step != self._step_said:
-            report.step = self._step_said = self._ops.step
+        if self._ops.step != self._reported_step:
+            report.step = self._reported_step = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.reports.take_results()]
-        if self.attached and (ready := self.usable_slots) != self._ready_said:
-            report.ready[self.rank] = self._ready_said = ready
+        if self._pool is not None and (ready := self.usable_slots) != self._reported_slots:
+            report.ready[self.rank] = self._reported_slots = ready
         if (
             self._ops.engine is None
-            and not self._handshake_said
+            and not self._reported_handshake
             and (handshake := self.handshake()) is not None
         ):
             report.handshakes[self.rank] = handshake
-            self._handshake_said = True
-        if self._ops.refusal and not self._error_said:
+            self._reported_handshake = True
+        if self._ops.refusal and not self._reported_error:
             report.errors[self.rank] = self._ops.refusal
-            self._error_said = True
-        if self._ops.gds_refusal and not self._no_gds_said:
+            self._reported_error = True
+        if self._ops.gds_refusal and not self._reported_no_gds:
             report.no_gds[self.rank] = self._ops.gds_refusal
-            self._no_gds_said = True
+            self._reported_no_gds = True
         return report if report else None
 
     def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
         report = WorkerMetadata(unit=unit)
-        report.results = [(self.rank, result) for result in self._foreign.reports.take_results()]
-        if self._foreign_said != unit:
-            self._foreign_said = unit
+        report.results = [(self.rank, result) for result in self._reports.take_results()]
+        if self._reported_foreign != unit:
+            self._reported_foreign = unit
             report.errors[self.rank] = self._foreign.reason
         return report if report else None
 
@@ -269,11 +279,11 @@ class WorkerSide(RankWorker):
         two batches in flight a step is reported when the next one has run.
         """
         self.poll()
-        return self._ops.reports.take_settled(self._reported_step)
+        return self._ops.reports.take_settled(self._settled_step)
 
-    def step_reported(self, step: int) -> None:
+    def settle(self, step: int) -> None:
         """A scheduler in this process knows how this step ended, and which blocks failed in it."""
-        self._reported_step = max(self._reported_step, step)
+        self._settled_step = max(self._settled_step, step)
 
     @property
     def busy(self) -> bool:

@@ -105,9 +105,9 @@ def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.run(make_request(PROMPT, "two"))
-    stats = FlexKVStats.of(engine.counters)
+    stats = FlexKVStats(data=engine.counters.data)
     for worker in engine.workers:
-        stats = stats.aggregate(FlexKVStats.of(worker.counters.take()))
+        stats = stats.aggregate(FlexKVStats(data=worker.counters.take().data))
     reduced = stats.reduce()
     assert reduced["moved_pages[store]"] == 2 * 3
     assert reduced["moved_pages[load]"] == 2 * 3

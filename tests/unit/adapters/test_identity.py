@@ -355,15 +355,15 @@ def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())
     left = 0
     for unit in (one, one, two):
-        assert foreign.begin(ConnectorMetadata(unit), own)
+        reports = foreign.begin(ConnectorMetadata(unit), own)
         if unit == one:
             left += 1
             foreign.refuse(loads=[LoadJob(f"load {left}", None, False, lost=(left,))])
             # `begin` once more, as each hook of a step does.
-            foreign.begin(ConnectorMetadata(unit), own)
-            assert foreign.reports._failed_blocks == set(range(1, left + 1))
-    assert foreign.reports.take_failed_blocks() == set()
-    assert foreign.reports.take_finished() == set()
+            assert foreign.begin(ConnectorMetadata(unit), own) is reports
+            assert reports._failed_blocks == set(range(1, left + 1))
+    assert reports.take_failed_blocks() == set()
+    assert reports.take_finished() == set()
     assert two.hex() in foreign.reason
-    assert foreign.begin(ConnectorMetadata(one), own)
+    foreign.begin(ConnectorMetadata(one), own)
     assert errors(logged, "nothing of such steps is loaded or stored") == 1

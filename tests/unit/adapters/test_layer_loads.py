@@ -8,7 +8,7 @@ from threading import Timer
 
 import pytest
 
-from flexkv.adapters.common.layer_loads import NOT_WAITED_FOR
+from flexkv.adapters.common.layerwise import NOT_WAITED_FOR
 from flexkv.adapters.vllm.worker import WorkerSide
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
+from flexkv.adapters.common.layerwise import NOT_FINISHED, LayerStores
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_spec import possible_store_mode
-from flexkv.adapters.vllm.layer_stores import NOT_FINISHED, LayerStores
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp

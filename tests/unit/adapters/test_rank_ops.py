@@ -35,14 +35,14 @@ def load_of(world: World, request_id: str, blocks: list[int], sync: bool = True)
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_load_that_ended_well_may_be_disowned(world: World, ops: RankOps, taken: bool) -> None:
+def test_a_load_that_ended_well_may_be_invalidated(world: World, ops: RankOps, taken: bool) -> None:
     job = load_of(world, "one", [3, 4, 5])
     ops.submit_load(job)
     ops.finish_load(job)
     assert ops.reports.take_failed_blocks() == set(), "the control"
     if taken:
         assert [result.status for result in ops.reports.take_results()] == [OpStatus.OK]
-    ops.disown(job, "nobody waited")
+    ops.invalidate(job, "nobody waited")
     assert ops.reports.take_failed_blocks() == {3, 4, 5}
     results = ops.reports.take_results()
     assert [(result.status, result.failed.tolist()) for result in results] == (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.layer_loads import LayerLoads
+from flexkv.adapters.common.layerwise import LayerLoads
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
