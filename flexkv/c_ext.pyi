@@ -809,7 +809,10 @@ class GDSManager:
     def cancel(self) -> None:
         """Pages of transfers under way that were not issued yet come back as cancelled."""
     def close(self) -> None:
-        """Cancels, waits for what is in flight, closes the files. Idempotent."""
+        """Cancels, waits for what is in flight, closes the files. Idempotent.
+
+        I/O that never ends keeps its files open.
+        """
 
 def time_transform(
     gpu_device_id: int,
@@ -878,6 +881,11 @@ class GdsLane(Lane):
         Raises:
             CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
             ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
+            ClosedError: the lane is closed.
+        """
+    def close(self) -> None:
+        """Closes the slabs and frees the staging. For a lane that no transfer engine was given: an engine closes its
+        own. Ops that come after fail. Idempotent.
         """
     def counts(self) -> DiskCounts: ...
 

@@ -234,14 +234,14 @@ void bind_gds(py::module_& m) {
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = py::none(),
            py::arg("engine_stream") = 0, py::arg("deadline_s") = defaults.deadline_s,
            py::arg("stuck_s") = defaults.stuck_s, py::arg("io") = "auto")
-      .def_property_readonly("num_devices", [](const GDSManager& g) { return g.files().devices(); })
+      .def_property_readonly("num_devices", [](const GDSManager& g) { return g.devices(); })
       .def_property_readonly("round_robin", [](const GDSManager& g) { return g.options().round_robin; })
       .def_property_readonly("files",
                              [](const GDSManager& g) {
                                std::map<int32_t, std::vector<py::str>> answer;
-                               for (int32_t i = 0; i < g.files().devices(); ++i) {
-                                 for (const auto& file : g.files().on(i))
-                                   answer[i].push_back(to_path(file.path));
+                               for (int32_t i = 0; i < g.devices(); ++i) {
+                                 for (const std::string& path : g.paths()[static_cast<size_t>(i)])
+                                   answer[i].push_back(to_path(path));
                                }
                                return answer;
                              })

@@ -84,6 +84,7 @@ void bind_gds_lane(py::module_& m) {
                              [](const GdsLane& lane) { return lane.manager().staging_slots().slot_bytes; })
       .def("reserve_staging", &GdsLane::reserve_staging, py::arg("group"), py::arg("view"),
            py::call_guard<py::gil_scoped_release>())
+      .def("close", &GdsLane::close, py::call_guard<py::gil_scoped_release>())
       .def("counts", [](const GdsLane& lane) { return to_dict(lane.counts()); });
 }
 

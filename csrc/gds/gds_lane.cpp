@@ -289,8 +289,10 @@ std::shared_ptr<StreamEvent> GdsLane::record(StreamId stream) {
 
 void GdsLane::join() {
   if (thread_.joinable()) thread_.join();
-  shared_->manager->close();
+  close();
 }
+
+void GdsLane::close() { shared_->manager->close(); }
 
 void GdsLane::abandon() {
   if (thread_.joinable()) thread_.detach();

@@ -46,6 +46,9 @@ class GdsLane : public Lane {
   // Takes the staging that pages of this view, which will be the group's, need. Throws ContractError for
   // another group, GeometryError for another stripe, and CapacityError, which says what to set.
   void reserve_staging(int32_t group, const KvView& view);
+  // Closes the slabs and frees the staging: of a lane that no transfer engine was given, which closes its
+  // own. What comes after fails. Idempotent.
+  void close();
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   bool needs_stream() const override { return device_ != nullptr; }
   std::shared_ptr<StreamEvent> record(StreamId stream) override;

@@ -57,24 +57,24 @@ class GDSManager::Running {
   TransferControl& control_;
 };
 
-GDSManager::GDSManager(const std::vector<std::vector<std::string>>& paths_by_device,
-                       const GdsOptions& options, std::shared_ptr<TransformDevice> device)
-    : options_(checked(options)), files_(std::make_shared<RawFiles>(paths_by_device)) {
-  parts_.io = choose_io(files_, device, options_.io);
-  parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
+GDSManager::GDSManager(const FilePaths& paths, const GdsOptions& options,
+                       std::shared_ptr<TransformDevice> device)
+    : options_(checked(options)), paths_(paths) {
+  parts_.io = choose_io(std::make_shared<RawFiles>(paths), device, options_.io);
+  parts_.threads = std::make_shared<DiskThreads>(devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);
 }
 
 GDSManager::GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
                        std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io)
-    : options_(checked(options)), files_(std::move(files)) {
+    : options_(checked(options)), paths_(files->paths()) {
   if (options_.io != IoBackend::kAuto) {
     refuse("io", options_.io == IoBackend::kUring ? "'uring'" : "'threads'",
            "'auto' where the caller makes the I/O");
   }
   parts_.io = std::move(io);
-  parts_.threads = std::make_shared<DiskThreads>(files_->devices(), options_.threads_per_device,
+  parts_.threads = std::make_shared<DiskThreads>(devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);
 }
@@ -145,12 +145,13 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
   std::vector<Place> places;
   std::vector<int64_t> blocks;
   for (const StagedPage& page : pages) {
-    if (!files_->has(page.device, page.file)) {
-      const bool known = page.device >= 0 && page.device < files_->devices();
+    if (!has_file(page.device, page.file)) {
+      const bool known = page.device >= 0 && page.device < devices();
       throw BlockRangeError(
           "file " + std::to_string(page.file) + " of device " + std::to_string(page.device) + ": there are " +
-          std::to_string(files_->devices()) + " devices" +
-          (known ? ", this one with " + std::to_string(files_->on(page.device).size()) + " files"
+          std::to_string(devices()) + " devices" +
+          (known ? ", this one with " + std::to_string(paths_[static_cast<size_t>(page.device)].size()) +
+                       " files"
                  : std::string()));
     }
     places.emplace_back(page.device, page.file, page.file_offset);
@@ -241,6 +242,11 @@ TransferReport GDSManager::transfer(const PageMap& map, std::span<const StagedPa
   totals_.io_bytes += report.io_bytes;
   totals_.launches += report.launches;
   return report;
+}
+
+bool GDSManager::has_file(int32_t device, int64_t file) const {
+  return device >= 0 && device < devices() && file >= 0 &&
+         file < static_cast<int64_t>(paths_[static_cast<size_t>(device)].size());
 }
 
 GdsTotals GDSManager::totals() const {

@@ -51,8 +51,7 @@ class FLEXKV_EXPORT GDSManager {
  public:
   // `device` has the pool and gets the staging; the I/O is what `choose_io` makes of it and of `options.io`.
   // Throws ConfigError for files that cannot be opened and options that are not allowed.
-  GDSManager(const std::vector<std::vector<std::string>>& paths_by_device, const GdsOptions& options,
-             std::shared_ptr<TransformDevice> device);
+  GDSManager(const FilePaths& paths, const GdsOptions& options, std::shared_ptr<TransformDevice> device);
   // The same with I/O of the caller's, over files it opened: for decorators. Throws ConfigError also where
   // `options.io` asks for another.
   GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
@@ -74,10 +73,14 @@ class FLEXKV_EXPORT GDSManager {
   void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
-  // Cancels, waits for what is in flight, closes files and threads. Idempotent.
+  // Cancels, waits for what is in flight, closes files and threads. Idempotent. I/O that never ends keeps its
+  // files open.
   void close();
 
-  const RawFiles& files() const { return *files_; }
+  // Of the files, by device; still known when they are closed.
+  const FilePaths& paths() const { return paths_; }
+  int32_t devices() const { return static_cast<int32_t>(paths_.size()); }
+  bool has_file(int32_t device, int64_t file) const;
   const GdsOptions& options() const { return options_; }
   const TransformDevice& device() const { return *parts_.device; }
   const std::shared_ptr<TransformDevice>& device_ptr() const { return parts_.device; }
@@ -111,7 +114,7 @@ class FLEXKV_EXPORT GDSManager {
                                  const TransferHooks& hooks);
 
   const GdsOptions options_;
-  std::shared_ptr<const RawFiles> files_;
+  const FilePaths paths_;
   TransferParts parts_;
   std::mutex staging_mutex_;  // one transfer at a time uses the manager's own staging
   mutable std::mutex mutex_;

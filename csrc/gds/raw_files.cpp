@@ -24,7 +24,7 @@ constexpr mode_t kFileMode = 0600;
 
 }  // namespace
 
-RawFiles::RawFiles(const std::vector<std::vector<std::string>>& paths_by_device, OpenFiles how) {
+RawFiles::RawFiles(const FilePaths& paths_by_device, OpenFiles how) {
   const int create = how == OpenFiles::kCreate ? O_CREAT : 0;
   if (paths_by_device.empty()) throw ConfigError("no device with files was given");
   std::set<std::pair<dev_t, ino_t>> seen;
@@ -70,8 +70,13 @@ void RawFiles::close_all() {
   files_.clear();
 }
 
-bool RawFiles::has(int32_t device, int64_t file) const {
-  return device >= 0 && device < devices() && file >= 0 && file < static_cast<int64_t>(on(device).size());
+FilePaths RawFiles::paths() const {
+  FilePaths paths;
+  for (const auto& device : files_) {
+    paths.emplace_back();
+    for (const File& file : device) paths.back().push_back(file.path);
+  }
+  return paths;
 }
 
 }  // namespace flexkv

@@ -6,6 +6,8 @@
 
 namespace flexkv {
 
+using FilePaths = std::vector<std::vector<std::string>>;  // by device
+
 enum class OpenFiles { kCreate, kExisting };
 
 class RawFiles {
@@ -13,8 +15,7 @@ class RawFiles {
   // Opens (and with kCreate makes, for this user alone) every file for reading and writing; twice where the
   // file system has direct I/O, because calls that are not 4 KiB-aligned need the page cache. Throws
   // ConfigError naming the file that cannot be opened, that is named twice, or a device without files.
-  explicit RawFiles(const std::vector<std::vector<std::string>>& paths_by_device,
-                    OpenFiles how = OpenFiles::kCreate);
+  explicit RawFiles(const FilePaths& paths_by_device, OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;
   RawFiles& operator=(const RawFiles&) = delete;
@@ -26,8 +27,8 @@ class RawFiles {
   };
   int32_t devices() const { return static_cast<int32_t>(files_.size()); }
   const std::vector<File>& on(int32_t device) const { return files_[static_cast<size_t>(device)]; }
-  bool has(int32_t device, int64_t file) const;
-  // Precondition: has(device, file).
+  FilePaths paths() const;
+  // Precondition: there is such a file.
   const File& at(int32_t device, int64_t file) const { return on(device)[static_cast<size_t>(file)]; }
 
  private:

@@ -43,7 +43,7 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
 }
 
 std::vector<StagedPage> pages_of(const GDSManager& manager, const RawTransfer& transfer) {
-  const RawFileRule rule(manager.files().devices(), manager.options().round_robin, transfer.blocks_per_file);
+  const RawFileRule rule(manager.devices(), manager.options().round_robin, transfer.blocks_per_file);
   std::vector<StagedPage> pages;
   pages.reserve(transfer.file_blocks.size());
   for (size_t i = 0; i < transfer.file_blocks.size(); ++i) {
@@ -80,8 +80,7 @@ void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer) {
     throw GeometryError("as many blocks of the pool as of the files are needed");
   }
   std::vector<StagedPage> samples = pages_of(manager, transfer);
-  std::erase_if(samples,
-                [&](const StagedPage& page) { return !manager.files().has(page.device, page.file); });
+  std::erase_if(samples, [&](const StagedPage& page) { return !manager.has_file(page.device, page.file); });
   manager.reserve_staging(map, samples, !transfer.staged);
 }
 

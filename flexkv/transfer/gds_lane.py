@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ def make_gds_lane(
     io: IoBackend = "auto",
     views: Sequence[c_ext.KvView] = (),
 ) -> c_ext.GdsLane:
-    """Opens the slabs for one rank. The lane serves one transfer engine.
+    """Opens the slabs for one rank. The lane serves one transfer engine, which closes it; what is given to none is
+    closed by its owner.
 
     Args:
         stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.
@@ -53,12 +55,17 @@ def make_gds_lane(
         gpu_device_id=-1 if device is None else device,
         io=io,
     )
-    log = get_logger("gds")
-    log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
-    for group, view in enumerate(views):
-        lane.reserve_staging(group, view)
-        if cut := staging_cut(lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes):
-            log.info("slabs of group %d: %s", group, cut)
+    with ExitStack() as opened:
+        opened.callback(lane.close)
+        log = get_logger("gds")
+        log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
+        for group, view in enumerate(views):
+            lane.reserve_staging(group, view)
+            if cut := staging_cut(
+                lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
+            ):
+                log.info("slabs of group %d: %s", group, cut)
+        opened.pop_all()
     return lane
 
 

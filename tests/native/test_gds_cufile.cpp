@@ -139,6 +139,23 @@ struct CufileWorld {
 
 }  // namespace
 
+TEST_CASE("a closed manager keeps no file and no registration") {
+  reset();
+  CufileWorld c;
+  c.files = nullptr;
+  c.io = nullptr;
+  c.world.fill(3);
+  CHECK(c.transfer(false).ok());
+  CHECK(!fake.files.empty());
+  CHECK(!fake.buffers.empty());
+  const int64_t files_before = open_files();
+  c.manager->close();
+  CHECK(fake.files.empty());
+  CHECK(fake.buffers.empty());
+  CHECK(open_files() < files_before);
+  CHECK(c.manager->devices() == 2);  // which files they were is still known
+}
+
 TEST_CASE("staged transfers make one aligned cuFile call a page, into memory registered once") {
   reset();
   CufileWorld c;

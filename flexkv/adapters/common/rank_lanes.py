@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from flexkv.c_ext import GdsLane
@@ -62,25 +63,30 @@ def open_lanes(
         tensors: that the view was made of; they say which device the pool lies on, and are held while needed.
         stream_of: the stream of a CUDA device that copies are ordered after, where `submit` names none.
         mover: of host lanes; None takes the transfer engine's own.
-        gds_lane: see `open_gds_lane`.
+        gds_lane: see `open_gds_lane`. It is the engine's from now on, and closed where this raises.
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
     """
     transfer = config.transfer
-    device = cuda_device_of(tensors)
-    engine = TransferEngine(
-        mover=mover,
-        device=device,
-        batch_copies=transfer.batch_copies,
-        copy_kernel=transfer.copy_kernel,
-        current_stream=None if device is None else lambda: stream_of(device),
-        queue_ops=transfer.queue_ops,
-        copy_threads=transfer.copy_thread_count(),
-        op_stuck_s=transfer.stuck_s,
-        lanes=[] if gds_lane is None else [gds_lane],
-    )
-    engine.attach_view(0, view, pool, place.stripe, place.digests, tensors)
-    if device is not None:
-        pool.pin(device)
-    return engine
+    with ExitStack() as opened:
+        if gds_lane is not None:
+            opened.callback(gds_lane.close)
+        device = cuda_device_of(tensors)
+        engine = TransferEngine(
+            mover=mover,
+            device=device,
+            batch_copies=transfer.batch_copies,
+            copy_kernel=transfer.copy_kernel,
+            current_stream=None if device is None else lambda: stream_of(device),
+            queue_ops=transfer.queue_ops,
+            copy_threads=transfer.copy_thread_count(),
+            op_stuck_s=transfer.stuck_s,
+            lanes=[] if gds_lane is None else [gds_lane],
+        )
+        opened.callback(engine.close, transfer.close_s)
+        engine.attach_view(0, view, pool, place.stripe, place.digests, tensors)
+        if device is not None:
+            pool.pin(device)
+        opened.pop_all()
+        return engine

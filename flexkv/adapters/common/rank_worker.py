@@ -116,6 +116,7 @@ class RankWorker:
                 "one unit as long as it lives"
             )
         self.unit = unit
+        mover = self.make_mover()
         gds_lane = None
         if slabs is not None:
             stripe = 0 if self._replicated else self.rank
@@ -128,7 +129,7 @@ class RankWorker:
             pool,
             place,
             stream_of=self._current_stream,
-            mover=self.make_mover(),
+            mover=mover,
             gds_lane=gds_lane,
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
