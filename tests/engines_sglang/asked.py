@@ -92,14 +92,16 @@ class Asked(ABC):
 
     def outlives_an_abort(self, judge: Judge) -> None:
         """One request is aborted among its tokens, and one before it has any."""
-        judge("aborted", self.ask_one("aborted"))
+        both = ("aborted", "a")
+        for name in both:
+            judge(name, self.ask_one(name))
         self.forget()
         for after_tokens in (2, 0):
             asked = {**request("aborted"), "tokens": 600}
             ended = self.engine.call("abort", request=asked, after_tokens=after_tokens)
             assert ended["finish"] == "abort", ended
             self.forget()
-        for name in ("aborted", "a"):
+        for name in both:
             answer = self.ask_one(name)
             judge(name, answer)
             assert self.served(answer) > 0, answer

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from flexkv.adapters.common.common_keys import SharedModel, common_namespace
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_of_tensorrt_llm
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, with_possible_modes
 from flexkv.adapters.vllm.fingerprint import engine_namespace as namespace_of_vllm
 from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.keys import EngineKeyChain
@@ -204,6 +206,28 @@ def test_engines_whose_pages_others_could_not_use_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         vllm(folder, **changes)
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+def test_lazy_stores_that_become_eager_for_want_of_hashes_have_common_keys(
+    folder: Path, make_engine: Make, hashes: bool
+) -> None:
+    described = config(folder)
+    described.cache_config.enable_prefix_caching = hashes
+    described.scheduler_config = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=16)
+    described.parallel_config = SimpleNamespace(data_parallel_index=0, tensor_parallel_size=1)
+    asked = load_config(COMMON | {"store.mode": "lazy"}, {})
+    settings = with_possible_modes(asked, described)
+    if hashes:  # the control: the stores stay lazy, and their keys cannot be made
+        with pytest.raises(ConfigError, match="needs store"):
+            EngineSpec.of(described, GEOMETRY, settings, EngineRole())
+        return
+    spec = EngineSpec.of(described, GEOMETRY, settings, EngineRole())
+    assert spec.config.store.mode == "eager"
+    assert spec.namespace == vllm(folder)
+    engine = make_engine(**COMMON, **{"store.mode": spec.config.store.mode})
+    engine.run(make_request(PROMPT, "one"))
+    assert len(engine.unit.manager.hub.index.find(0, keys_by_hand(PROMPT))) == 5
 
 
 def test_the_models_own_path_as_that_of_its_configuration_changes_nothing(folder: Path) -> None:
