@@ -102,7 +102,7 @@ class LocalCacheManager(CacheManager):
         self._listener = listener
         self._counts = ManagerStats()
         self._requests = RequestTable()
-        self._ops = OpTable()
+        self._ops = OpTable(clock)
         self._outbox = Outbox()
         self._trails = TrailTable(len(groups))
         self.failed_loads = FailedLoads(limits.rest_s, clock)

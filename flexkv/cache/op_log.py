@@ -1,16 +1,18 @@
-"""What the log tells of lookups and ops: every failure as a warning, everything else for one who debugs."""
+"""What is shown of lookups and ops: every failure as a warning, everything else for one who debugs or traces."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from flexkv.cache.base import MatchResult, OpRole
 from flexkv.cache.ops import Op, RankOp
 from flexkv.cache.tier import Tier
-from flexkv.observe import FailedOps, get_logger
+from flexkv.observe import FailedOps, OpSpans, get_logger
+from flexkv.observe.spans import REQUEST_ID, AttributeValue
+from flexkv.transfer.graph import OpResult, OpStatus
 
 logger = get_logger(__name__)
 
@@ -22,6 +24,7 @@ WORDS = {
     OpRole.SEAL: "seal on {}",
 }
 
+REQUEST_IDS = f"{REQUEST_ID}s"
 MOST_REQUESTS = 3
 """Requests that are named of those that wait for a read."""
 
@@ -36,7 +39,9 @@ class OpLog:
 
     def __init__(self, clock: Callable[[], float], tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
+        self._clock = clock
         self._failed = FailedOps(logger, clock)
+        self._spans = OpSpans()
 
     def looked_up(self, result: MatchResult, asked: int) -> None:
         """A lookup of `asked` blocks after `result.start_block` was answered."""
@@ -68,6 +73,8 @@ class OpLog:
     def ended(self, op: RankOp, expected: bool) -> None:
         """An op of the ranks has ended on all of them; `expected`: nobody counts on it, so that it may fail."""
         failed = int(np.count_nonzero(op.failed))
+        if self._spans.wanted:
+            self._span(op, failed, "; ".join(op.reasons), {REQUEST_ID: op.request_id})
         if failed and not expected:
             name = f"op {op.op_id} of request {op.request_id}"
             self._failed.warn(self._words(op), name, failed, len(op.entries), "; ".join(op.reasons))
@@ -82,16 +89,31 @@ class OpLog:
                 "".join(f"; {reason}" for reason in op.reasons),
             )
 
-    def tier_op_failed(self, op: Op, failed: int, reason: str, waiters: Collection[str] = ()) -> None:
-        """An op of a tier's own has failed.
+    def tier_op_ended(self, op: Op, failed: int, result: OpResult, waiters: Collection[str] = ()) -> None:
+        """An op of a tier's own has ended.
 
         Args:
             waiters: requests that wait for it.
         """
+        if self._spans.wanted:
+            self._span(op, failed, result.reason, {REQUEST_IDS: sorted(waiters)})
+        if result.status is OpStatus.OK:
+            return
         named = ", ".join(sorted(waiters)[:MOST_REQUESTS])
         more = f" and {len(waiters) - MOST_REQUESTS} more" if len(waiters) > MOST_REQUESTS else ""
         name = f"op {op.op_id}" + (f" for request {named}{more}" if named else "")
-        self._failed.warn(self._words(op), name, failed, op.pages, reason)
+        self._failed.warn(self._words(op), name, failed, op.pages, result.reason)
+
+    def _span(self, op: Op, failed: int, reason: str, requests: Mapping[str, AttributeValue]) -> None:
+        attributes = {
+            "flexkv.op_id": op.op_id,
+            "flexkv.group": op.group,
+            "flexkv.pages": op.pages,
+            "flexkv.failed_pages": failed,
+            **requests,
+        }
+        failure = (reason or "no reason was given") if failed else ""
+        self._spans.ended(self._words(op), self._clock() - op.begun_s, attributes, failure)
 
     def flush(self, at_end: bool = False) -> None:
         """As of `FailedOps`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,7 @@ class Op:
         tier: whose pages `entries` are.
         entries: its pages' index entries in that tier, each pinned once by the op.
         epoch: the manager's epoch when it was planned.
-        begun_s: the clock when it was planned.
+        begun_s: the clock when it was added to the table.
         ahead: pages that were in flight in its way then.
     """
 
@@ -44,7 +44,7 @@ class Op:
     tier: TierId = HUB
     entries: EntryIds
     epoch: int
-    begun_s: float = 0.0
+    begun_s: float = field(default=0.0, init=False)
     ahead: int = 0
 
     @property
@@ -192,9 +192,14 @@ class RankOp(Op):
 
 
 class OpTable:
-    """Ops in flight by number and by request, with the pages and ops of each role and tier."""
+    """Ops in flight by number and by request, with the pages and ops of each role and tier.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._last = OpId(0)
         self._ops: dict[OpId, Op] = {}
         self._clear_counts()
@@ -279,6 +284,10 @@ class OpTable:
         return np.concatenate(reads) if reads else NO_ENTRIES
 
     def add(self, op: Op) -> None:
+        op.begun_s = self._clock()
+        self._count(op)
+
+    def _count(self, op: Op) -> None:
         self._ops[op.op_id] = op
         kind = (op.role, op.tier)
         self._pages[kind] = self._pages.get(kind, 0) + op.pages
@@ -295,7 +304,7 @@ class OpTable:
         self._ops = {}
         self._clear_counts()
         for op in kept:
-            self.add(op)
+            self._count(op)
 
     def remove(self, op: Op) -> None:
         del self._ops[op.op_id]

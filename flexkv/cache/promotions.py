@@ -286,7 +286,6 @@ class Promotions:
             entries=entries,
             host=host,
             epoch=epoch,
-            begun_s=self._clock(),
             ahead=self._ops.pages(OpRole.FETCH, tier),
         )
         self._ops.add(op)

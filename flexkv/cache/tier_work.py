@@ -85,9 +85,8 @@ class TierWork:
         self._ops.remove(op)
         if result.status is OpStatus.LANE_DOWN:
             self.take_down(op.tier, result.reason or "its lane is down")
-        if result.status is not OpStatus.OK:
-            waiters = op.waiters if isinstance(op, FetchOp) else ()
-            self._log.tier_op_failed(op, failed, result.reason, waiters)
+        waiters = op.waiters if isinstance(op, FetchOp) else ()
+        self._log.tier_op_ended(op, failed, result, waiters)
         self._end(op, result)
 
     def _end(self, op: Op, result: OpResult) -> None:

@@ -82,7 +82,7 @@ class GdsLoads(StraightLoads):
     def begin(
         self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
     ) -> list[TransferOp]:
-        ops, begun_s = self._context.ops, self._context.clock()
+        ops = self._context.ops
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
             pages = group.straight
@@ -116,7 +116,6 @@ class GdsLoads(StraightLoads):
                     first_block=group.first_block,
                     positions=kept + in_host,
                     epoch=epoch,
-                    begun_s=begun_s,
                     ahead=self.pages,
                 )
             )

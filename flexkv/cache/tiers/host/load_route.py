@@ -32,7 +32,6 @@ class HostLoads(LoadRoute):
         self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
     ) -> list[TransferOp]:
         ops = self._context.ops
-        begun_s = self._context.clock() if self._context.others() else 0.0
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
             target = target[: len(group.entries)]
@@ -59,7 +58,6 @@ class HostLoads(LoadRoute):
                     first_block=group.first_block,
                     positions=kept,
                     epoch=epoch,
-                    begun_s=begun_s,
                     ahead=ops.pages(OpRole.LOAD),
                 )
             )
