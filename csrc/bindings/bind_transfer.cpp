@@ -39,10 +39,10 @@ py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t 
 }
 
 // Of each failed page.
-py::array_t<uint8_t> from_blames(const std::vector<Blame>& blames) {
-  static_assert(sizeof(Blame) == 1);
-  const auto count = static_cast<py::ssize_t>(blames.size());
-  return py::array_t<uint8_t>(count, reinterpret_cast<const uint8_t*>(blames.data()));
+py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
+  static_assert(sizeof(FailureCause) == 1);
+  const auto count = static_cast<py::ssize_t>(causes.size());
+  return py::array_t<uint8_t>(count, reinterpret_cast<const uint8_t*>(causes.data()));
 }
 
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
@@ -67,7 +67,7 @@ void bind_results(py::module_& m) {
       .def_property_readonly("reason", [](const OpResult& r) { return to_text(r.reason); })
       .def_property_readonly("digests",
                              [](const OpResult& r) { return from_digests(r.digests, r.digest_runs); })
-      .def_property_readonly("blames", [](const OpResult& r) { return from_blames(r.blames); });
+      .def_property_readonly("causes", [](const OpResult& r) { return from_causes(r.causes); });
 }
 
 py::tuple wait_layer(TransferEngine& engine, int64_t ticket, int32_t layer, double deadline_s,

@@ -87,7 +87,7 @@ std::string Copier::enqueue(Direction direction, std::span<const Segment> segmen
                             std::span<const PageEnds> pages, bool registered, int staging,
                             StreamHandle stream) {
   if (pages.empty() || segments.empty()) return {};
-  Means means = means_;
+  Capabilities means = means_;
   means.kernel = means.kernel && registered;
   // The driver stages pageable memory itself; what batches do with it is not documented.
   means.batch = means.batch && registered;

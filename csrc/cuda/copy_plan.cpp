@@ -41,7 +41,7 @@ const char* to_string(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-Path choose_path(int64_t run_bytes, const Means& means) {
+Path choose_path(int64_t run_bytes, const Capabilities& means) {
   const int64_t kernel_below = means.batch ? kKernelBelowBytesWithBatch : kKernelBelowBytes;
   if (means.kernel && run_bytes < kernel_below) return Path::kKernel;
   if (means.batch) return Path::kBatch;

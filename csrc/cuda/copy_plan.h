@@ -34,14 +34,14 @@ inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kKernelMultiprocessors = 8;
 
 // What can be used here.
-struct Means {
+struct Capabilities {
   bool kernel = false;
   bool batch = false;
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
 
 // By the coalesced view: `run_bytes` is the mean length of the segments.
-Path choose_path(int64_t run_bytes, const Means& means);
+Path choose_path(int64_t run_bytes, const Capabilities& means);
 
 int64_t mean_run_bytes(std::span<const Segment> segments);
 

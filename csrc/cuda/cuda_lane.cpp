@@ -26,7 +26,7 @@ Direction direction_of(OpKind kind) {
 // A piece that was taken and is enqueued portion by portion. The issuing thread makes it, the ending one ends
 // it.
 struct Issuing {
-  std::shared_ptr<Piece> piece;
+  std::shared_ptr<WorkItem> piece;
   std::vector<MoveResult> results;
   std::vector<PageEnds> pages;  // that may be copied
   bool registered = true;
@@ -107,7 +107,7 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
     }
     allowed |= kind_bit(kKinds[direction]);
   }
-  const std::shared_ptr<Piece> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
+  const std::shared_ptr<WorkItem> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
   if (!piece) return false;
   const auto now = std::make_shared<Issuing>();
   now->piece = piece;
@@ -120,7 +120,7 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
 // Lists what of the piece may be copied, fills in what may not, and makes the stream wait for the engine's.
 // Empty, or why nothing may be enqueued.
 std::string CudaLane::Shared::prepare(Issuing& issuing) {
-  const Piece& piece = *issuing.piece;
+  const WorkItem& piece = *issuing.piece;
   const Direction direction = direction_of(piece.kind());
   const AttachedView& view = *piece.page(0).view;
   for (size_t i = 0; i < issuing.results.size(); ++i) {
@@ -196,12 +196,12 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       next.error = error;
     }
     Issuing& issuing = *next.of;
-    const Piece& piece = *issuing.piece;
+    const WorkItem& piece = *issuing.piece;
     for (size_t i = 0; i < issuing.results.size(); ++i) {
       MoveResult& result = issuing.results[i];
       if (result.status != Status::kOk) continue;
       if (!next.error.empty()) {
-        result = {Status::kFailed, next.error, {}, Blame::kWay};
+        result = {Status::kFailed, next.error, {}, FailureCause::kTransport};
       } else if (next.last && direction == static_cast<size_t>(Direction::kToHost)) {
         const PageMove page = piece.page(i);
         if (page.view->has_digests()) {

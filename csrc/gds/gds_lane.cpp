@@ -49,24 +49,24 @@ StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view)
           image.total_bytes()};
 }
 
-PageMiss miss_of(FailureCause cause, PageMiss at_gate) {
+PageMiss miss_of(StagedFailure cause, PageMiss at_gate) {
   switch (cause) {
-    case FailureCause::kIo:
+    case StagedFailure::kIo:
       return PageMiss::kIo;
-    case FailureCause::kShort:
+    case StagedFailure::kShort:
       return PageMiss::kShort;
-    case FailureCause::kDigest:
+    case StagedFailure::kDigest:
       return PageMiss::kData;
-    case FailureCause::kGate:
+    case StagedFailure::kGate:
       return at_gate;
     default:
       return PageMiss::kNone;
   }
 }
 
-Blame blame_of(FailureCause cause, PageMiss miss) {
-  if (cause == FailureCause::kStopped) return Blame::kNobody;
-  return blame_of(miss);  // without a miss, the way's
+FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
+  if (cause == StagedFailure::kStopped) return FailureCause::kNotExecuted;
+  return failure_cause_of(miss);  // without a miss, the way's
 }
 
 }  // namespace
@@ -79,17 +79,18 @@ struct GdsLane::Shared {
 
   int32_t disks() const { return static_cast<int32_t>(groups.front().slabs.size()); }
   void run(WorkSource& source, int32_t lane);
-  std::vector<std::shared_ptr<Piece>> take(WorkSource& source, int32_t lane) const;
-  void move(const std::vector<std::shared_ptr<Piece>>& pieces, std::vector<std::vector<MoveResult>>& results);
-  void move_group(const std::vector<std::shared_ptr<Piece>>& pieces, const std::vector<Task>& tasks,
+  std::vector<std::shared_ptr<WorkItem>> take(WorkSource& source, int32_t lane) const;
+  void move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
+            std::vector<std::vector<MoveResult>>& results);
+  void move_group(const std::vector<std::shared_ptr<WorkItem>>& pieces, const std::vector<Task>& tasks,
                   std::vector<std::vector<MoveResult>>& results);
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
 // A piece, and more of its op's kind while they are there.
-std::vector<std::shared_ptr<Piece>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
-  std::vector<std::shared_ptr<Piece>> pieces;
-  std::shared_ptr<Piece> piece = source.take(lane);
+std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
+  std::vector<std::shared_ptr<WorkItem>> pieces;
+  std::shared_ptr<WorkItem> piece = source.take(lane);
   for (int64_t bytes = 0; piece != nullptr;) {
     pieces.push_back(piece);
     bytes += static_cast<int64_t>(piece->positions().size()) *
@@ -107,7 +108,7 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
     std::vector<std::vector<MoveResult>> results;
     for (const auto& piece : pieces) {
       results.emplace_back(piece->positions().size(),
-                           MoveResult{Status::kFailed, "was not moved", {}, Blame::kWay});
+                           MoveResult{Status::kFailed, "was not moved", {}, FailureCause::kTransport});
     }
     try {
       move(pieces, results);
@@ -124,7 +125,7 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
 
 // Pages of one view and fence go together, up to one whose target another op of this take has: the later
 // op's bytes stay.
-void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
+void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
                            std::vector<std::vector<MoveResult>>& results) {
   std::vector<Task> tasks;
   std::unordered_set<int32_t> targets;  // blocks of a read, places of a write
@@ -140,7 +141,7 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
     tasks.clear();
     targets.clear();
   };
-  const auto differs = [&](const Task& a, const PageMove& b, const Piece& of_b) {
+  const auto differs = [&](const Task& a, const PageMove& b, const WorkItem& of_b) {
     return a.move.view != b.view || pieces[a.piece]->fence() != of_b.fence();
   };
   for (size_t p = 0; p < pieces.size(); ++p) {
@@ -163,7 +164,7 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<Piece>>& pieces,
   flush();
 }
 
-void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& pieces,
+void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& pieces,
                                  const std::vector<Task>& tasks,
                                  std::vector<std::vector<MoveResult>>& results) {
   const PageMove& first = tasks.front().move;
@@ -203,18 +204,18 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<Piece>>& piec
 
 MoveResult GdsLane::Shared::failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate) {
   const PageMiss miss = miss_of(failure.cause, at_gate);
-  const Blame blame = blame_of(failure.cause, miss);
+  const FailureCause cause = failure_cause_of(failure.cause, miss);
   const std::string why = " at place " + std::to_string(page.place) + ": " + failure.reason;
   if (page.kind == OpKind::kGdsWrite) {
     ++counts.write_errors;
-    return {failure.status, "gds write" + why, {}, blame};
+    return {failure.status, "gds write" + why, {}, cause};
   }
-  if (miss == PageMiss::kNone) return {failure.status, "gds read" + why, {}, blame};
+  if (miss == PageMiss::kNone) return {failure.status, "gds read" + why, {}, cause};
   ++counts.misses[static_cast<size_t>(miss)];
   return {failure.status,
           std::string("disk miss (") + kMissNames[static_cast<size_t>(miss)] + ")" + why,
           {},
-          blame};
+          cause};
 }
 
 int64_t most_gds_transfer_bytes() { return kMostTransferBytes + kSubBatchBytes; }

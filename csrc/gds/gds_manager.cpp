@@ -210,7 +210,7 @@ TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const S
     TransferReport report;
     report.pages = static_cast<int64_t>(pages.size());
     for (size_t i = 0; i < pages.size(); ++i) {
-      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down, FailureCause::kDevice});
+      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down, StagedFailure::kDevice});
     }
     return report;
   }

@@ -22,9 +22,9 @@ bool take_outcome(const FileIo& io, const IoCall& call, const IoOutcome& outcome
   result.bytes += outcome.bytes;
   if (outcome.error.empty() && outcome.bytes == call.bytes) return true;
   result.error = describe(call, outcome);
-  result.cause = outcome.of_memory       ? FailureCause::kDevice
-                 : outcome.error.empty() ? FailureCause::kShort
-                                         : FailureCause::kIo;
+  result.cause = outcome.of_memory       ? StagedFailure::kDevice
+                 : outcome.error.empty() ? StagedFailure::kShort
+                                         : StagedFailure::kIo;
   return false;
 }
 
@@ -50,12 +50,12 @@ void PageIo::submit(int32_t position, PageJob job) {
     PageIoResult result;
     result.position = position;
     result.error = not_started;
-    result.cause = FailureCause::kDevice;
+    result.cause = StagedFailure::kDevice;
     try {
       if (not_started.empty()) carry_out(*io, *job, result);
     } catch (const std::exception& error) {
       result.error = error.what();
-      result.cause = FailureCause::kDevice;
+      result.cause = StagedFailure::kDevice;
     }
     job.reset();  // before the transfer hears of it: nothing of the page is held any more
     const std::lock_guard lock(shared->mutex);

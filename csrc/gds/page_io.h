@@ -23,8 +23,8 @@ struct PageIoResult {
   int64_t calls = 0;
   int64_t bounced = 0;
   int64_t bytes = 0;
-  std::string error;                       // empty: every byte moved
-  FailureCause cause = FailureCause::kIo;  // of the error
+  std::string error;                         // empty: every byte moved
+  StagedFailure cause = StagedFailure::kIo;  // of the error
 };
 
 class PageIo {

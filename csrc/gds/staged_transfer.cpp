@@ -83,7 +83,7 @@ class Transfer {
 
   void fail_all(const std::string& reason) {
     for (; next_ < pages_.size(); ++next_) {
-      fail(static_cast<int32_t>(next_), Status::kFailed, FailureCause::kDevice, reason, false);
+      fail(static_cast<int32_t>(next_), Status::kFailed, StagedFailure::kDevice, reason, false);
     }
   }
 
@@ -165,10 +165,10 @@ class Transfer {
     for (size_t i = 0; i < positions.size(); ++i) {
       const int32_t position = positions[i];
       if (!result.error.empty()) {
-        fail(position, Status::kFailed, FailureCause::kDevice, "layout transform: " + result.error);
+        fail(position, Status::kFailed, StagedFailure::kDevice, "layout transform: " + result.error);
       } else if (result.bad_run[i] != kNoBadRun) {
         const Segment& run = map_.runs()[static_cast<size_t>(result.bad_run[i])];
-        fail(position, Status::kFailed, FailureCause::kDigest,
+        fail(position, Status::kFailed, StagedFailure::kDigest,
              "digest mismatch in run " + std::to_string(result.bad_run[i]) + " (layer " +
                  std::to_string(run.layer) + ")");
       } else if (is_read_) {
@@ -176,7 +176,7 @@ class Transfer {
       } else if (stopped_) {
         fail_stopped(position, true);
       } else if (const std::string why = pass(position); !why.empty()) {
-        fail(position, Status::kFailed, FailureCause::kGate, why);
+        fail(position, Status::kFailed, StagedFailure::kGate, why);
       } else {
         submit(position);
       }
@@ -203,7 +203,7 @@ class Transfer {
       } else if (stopped_) {
         fail_stopped(result.position, true);
       } else if (const std::string why = pass(result.position); !why.empty()) {
-        fail(result.position, Status::kFailed, FailureCause::kGate, why);
+        fail(result.position, Status::kFailed, StagedFailure::kGate, why);
       } else {
         ready_.push_back(result.position);
       }
@@ -221,7 +221,7 @@ class Transfer {
       if (!ended_[i]) {
         report_.failures.push_back({static_cast<int32_t>(i), Status::kFailed,
                                     "I/O has not ended for " + std::to_string(control_.stuck_s()) + " s",
-                                    FailureCause::kIo});
+                                    StagedFailure::kIo});
       }
     }
     return true;
@@ -229,10 +229,11 @@ class Transfer {
 
   void fail_stopped(int32_t position, bool holds_slot) {
     const bool cancelled = *stopped_ == Status::kCancelled;
-    fail(position, *stopped_, FailureCause::kStopped, cancelled ? "cancelled" : "the deadline has passed",
+    fail(position, *stopped_, StagedFailure::kStopped, cancelled ? "cancelled" : "the deadline has passed",
          holds_slot);
   }
-  void fail(int32_t position, Status status, FailureCause cause, std::string reason, bool holds_slot = true) {
+  void fail(int32_t position, Status status, StagedFailure cause, std::string reason,
+            bool holds_slot = true) {
     report_.failures.push_back({position, status, std::move(reason), cause});
     end(position, holds_slot);
   }

@@ -31,7 +31,7 @@ struct StagedPage {
   int64_t file_offset = 0;
 };
 
-enum class FailureCause : int32_t {
+enum class StagedFailure : int32_t {
   kStopped,  // cancelled, or the deadline passed
   kIo,       // the disk refused a call, or did not answer it
   kShort,    // a call moved fewer bytes than it was asked to
@@ -44,7 +44,7 @@ struct PageFailure {
   int32_t position = 0;
   Status status = Status::kFailed;
   std::string reason;
-  FailureCause cause = FailureCause::kStopped;
+  StagedFailure cause = StagedFailure::kStopped;
 };
 
 // Looks at what lies in a page's slot beside its bytes: memory of the transfer's device. Called by the

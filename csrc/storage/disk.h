@@ -50,7 +50,7 @@ struct DiskCounts {
 
 // A page that a lane took: one of a piece.
 struct PageTask {
-  std::shared_ptr<Piece> piece;
+  std::shared_ptr<WorkItem> piece;
   size_t index = 0;
   PageMove move;
   int64_t slot = 0;  // of the disk's slab
@@ -113,7 +113,7 @@ class Disk {
     IoRequest request;
   };
   struct Ended {
-    std::shared_ptr<Piece> piece;
+    std::shared_ptr<WorkItem> piece;
     std::vector<size_t> indices;
     std::vector<MoveResult> results;
   };

@@ -177,7 +177,7 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
     try {
       begin(task);
     } catch (const std::exception& error) {
-      add(ended, task, {Status::kFailed, error.what(), {}, Blame::kWay});
+      add(ended, task, {Status::kFailed, error.what(), {}, FailureCause::kTransport});
       continue;
     }
     submit_ios(queue);

@@ -29,7 +29,7 @@ bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
 
-const LayerReads& layers_of(const DiskGroup& group, const Piece& piece) {
+const LayerReads& layers_of(const DiskGroup& group, const WorkItem& piece) {
   const auto found = std::find_if(group.layer_reads.begin(), group.layer_reads.end(),
                                   [&](const LayerReads& reads) { return reads.lo == piece.layer_lo(); });
   if (found == group.layer_reads.end() || found->hi != piece.layer_hi()) {
@@ -165,7 +165,7 @@ MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
   return {Status::kFailed,
           "disk write at place " + std::to_string(task.move.place) + ": " + why,
           {},
-          Blame::kDisk};
+          FailureCause::kSource};
 }
 
 // What an I/O error means for the disk as a whole.
@@ -185,7 +185,7 @@ MoveResult Disk::miss(const Job& job, const PageCheck& check) {
           std::string("disk miss (") + kMissNames[static_cast<size_t>(check.miss)] + ") at place " +
               std::to_string(job.task.move.place) + ": " + check.reason,
           {},
-          blame_of(check.miss)};
+          failure_cause_of(check.miss)};
 }
 
 MoveResult Disk::end(Job& job) {

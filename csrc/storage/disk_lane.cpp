@@ -168,7 +168,7 @@ void DiskLane::dispatch(const std::shared_ptr<Shared>& shared, const std::shared
   const auto disks = static_cast<int32_t>(shared->disks.size());
   for (;;) {
     shared->wait_room();
-    const std::shared_ptr<Piece> piece = source->take(lane);
+    const std::shared_ptr<WorkItem> piece = source->take(lane);
     if (!piece) break;
     std::vector<std::vector<PageTask>> tasks(shared->disks.size());
     for (size_t i = 0; i < piece->positions().size(); ++i) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/blame.h"
+#include "base/failure_cause.h"
 
 namespace flexkv {
 
@@ -29,16 +29,16 @@ inline constexpr std::array<const char*, kPageMisses> kMissNames = {
     "none",   "trailer", "version", "elsewhere", "key", "generation", "epoch",
     "tokens", "expired", "data",    "short",     "io",  "disk_lost"};
 
-constexpr Blame blame_of(PageMiss miss) {
+constexpr FailureCause failure_cause_of(PageMiss miss) {
   switch (miss) {
     case PageMiss::kShort:
     case PageMiss::kIo:
-      return Blame::kDisk;
+      return FailureCause::kSource;
     case PageMiss::kNone:
     case PageMiss::kDiskLost:
-      return Blame::kWay;
+      return FailureCause::kTransport;
     default:
-      return Blame::kPage;
+      return FailureCause::kContent;
   }
 }
 

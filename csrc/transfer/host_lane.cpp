@@ -7,7 +7,7 @@
 namespace flexkv {
 namespace {
 
-MoveResult move_page(PageMover& mover, const Piece& piece, size_t index) {
+MoveResult move_page(PageMover& mover, const WorkItem& piece, size_t index) {
   try {
     return mover.move(piece.page(index), piece.layer_lo(), piece.layer_hi());
   } catch (const std::exception& error) {
@@ -17,7 +17,7 @@ MoveResult move_page(PageMover& mover, const Piece& piece, size_t index) {
 
 void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMover>& mover, int32_t lane) {
   std::vector<MoveResult> results;
-  while (const std::shared_ptr<Piece> piece = source->take(lane)) {
+  while (const std::shared_ptr<WorkItem> piece = source->take(lane)) {
     results.clear();
     for (size_t i = 0; i < piece->positions().size(); ++i) {
       results.push_back(move_page(*mover, *piece, i));

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-PageMove Piece::page(size_t index) const {
+PageMove WorkItem::page(size_t index) const {
   const OpSpec& spec = op_->spec();
   const int32_t position = positions_[index];
   const auto at = static_cast<size_t>(position);
@@ -32,6 +32,6 @@ PageSizes Lane::check(const OpSpec& op) const {
   throw ContractError(std::string("lane ") + name() + " needs a view for " + to_string(op.kind));
 }
 
-const std::shared_ptr<StreamEvent>& Piece::fence() const { return op_->fence_of(stage_); }
+const std::shared_ptr<StreamEvent>& WorkItem::fence() const { return op_->fence_of(stage_); }
 
 }  // namespace flexkv

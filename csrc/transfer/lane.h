@@ -19,7 +19,7 @@ namespace flexkv {
 
 // Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's
 // memory stays mapped until finish().
-class Piece {
+class WorkItem {
  public:
   OpKind kind() const { return kind_; }
   const std::vector<int32_t>& positions() const { return positions_; }
@@ -53,19 +53,19 @@ class WorkSource {
  public:
   virtual ~WorkSource() = default;
   // Blocks until there is a piece for lane `lane`; null when the engine is closing: the thread must then end.
-  virtual std::shared_ptr<Piece> take(int32_t lane) = 0;
+  virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
   // A piece of one of the kinds in `allowed`, or null. Null also while something more urgent of another kind
   // waits: a store does not start past a load for which the lane has no room yet.
-  virtual std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) = 0;
+  virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
   // The piece's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
   // finish().
-  virtual void issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) = 0;
+  virtual void issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) = 0;
   // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
   // finished.
-  virtual void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) = 0;
+  virtual void finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) = 0;
   // The same for some of its pages, by their index in positions(), for lanes whose pages end one by one.
   // Every page must be finished once.
-  virtual void finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+  virtual void finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
                             const std::vector<MoveResult>& results) = 0;
 };
 

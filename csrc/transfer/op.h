@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "base/blame.h"
+#include "base/failure_cause.h"
 #include "base/status.h"
 #include "transfer/stream_event.h"
 
@@ -108,9 +108,9 @@ struct OpResult {
   Status status = Status::kOk;
   std::vector<int32_t> failed;  // positions of pages that must not be used, ascending
   std::string reason;
-  std::vector<uint64_t> digests = {};  // kGdsWrite: of this rank's runs, page by page; 0 for failed pages
-  size_t digest_runs = 0;              // a page
-  std::vector<Blame> blames = {};      // of each page in `failed`
+  std::vector<uint64_t> digests = {};     // kGdsWrite: of this rank's runs, page by page; 0 for failed pages
+  size_t digest_runs = 0;                 // a page
+  std::vector<FailureCause> causes = {};  // of each page in `failed`
 };
 
 }  // namespace flexkv

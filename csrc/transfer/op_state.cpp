@@ -158,7 +158,7 @@ bool OpState::advance(int32_t page) {
   return done;
 }
 
-void OpState::fail(int32_t page, PageState end, const std::string& reason, Blame blame) {
+void OpState::fail(int32_t page, PageState end, const std::string& reason, FailureCause cause) {
   const auto at = static_cast<size_t>(page);
   const int32_t stage = stage_.empty() ? 0 : stage_[at];
   if (states_[at] == PageState::kMoving) --moving_pages_;
@@ -170,9 +170,9 @@ void OpState::fail(int32_t page, PageState end, const std::string& reason, Blame
     --ready_pages_;
   }
   states_[at] = end;
-  if (blame != Blame::kUnknown) {
-    blames_.resize(states_.size());
-    blames_[at] = blame;
+  if (cause != FailureCause::kUnknown) {
+    causes_.resize(states_.size());
+    causes_[at] = cause;
   }
   --open_pages_;
   mark_issued(page);
@@ -189,14 +189,14 @@ std::vector<int32_t> OpState::failed_pages() const {
   return failed;
 }
 
-Blame OpState::blame(int32_t page) const {
+FailureCause OpState::cause(int32_t page) const {
   switch (state(page)) {
     case PageState::kFailed:
-      return blames_.empty() ? Blame::kUnknown : blames_[static_cast<size_t>(page)];
+      return causes_.empty() ? FailureCause::kUnknown : causes_[static_cast<size_t>(page)];
     case PageState::kLaneDown:
-      return Blame::kWay;
+      return FailureCause::kTransport;
     default:
-      return Blame::kNobody;
+      return FailureCause::kNotExecuted;
   }
 }
 
@@ -223,7 +223,7 @@ OpResult OpState::result() const {
   const PageState end = pages() == 0 ? empty_end_ : states_.front();
   if (pages() == 0 ? end == PageState::kOk : result.failed.empty()) return result;
   result.status = Status::kFailed;
-  for (const int32_t page : result.failed) result.blames.push_back(blame(page));
+  for (const int32_t page : result.failed) result.causes.push_back(cause(page));
   const bool uniform =
       std::all_of(states_.begin(), states_.end(), [&](PageState state) { return state == end; });
   if (issued_ || !uniform) return result;

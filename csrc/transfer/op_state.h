@@ -86,9 +86,10 @@ class OpState : public std::enable_shared_from_this<OpState> {
   void mark_issued(int32_t page);
   // Whether the bytes of every page at this stage are on their way, in place, or will never come.
   bool stage_issued(int32_t stage) const;
-  // Any open state -> `end`, one of the bad ones. The first reason given is the op's. `blame` counts where
+  // Any open state -> `end`, one of the bad ones. The first reason given is the op's. `cause` counts where
   // `end` is kFailed: the others say it themselves.
-  void fail(int32_t page, PageState end, const std::string& reason, Blame blame = Blame::kUnknown);
+  void fail(int32_t page, PageState end, const std::string& reason,
+            FailureCause cause = FailureCause::kUnknown);
 
   // What a page's lane says of its bytes; for the op's result.
   void keep_digests(int32_t page, const std::vector<uint64_t>& digests);
@@ -120,7 +121,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
     bool empty() const { return head == pages.size(); }
   };
 
-  Blame blame(int32_t page) const;
+  FailureCause cause(int32_t page) const;
 
   OpSpec spec_;
   int64_t ticket_;
@@ -130,7 +131,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int32_t layers_ = 0;
   std::vector<int32_t> starts_;  // first layer of each stage
   std::vector<PageState> states_;
-  std::vector<Blame> blames_;                  // a page; empty until one fails that somebody is to blame for
+  std::vector<FailureCause> causes_;           // a page; empty until one fails with a known cause
   std::vector<int32_t> stage_;                 // a page, only when there are several stages
   std::vector<int32_t> arrived_;               // a page: layers in its slot; empty when all of all are
   std::vector<ReadyList> ready_;               // a stage

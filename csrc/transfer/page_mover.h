@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "base/blame.h"
 #include "base/error.h"
+#include "base/failure_cause.h"
 #include "base/status.h"
 #include "transfer/attached_view.h"
 #include "transfer/op.h"
@@ -30,9 +30,9 @@ struct PageMove {
 
 struct MoveResult {
   Status status = Status::kOk;
-  std::string reason;                  // for a person; empty when OK
-  std::vector<uint64_t> digests = {};  // kGdsWrite: of the runs that were written
-  Blame blame = Blame::kUnknown;       // of kFailed
+  std::string reason;                           // for a person; empty when OK
+  std::vector<uint64_t> digests = {};           // kGdsWrite: of the runs that were written
+  FailureCause cause = FailureCause::kUnknown;  // of kFailed
 };
 
 class PageMover {

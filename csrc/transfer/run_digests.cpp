@@ -47,7 +47,7 @@ MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int
               "digest mismatch in run " + std::to_string(number) + " (layer " + std::to_string(run.layer) +
                   ") of slot " + std::to_string(slot),
               {},
-              Blame::kPage};
+              FailureCause::kContent};
     return false;
   });
   return result;

@@ -100,11 +100,11 @@ class Scheduler : public WorkSource {
   // failed, until close. The whole life of a thread: it sleeps while no load waits for slots.
   void watch_slots();
 
-  std::shared_ptr<Piece> take(int32_t lane) override;
-  std::shared_ptr<Piece> try_take(int32_t lane, KindSet allowed) override;
-  void issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) override;
-  void finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) override;
-  void finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+  std::shared_ptr<WorkItem> take(int32_t lane) override;
+  std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) override;
+  void issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) override;
+  void finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) override;
+  void finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
                     const std::vector<MoveResult>& results) override;
 
  private:
@@ -151,7 +151,7 @@ class Scheduler : public WorkSource {
   bool make_ready(OpState& op, int32_t page);
   void update_runnable(OpState& op);
   void end_page(OpState& op, int32_t page, PageState end, const std::string& reason,
-                Blame blame = Blame::kUnknown);
+                FailureCause cause = FailureCause::kUnknown);
   void end_all_pages(OpState& op, PageState end, const std::string& reason);
   void page_arrived(OpState& op, int32_t page);
   void tell_read_ended(OpState& op, int32_t page, bool verified);
@@ -159,7 +159,7 @@ class Scheduler : public WorkSource {
   void settle(OpState& op);
   void carry_on();
   OpState* pick(LaneEntry& entry, KindSet allowed);
-  std::shared_ptr<Piece> take_locked(int32_t lane, KindSet allowed);
+  std::shared_ptr<WorkItem> take_locked(int32_t lane, KindSet allowed);
   void take_down(OpKind kind, const std::string& reason);
   void look_for_stuck();
   void look_for_arrivals();
@@ -179,7 +179,7 @@ class Scheduler : public WorkSource {
   std::deque<int64_t> remembered_;  // tickets of graphs ended and polled, oldest first
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
-  std::set<std::shared_ptr<Piece>> moving_;
+  std::set<std::shared_ptr<WorkItem>> moving_;
   std::deque<Consequence> consequences_;  // empty whenever the lock is free
   std::list<Coming> coming_;
   int64_t next_ticket_ = 1;

@@ -89,10 +89,10 @@ OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   return urgent;
 }
 
-std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane, KindSet allowed) {
+std::shared_ptr<WorkItem> Scheduler::take_locked(int32_t lane, KindSet allowed) {
   OpState* op = pick(*lanes_[static_cast<size_t>(lane)], allowed);
   if (op == nullptr) return nullptr;
-  auto piece = std::make_shared<Piece>();
+  auto piece = std::make_shared<WorkItem>();
   piece->op_ = op->shared_from_this();
   auto [stage, positions] = op->take(kSubBatchBytes);
   piece->stage_ = stage;
@@ -109,12 +109,12 @@ std::shared_ptr<Piece> Scheduler::take_locked(int32_t lane, KindSet allowed) {
   return piece;
 }
 
-std::shared_ptr<Piece> Scheduler::try_take(int32_t lane, KindSet allowed) {
+std::shared_ptr<WorkItem> Scheduler::try_take(int32_t lane, KindSet allowed) {
   const std::lock_guard lock(mutex_);
   return closing_ ? nullptr : take_locked(lane, allowed);
 }
 
-std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
+std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
   std::unique_lock lock(mutex_);
   LaneEntry& entry = *lanes_[static_cast<size_t>(lane)];
   for (;;) {
@@ -127,7 +127,7 @@ std::shared_ptr<Piece> Scheduler::take(int32_t lane) {
   }
 }
 
-void Scheduler::issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<StreamEvent> event) {
+void Scheduler::issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) {
   const std::lock_guard lock(mutex_);
   OpState& op = *piece->op_;
   for (const int32_t page : piece->positions_) op.mark_issued(page);
@@ -135,13 +135,13 @@ void Scheduler::issued(const std::shared_ptr<Piece>& piece, std::shared_ptr<Stre
   if (op.stage_issued(piece->stage_)) progress_.notify_all();
 }
 
-void Scheduler::finish(const std::shared_ptr<Piece>& piece, const std::vector<MoveResult>& results) {
+void Scheduler::finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) {
   std::vector<size_t> all(piece->positions_.size());
   std::iota(all.begin(), all.end(), size_t{0});
   finish_pages(piece, all, results);
 }
 
-void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vector<size_t>& indices,
+void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
                              const std::vector<MoveResult>& results) {
   const std::lock_guard lock(mutex_);
   if (moving_.count(piece) == 0 || indices.size() > piece->unfinished_)
@@ -161,7 +161,7 @@ void Scheduler::finish_pages(const std::shared_ptr<Piece>& piece, const std::vec
   for (size_t i = 0; i < results.size(); ++i) {
     const int32_t page = piece->positions_[indices[i]];
     if (results[i].status != Status::kOk) {
-      end_page(op, page, bad_state(results[i].status), results[i].reason, results[i].blame);
+      end_page(op, page, bad_state(results[i].status), results[i].reason, results[i].cause);
       continue;
     }
     op.keep_digests(page, results[i].digests);

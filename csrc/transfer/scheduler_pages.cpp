@@ -42,8 +42,9 @@ void Scheduler::update_runnable(OpState& op) {
   }
 }
 
-void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason, Blame blame) {
-  op.fail(page, end, reason, blame);
+void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::string& reason,
+                         FailureCause cause) {
+  op.fail(page, end, reason, cause);
   tell_read_ended(op, page, false);
   update_runnable(op);
   progress_.notify_all();  // a layer may be over with it

@@ -305,7 +305,7 @@ class CacheManager(ABC):
         Store: pages that ended OK on every rank, of the current epoch and not discarded, become visible; other slots
         are freed. Load: pages that failed on any rank are forgotten, so that the next lookup misses them (not those of
         a cancelled load: nothing is wrong with them). From the first rank's report of a failed load on, the request's
-        in-flight stores from the first failed block on are barred as by `discard_from`; a store that ends while an
+        in-flight stores from the first failed block on are revoked as by `discard_from`; a store that ends while an
         earlier load of its request is in flight is not published. A load that was planned before a `reset` ends with
         all of its blocks failed: they hold KV of the old weights.
 
@@ -318,7 +318,7 @@ class CacheManager(ABC):
         """Bars the request's in-flight stores of blocks numbered `first_block` or higher from being published.
 
         For blocks that were computed from a failed load's target; also those of requests that shared the target's
-        engine blocks. The keys may be stored again at once. Returns how many pages were barred.
+        engine blocks. The keys may be stored again at once. Returns how many pages were revoked.
         """
 
     @abstractmethod

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import (
     CacheListener,
     CacheManager,
@@ -45,7 +46,6 @@ from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import Tier, TierContext, TierFactory
 from flexkv.cache.tier_work import TierWork
-from flexkv.cache.trails import TrailTable
 from flexkv.cache.waits import FetchWaits
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.observe import unix_now_s
@@ -104,7 +104,7 @@ class LocalCacheManager(CacheManager):
         self._requests = RequestTable()
         self._ops = OpTable(clock)
         self._outbox = Outbox()
-        self._trails = TrailTable(len(groups))
+        self._access_orders = AccessOrders(len(groups))
         self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._epoch = 0
         self.cost = CostModel()
@@ -165,7 +165,7 @@ class LocalCacheManager(CacheManager):
             self._ops,
             self._requests,
             waits,
-            self._trails,
+            self._access_orders,
             self._lookup,
             self._promotions,
             self.failed_loads,
@@ -192,7 +192,7 @@ class LocalCacheManager(CacheManager):
             clock=self._clock,
             unix_s=self._unix_s,
             stats=self._counts,
-            trails=self._trails,
+            access_orders=self._access_orders,
             forgotten=self._forgotten,
         )
 
@@ -327,8 +327,8 @@ class LocalCacheManager(CacheManager):
             raise ContractError(f"rank {rank} reported op {op.op_id}, which is a tier's own")
         op.report(rank, result)
         if op.role is OpRole.LOAD:
-            if op.astray:
-                self._loads_of(op.tier).astray(f"rank {rank}: {result.reason}")
+            if op.source_failed:
+                self._loads_of(op.tier).source_failed(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
                 if op.epoch == self._epoch:
@@ -359,7 +359,7 @@ class LocalCacheManager(CacheManager):
         return op.completion(op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: RankOp) -> Completion:
-        good = ~op.failed & ~op.barred
+        good = ~op.failed & ~op.revoked
         if op.epoch != self._epoch or any(load in self._ops for load in op.waits_for):
             good[:] = False
         published = self._stores_of(op.tier).end(op, good)
@@ -371,21 +371,21 @@ class LocalCacheManager(CacheManager):
         return op.completion(~published, positions)
 
     def _mark_used(self, op: RankOp) -> None:
-        trail = self._trails.peek(op.request_id, op.group)
-        if trail is not None and trail.due():
-            self.hub.index.touch(trail.entries())
+        order = self._access_orders.peek(op.request_id, op.group)
+        if order is not None and order.due():
+            self.hub.index.touch(order.entries())
 
     def discard_from(self, request_id: str, first_block: int) -> int:
-        barred = 0
+        revoked = 0
         for op in self._ops.of_request(request_id, OpRole.STORE):
-            pages = (op.block_numbers >= first_block) & ~op.barred
+            pages = (op.block_numbers >= first_block) & ~op.revoked
             count = int(np.count_nonzero(pages))
             if not count:
                 continue
-            op.barred |= pages
-            barred += count
+            op.revoked |= pages
+            revoked += count
             self._stores_of(op.tier).bar(op, pages)
-        return barred
+        return revoked
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -405,7 +405,7 @@ class LocalCacheManager(CacheManager):
 
     def reset(self) -> int:
         self._promises.end_all()
-        self._trails.clear()
+        self._access_orders.clear()
         self.work.reset()
         self._epoch += 1
         for tier in self.tiers:

@@ -14,8 +14,8 @@ from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds, TierId
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import (
     NO_BLOCKS,
-    Blame,
     BlockIds,
+    FailureCause,
     OpId,
     OpKind,
     OpResult,
@@ -103,8 +103,8 @@ class RankOp(Op):
         damaged: failed pages whose content may be at fault, as far as ranks say.
         withheld: of a load from another tier than host memory, failed pages that the tier did not give; it is counted,
             and the page is kept.
-        astray: of such a load, the tier or the way from it failed pages, not what they hold.
-        barred: pages that must not be published.
+        source_failed: of such a load, the tier or the way from it failed pages, not what they hold.
+        revoked: pages that must not be published.
         load: number of the load that it is a part of: that of the load's first op.
         abandoned: of a load, its request has ended, and nobody waits for it.
     """
@@ -117,17 +117,17 @@ class RankOp(Op):
     reported: set[int] = field(default_factory=set)
     failed: NDArray[np.bool_] = field(init=False)
     suspect: NDArray[np.bool_] = field(init=False)
-    barred: NDArray[np.bool_] = field(init=False)
+    revoked: NDArray[np.bool_] = field(init=False)
     damaged: NDArray[np.bool_] = field(init=False)
     withheld: NDArray[np.bool_] = field(init=False)
-    astray: bool = False
+    source_failed: bool = False
     load: OpId | None = None
     abandoned: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         marks = np.zeros((5, len(self.entries)), np.bool_)
-        self.failed, self.suspect, self.barred, self.damaged, self.withheld = marks
+        self.failed, self.suspect, self.revoked, self.damaged, self.withheld = marks
 
     @property
     def blocks(self) -> BlockIds:
@@ -166,24 +166,26 @@ class RankOp(Op):
         """Takes one rank's result.
 
         Raises:
-            ContractError: a second report of this rank, or a list of failed pages or blames that does not fit.
+            ContractError: a second report of this rank, or a list of failed pages or causes that does not fit.
         """
         if rank in self.reported:
             raise ContractError(f"op {self.op_id}: rank {rank} reported twice")
         good = good_pages(result, len(self.entries), f"rank {rank}")
-        blamed = result.blamed(len(self.entries)) if result.status is not OpStatus.OK else None
+        causes = result.page_causes(len(self.entries)) if result.status is not OpStatus.OK else None
         self.reported.add(rank)
         if result.digests.size:
             self.digests[rank] = result.digests
-        if blamed is None:
+        if causes is None:
             return
         bad = ~good
         self.failed |= bad
-        self.damaged |= bad & (blamed <= Blame.PAGE)
+        self.damaged |= bad & (causes <= FailureCause.CONTENT)
         if self.straight:
-            self.suspect |= bad & (blamed <= Blame.PAGE)
-            self.withheld |= bad & (blamed == Blame.DISK)
-            self.astray |= bool(((blamed == Blame.DISK) | (blamed == Blame.WAY)).any())
+            self.suspect |= bad & (causes <= FailureCause.CONTENT)
+            self.withheld |= bad & (causes == FailureCause.SOURCE)
+            self.source_failed |= bool(
+                ((causes == FailureCause.SOURCE) | (causes == FailureCause.TRANSPORT)).any()
+            )
         elif result.status is not OpStatus.CANCELLED:
             # Whoever is to blame, host memory has no other way to an engine: a page that stayed would fail again.
             self.suspect |= bad

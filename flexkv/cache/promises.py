@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import (
     GroupMatch,
     Keys,
@@ -23,7 +24,6 @@ from flexkv.cache.promotions import Promotions
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import Tier
-from flexkv.cache.trails import TrailTable
 from flexkv.cache.waits import FetchWaits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -54,7 +54,7 @@ class Promises:
         ops: OpTable,
         requests: RequestTable,
         waits: FetchWaits,
-        trails: TrailTable,
+        access_orders: AccessOrders,
         lookup: Lookup,
         promotions: Promotions,
         failed_loads: FailedLoads,
@@ -68,7 +68,7 @@ class Promises:
         self._ops = ops
         self._requests = requests
         self._waits = waits
-        self._trails = trails
+        self._access_orders = access_orders
         self._lookup = lookup
         self._promotions = promotions
         self._failed_loads = failed_loads
@@ -122,7 +122,7 @@ class Promises:
         """What the engine has itself, and what it was promised, counts as used together."""
         start, find = lease.start_block, self._hub.index.find
         before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
-        self._trails.put_lookup(request_id, before, lease.groups if lease.blocks else ())
+        self._access_orders.put_lookup(request_id, before, lease.groups if lease.blocks else ())
 
     def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
         """Of a lease's blocks, how many each tier has supplied."""
@@ -226,9 +226,9 @@ class Promises:
         """As of `CacheManager`."""
         self.end_lease(request_id)
         self._waits.end(request_id)
-        for trail in self._trails.pop(request_id):
+        for order in self._access_orders.pop(request_id):
             # Here and not with each lookup or load, so that a request hits a block once.
-            self._hub.index.touch(trail.entries(), trail.found)
+            self._hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:
         """As of `CacheManager`."""

@@ -20,7 +20,16 @@ from flexkv.cache.ops import FetchOp, OpTable
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.page_walk import PageRun, PageWalk, leading
 from flexkv.cache.tier import Tier
-from flexkv.transfer.graph import NO_PLACES, NO_READS, Blame, OpId, OpResult, OpStatus, ReadIds, SlotIds
+from flexkv.transfer.graph import (
+    NO_PLACES,
+    NO_READS,
+    FailureCause,
+    OpId,
+    OpResult,
+    OpStatus,
+    ReadIds,
+    SlotIds,
+)
 
 
 @dataclass(slots=True)
@@ -326,7 +335,7 @@ def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
     about what lies in the tier."""
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)
-    suspect: NDArray[np.bool_] = ~good & (result.blamed(len(good)) <= Blame.DISK)
+    suspect: NDArray[np.bool_] = ~good & (result.page_causes(len(good)) <= FailureCause.SOURCE)
     return suspect
 
 

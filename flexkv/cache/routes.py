@@ -42,7 +42,7 @@ class LoadRoute(ABC):
         """Ends the lease of its part of a promise that is not loaded."""
 
     @abstractmethod
-    def astray(self, reason: str) -> None:
+    def source_failed(self, reason: str) -> None:
         """Pages of a load failed not for what they hold: the tier or the way from it failed them."""
 
     @abstractmethod

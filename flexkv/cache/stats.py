@@ -18,7 +18,7 @@ class ManagerStats:
         failed_load_pages: pages whose load did not.
         stored_pages: pages published.
         failed_store_pages: pages whose store ended badly on some rank.
-        discarded_pages: pages written well and not published: barred, forgotten, or of an old epoch.
+        discarded_pages: pages written well and not published: revoked, forgotten, or of an old epoch.
         busy_pages: pages that a store offered and that found no slot or no queue place.
         evicted_blocks: blocks evicted to make room.
         forgotten_blocks: blocks made misses by `forget` or a failed load.

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
+from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import GroupSpec, Keys
 from flexkv.cache.cost import CostModel
 from flexkv.cache.hub import Hub
@@ -27,7 +28,6 @@ from flexkv.cache.ops import OpTable
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.routes import LoadRoute, StoreRoute, StraightLoads
 from flexkv.cache.stats import ManagerStats
-from flexkv.cache.trails import TrailTable
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, OpResult, SlotIds, TransferGraph, TransferOp
@@ -183,7 +183,7 @@ class TierContext:
         clock: seconds, never running backwards.
         unix_s: wall clock for times to live.
         stats: of the manager.
-        trails: which blocks each request used.
+        access_orders: which blocks each request used.
         forgotten: is told, with the tier, of pages that were forgotten because it did not hold them.
     """
 
@@ -199,7 +199,7 @@ class TierContext:
     clock: Callable[[], float]
     unix_s: Callable[[], float]
     stats: ManagerStats
-    trails: TrailTable
+    access_orders: AccessOrders
     forgotten: Callable[[TierId, int, Keys], object]
 
 

@@ -61,7 +61,7 @@ class SimulationConfig:
         failure_rate: share of moved pages that fail.
         ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
             share engine blocks whose load has not been verified yet.
-        astray_rate: share of failed pages of such loads that are blamed on the disk or the way. After one of them the
+        source_error_rate: share of failed pages of such loads that failed by SOURCE or TRANSPORT. After one of them the
             others go through host memory for a minute, which is 6,000 steps.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
@@ -97,7 +97,7 @@ class SimulationConfig:
     stream: bool = False
     gds_loads: bool = False
     gds_stores: bool = False
-    astray_rate: float = 0.0
+    source_error_rate: float = 0.0
 
 
 @dataclass

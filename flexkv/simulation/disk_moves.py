@@ -7,11 +7,11 @@ import numpy as np
 from flexkv.cache.base import OpRole
 from flexkv.cache.ids import TierId
 from flexkv.simulation.base import Key, require
-from flexkv.simulation.blames import blames_of, said_of
 from flexkv.simulation.disk_tier import identities
+from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.world import World, host_slots
-from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
 """How long the engine computes at one pace; 500 steps."""
@@ -67,8 +67,8 @@ class DiskMoves:
         pages = np.array(failed, np.int32)
         if not failed:
             return OpResult(op.op_id, OpStatus.OK, pages)
-        blames = blames_of(self.world.random, op.kind, failed, missing, 0.0)
-        return OpResult(op.op_id, OpStatus.FAILED, pages, "page failed", blames=blames)
+        causes = causes_of(self.world.random, op.kind, failed, missing, 0.0)
+        return OpResult(op.op_id, OpStatus.FAILED, pages, "page failed", causes=causes)
 
     def cancel(self) -> None:
         """Drops an op that the disks have not begun."""
@@ -92,9 +92,11 @@ class DiskMoves:
         world.manager.work.complete(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
         if op.kind is OpKind.DISK_READ:
-            blamed = {page for page, blame in said_of(result).items() if blame <= Blame.DISK}
-            world.disk.require_forgotten(op, blamed)
-            world.disk.require_kept(op, named - blamed)
+            disproved = {
+                page for page, cause in causes_by_page(result).items() if cause <= FailureCause.SOURCE
+            }
+            world.disk.require_forgotten(op, disproved)
+            world.disk.require_kept(op, named - disproved)
 
     def measure_step(self) -> None:
         """A few of the engine's prefill steps were measured: this minute a token takes long, the next it does not."""

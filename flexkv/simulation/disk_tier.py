@@ -162,7 +162,7 @@ class SimDiskTier(DiskTier):
                 self.journal[group][place] = self.journal[group].pop(place)
 
     @property
-    def owes(self) -> bool:
+    def unflushed(self) -> bool:
         return False
 
     def poll(self) -> DiskEvents:

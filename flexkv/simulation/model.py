@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from flexkv.cache.base import Completion, GroupPolicy, GroupSpec, ManagerLimits, OpRole
 from flexkv.simulation.base import NO_SLOT, Key, require
-from flexkv.simulation.blames import said_of
+from flexkv.simulation.failure_causes import causes_by_page
 from flexkv.simulation.model_ops import ModelFailure, ModelOp
-from flexkv.transfer.graph import Blame, OpResult, OpStatus
+from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 
 
 class Model:
@@ -236,8 +236,8 @@ class Model:
         count = 0
         for op_id, op in self.ops.items():
             if op.request_id == request_id and op.role is OpRole.STORE:
-                pages = {i for i, n in enumerate(op.numbers) if n >= first_block} - op.barred
-                op.barred |= pages
+                pages = {i for i, n in enumerate(op.numbers) if n >= first_block} - op.revoked
+                op.revoked |= pages
                 count += len(pages)
                 for i in pages:
                     self._drop_pending(op.keys[i], op_id)
@@ -258,7 +258,9 @@ class Model:
             if result.status is OpStatus.FAILED:
                 pages = {int(i) for i in result.failed}
             op.failed |= pages
-            at_fault = {page for page, blame in said_of(result).items() if blame <= Blame.PAGE}
+            at_fault = {
+                page for page, cause in causes_by_page(result).items() if cause <= FailureCause.CONTENT
+            }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
                 # From host memory there is no other way: whoever is to blame, a page that stayed would fail again.
@@ -301,7 +303,7 @@ class Model:
             lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
             require(len(completion.failed_blocks) == len(lost), "a load's failed blocks are not named")
             return
-        good = set(range(len(op.keys))) - op.failed - op.barred - op.gone
+        good = set(range(len(op.keys))) - op.failed - op.revoked - op.gone
         if op.epoch != self.epoch or op.waits_for & set(self.ops):
             good = set()
         require(

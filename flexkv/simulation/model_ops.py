@@ -26,7 +26,7 @@ class ModelOp:
     numbers: list[int]
     epoch: int
     waits_for: set[int]
-    barred: set[int] = field(default_factory=set)
+    revoked: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     suspect: set[int] = field(default_factory=set)

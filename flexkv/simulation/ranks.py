@@ -6,13 +6,13 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.simulation.base import require
-from flexkv.simulation.blames import blames_of
 from flexkv.simulation.disk_tier import identities, stripe_digest
 from flexkv.simulation.engine import Compute, Movement, Rank
+from flexkv.simulation.failure_causes import causes_of
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.requests import Requests
 from flexkv.simulation.world import World
-from flexkv.transfer.graph import NO_BLAMES, NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
+from flexkv.transfer.graph import NO_CAUSES, NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
 
 
 class Ranks:
@@ -120,20 +120,24 @@ class Ranks:
         return np.array(digests, np.uint64).reshape(-1, 1)
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
-        status, failed, reason, blames = OpStatus.OK, movement.failed, "", NO_BLAMES
+        status, failed, reason, causes = OpStatus.OK, movement.failed, "", NO_CAUSES
         # A lane that is down would end all loads from disk places for the rest of the run.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
         elif failed:
             status, reason = OpStatus.FAILED, "page failed"
-            blames = blames_of(
-                self.world.random, movement.op.kind, failed, movement.missing, self.world.config.astray_rate
+            causes = causes_of(
+                self.world.random,
+                movement.op.kind,
+                failed,
+                movement.missing,
+                self.world.config.source_error_rate,
             )
         reports = movement.op.kind is OpKind.GDS_WRITE and status is not OpStatus.LANE_DOWN
         digests = self._digests(rank, movement) if reports else NO_DIGESTS
         pages = np.array(failed, np.int32)
-        rank.outbox.append(OpResult(movement.op.op_id, status, pages, reason, digests, blames))
+        rank.outbox.append(OpResult(movement.op.op_id, status, pages, reason, digests, causes))
 
     def _deliver_from(self, number: int) -> None:
         world = self.world

@@ -212,7 +212,7 @@ class Requests:
         """What the request stores of block `number` and later ones was computed from a load that failed."""
         require(
             self.world.manager.discard_from(request_id, number) == self.world.model.bar(request_id, number),
-            "discard_from barred another number of pages",
+            "discard_from revoked another number of pages",
         )
 
     def recompute_from(self, request: SimRequest, number: int) -> None:

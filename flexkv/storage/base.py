@@ -167,7 +167,7 @@ class DiskStats:
     Attributes:
         misses: reads that failed, by reason (see docs/disk-storage.md).
         journal_lag_s: age of the oldest publish in a journal that is not durable yet, seconds; 0 when there is none.
-        owed_pages: now, pages that can be read and whose journal was full: they are published when it has room.
+        pending_pages: now, pages that can be read and whose journal was full: they are published when it has room.
     """
 
     read_pages: int = 0
@@ -177,7 +177,7 @@ class DiskStats:
     misses: Mapping[str, int] = field(default_factory=dict)
     write_errors: int = 0
     journal_lag_s: float = 0.0
-    owed_pages: int = 0
+    pending_pages: int = 0
 
 
 class StoredPages(ABC):
@@ -279,7 +279,7 @@ class DiskTier(StoredPages):
 
     @property
     @abstractmethod
-    def owes(self) -> bool:
+    def unflushed(self) -> bool:
         """Whether a `poll` is wanted for what a journal had no room for. Costs next to nothing."""
 
     @abstractmethod

@@ -35,7 +35,7 @@ from flexkv.storage.generations import GenerationCounter
 from flexkv.storage.header import codec_of
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.member import DiskMember
-from flexkv.storage.owed import OwedRecords
+from flexkv.storage.pending_records import PendingRecords
 from flexkv.storage.rows import index_rows
 from flexkv.storage.slot_rows import Rows
 from flexkv.storage.striping import parts_by_disk, places_of
@@ -68,7 +68,7 @@ class DiskUnit(DiskTier):
         self._groups = list(groups)
         self._codecs = [codec_of(group) for group in groups]
         self._durable: deque[DurablePages] = deque()
-        self._owed: dict[int, OwedRecords] = {}
+        self._pending: dict[int, PendingRecords] = {}
         """Of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
         self._closed = False
@@ -147,7 +147,7 @@ class DiskUnit(DiskTier):
                 continue
             self._rows.append(list(rows))
             self._journals[disk] = journal
-            self._owed[disk] = OwedRecords(journal, [self._slots] * len(self._codecs))
+            self._pending[disk] = PendingRecords(journal, [self._slots] * len(self._codecs))
         if not any(self._journals):
             raise DiskError("no disk can be used: " + "; ".join(self._states.lost.values()))
 
@@ -244,16 +244,16 @@ class DiskUnit(DiskTier):
         taken = True
         now = time.monotonic()
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
-            owed = self._owed.get(disk)
+            records = self._pending.get(disk)
             record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
-            taken &= owed is not None and owed.publish(record)
+            taken &= records is not None and records.publish(record)
         return taken
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         self._require_group(group)
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
-            if disk in self._owed:
-                self._owed[disk].evict(Evict(group, slots, generations[at]))
+            if disk in self._pending:
+                self._pending[disk].evict(Evict(group, slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
         self._require_group(group)
@@ -271,7 +271,7 @@ class DiskUnit(DiskTier):
         """Takes a disk out of everything, once."""
         if not self._states.lose(disk, reason):
             return
-        self._owed.pop(disk, None)
+        self._pending.pop(disk, None)
         journal = self._journals[disk]
         if journal is not None:
             journal.fail(reason)
@@ -291,13 +291,13 @@ class DiskUnit(DiskTier):
                 self._lose(disk, journal.failure)
 
     @property
-    def owes(self) -> bool:
-        return any(owed.waits for owed in self._owed.values())
+    def unflushed(self) -> bool:
+        return any(records.waits for records in self._pending.values())
 
     def poll(self) -> DiskEvents:
         self._find_lost()
-        for owed in self._owed.values():
-            owed.pay()
+        for records in self._pending.values():
+            records.flush()
         if not self._durable and not self._states.has_news:
             return NO_EVENTS
         durable = tuple(self._durable.popleft() for _ in range(len(self._durable)))
@@ -305,9 +305,9 @@ class DiskUnit(DiskTier):
 
     def stats(self) -> DiskStats:
         lag_s = max(journal.lag_s for journal in self._journals if journal is not None)
-        owed_pages = sum(owed.pages for owed in self._owed.values())
+        pending_pages = sum(records.pages for records in self._pending.values())
         if self._lane is None:
-            return DiskStats(journal_lag_s=lag_s, owed_pages=owed_pages)
+            return DiskStats(journal_lag_s=lag_s, pending_pages=pending_pages)
         counts = [self._lane.counts(disk) for disk in range(self.disks)]
         misses = {name: sum(c["misses"][name] for c in counts) for name in counts[0]["misses"]}
         return DiskStats(
@@ -318,7 +318,7 @@ class DiskUnit(DiskTier):
             misses=misses,
             write_errors=sum(c["write_errors"] for c in counts),
             journal_lag_s=lag_s,
-            owed_pages=owed_pages,
+            pending_pages=pending_pages,
         )
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
@@ -338,8 +338,8 @@ class DiskUnit(DiskTier):
                 self._lose(disk, journal.failure)
         # What they name is gone with the former epoch, as is what was there at the start.
         self._durable.clear()
-        for owed in self._owed.values():
-            owed.clear()
+        for records in self._pending.values():
+            records.clear()
         self._rows = [[None] * len(self._codecs) for _ in self._members]
 
     def close(self, deadline_s: float) -> bool:
@@ -348,14 +348,14 @@ class DiskUnit(DiskTier):
         deadline = time.monotonic() + deadline_s
         self._find_lost()
         for disk, journal in enumerate(self._journals):
-            if journal is not None and not (disk in self._owed and self._owed[disk].waits):
+            if journal is not None and not (disk in self._pending and self._pending[disk].waits):
                 journal.stop()  # those that hang must not take the others' time
-        while self.owes and time.monotonic() < deadline:
+        while self.unflushed and time.monotonic() < deadline:
             self._find_lost()
-            for owed in list(self._owed.values()):
-                owed.pay()
+            for records in list(self._pending.values()):
+                records.flush()
             time.sleep(OWED_LOOK_S)
-        all_done = not any(owed.pages for owed in self._owed.values())
+        all_done = not any(records.pages for records in self._pending.values())
         for disk, (member, journal) in enumerate(zip(self._members, self._journals, strict=True)):
             if member is None or journal is None:
                 continue

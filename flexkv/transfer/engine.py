@@ -179,7 +179,7 @@ class TransferEngine(DataPlane):
         if max_results < 1:
             raise ContractError(f"poll(max_results={max_results}): must be at least 1")
         results = [
-            OpResult(OpId(r.op_id), OpStatus(r.status), r.failed, r.reason, r.digests, r.blames)
+            OpResult(OpId(r.op_id), OpStatus(r.status), r.failed, r.reason, r.digests, r.causes)
             for r in self._native.poll(max_results)
         ]
         if results and self._detached:

@@ -37,15 +37,15 @@ ReadIds = NDArray[np.int64]
 RunDigests = NDArray[np.uint64]
 """Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
 
-PageBlames = NDArray[np.uint8]
-"""`Blame` of each failed page, shape [failed pages], uint8."""
+PageCauses = NDArray[np.uint8]
+"""`FailureCause` of each failed page, shape [failed pages], uint8."""
 
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NO_PLACES: SlotIds = np.empty(0, np.int32)
 NO_TAGS: PageTags = np.empty((0, TAG_BYTES), np.uint8)
 NO_DIGESTS: RunDigests = np.empty((0, 0), np.uint64)
 NO_READS: ReadIds = np.empty(0, np.int64)
-NO_BLAMES: PageBlames = np.empty(0, np.uint8)
+NO_CAUSES: PageCauses = np.empty(0, np.uint8)
 
 
 class OpKind(IntEnum):
@@ -91,18 +91,18 @@ class OpStatus(IntEnum):
     LANE_DOWN = 4
 
 
-class Blame(IntEnum):
-    """What a page's failure says of the copy that was asked for; the same codes as `csrc/base/blame.h`."""
+class FailureCause(IntEnum):
+    """What a page's failure says of the copy that was asked for; the same codes as `csrc/base/failure_cause.h`."""
 
     UNKNOWN = 0
-    """Nobody said: taken for PAGE, never a page too few."""
-    PAGE = 1
+    """Nobody said: taken for CONTENT, never a page too few."""
+    CONTENT = 1
     """What is stored is not what was asked for."""
-    DISK = 2
+    SOURCE = 2
     """The disk did not give it, or gave less."""
-    WAY = 3
+    TRANSPORT = 3
     """Memory, a device, its driver or the lane: no page would have fared better."""
-    NOBODY = 4
+    NOT_EXECUTED = 4
     """Cancelled, late or not begun."""
 
 
@@ -230,7 +230,7 @@ class OpResult:
         reason: what went wrong, for a person; empty when `status` is OK.
         digests: of GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
             empty where all failed.
-        blames: `Blame` of each page in `failed`; empty where nobody said more than `status` does.
+        causes: `FailureCause` of each page in `failed`; empty where nobody said more than `status` does.
     """
 
     op_id: OpId
@@ -238,23 +238,23 @@ class OpResult:
     failed: NDArray[np.int32]
     reason: str = ""
     digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
-    blames: PageBlames = field(default_factory=lambda: NO_BLAMES)
+    causes: PageCauses = field(default_factory=lambda: NO_CAUSES)
 
-    def blamed(self, pages: int) -> PageBlames:
-        """`Blame` of each page of an op that has `pages` and did not end OK; UNKNOWN also for those that did not fail.
+    def page_causes(self, pages: int) -> PageCauses:
+        """`FailureCause` of each page of an op that did not end OK; UNKNOWN also for pages that did not fail.
 
         Raises:
-            ContractError: not as many blames as failed pages.
+            ContractError: not as many causes as failed pages.
         """
-        if self.status in _STATUS_BLAMES or not len(self.blames):
-            return np.full(pages, _STATUS_BLAMES.get(self.status, Blame.UNKNOWN), np.uint8)
-        if len(self.blames) != len(self.failed):
+        if self.status in _STATUS_CAUSES or not len(self.causes):
+            return np.full(pages, _STATUS_CAUSES.get(self.status, FailureCause.UNKNOWN), np.uint8)
+        if len(self.causes) != len(self.failed):
             raise ContractError(
-                f"op {self.op_id}: {len(self.blames)} blames for {len(self.failed)} failed pages"
+                f"op {self.op_id}: {len(self.causes)} causes for {len(self.failed)} failed pages"
             )
-        blamed = np.zeros(pages, np.uint8)
-        blamed[self.failed] = self.blames
-        return blamed
+        causes = np.zeros(pages, np.uint8)
+        causes[self.failed] = self.causes
+        return causes
 
     @classmethod
     def cancelled(cls, op_id: OpId, pages: int, reason: str) -> OpResult:
@@ -262,8 +262,8 @@ class OpResult:
         return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
 
 
-_STATUS_BLAMES = {
-    OpStatus.CANCELLED: Blame.NOBODY,
-    OpStatus.SKIPPED: Blame.NOBODY,
-    OpStatus.LANE_DOWN: Blame.WAY,
+_STATUS_CAUSES = {
+    OpStatus.CANCELLED: FailureCause.NOT_EXECUTED,
+    OpStatus.SKIPPED: FailureCause.NOT_EXECUTED,
+    OpStatus.LANE_DOWN: FailureCause.TRANSPORT,
 }

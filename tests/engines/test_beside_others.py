@@ -52,7 +52,7 @@ def test_what_another_connectors_failed_load_led_to_is_not_published(engines: En
 def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
     engines: Engines, stream: int
 ) -> None:
-    """What the test above would see if nothing were barred."""
+    """What the test above would see if nothing were revoked."""
     session = engines.get(beside(PROMISING, connector(CARELESS)), {"FAULT_RULES": "[]"})
     prompt = compute_after_anothers_failed_load(session, stream)
     [answer] = session.ask(prompt)

@@ -100,7 +100,7 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
 
 
 def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
-    """What the test above would see if nothing were barred."""
+    """What the test above would see if nothing were revoked."""
     session = faulty(engines, PAGE_FAILS, CARELESS, load__mode="sync")
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)

@@ -130,30 +130,30 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
   }
 }
 
-TEST_CASE("a failed page says whether its copy, the disk, the way or nobody is to blame") {
+TEST_CASE("a failed page names its cause: content, source, transport, or not executed") {
   constexpr int32_t kCount = 5, kVictim = 3;
   constexpr int64_t kAt = kHeader + kVictim * 16384 + 100;
   struct Way {
     const char* what;
     FileFaultRule rule;
-    Blame blame;
+    FailureCause cause;
   };
   const auto on_victim = [](IoFault fault) {
     return FileFaultRule{.fault = fault, .write = false, .offset = kAt, .times = 1};
   };
   FileFaultRule of_memory = on_victim(IoFault::kFail);
   of_memory.of_memory = true;
-  for (const auto& [what, rule, blame] :
-       {Way{"digest", on_victim(IoFault::kCorrupt), Blame::kPage},
-        Way{"EIO", on_victim(IoFault::kFail), Blame::kDisk},
-        Way{"short", on_victim(IoFault::kShort), Blame::kDisk}, Way{"cuFile", of_memory, Blame::kWay}}) {
+  for (const auto& [what, rule, cause] : {Way{"digest", on_victim(IoFault::kCorrupt), FailureCause::kContent},
+                                          Way{"EIO", on_victim(IoFault::kFail), FailureCause::kSource},
+                                          Way{"short", on_victim(IoFault::kShort), FailureCause::kSource},
+                                          Way{"cuFile", of_memory, FailureCause::kTransport}}) {
     CAPTURE(what);
     LaneWorld world({rule});
     world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
     const OpResult read = world.run(OpKind::kGdsRead, kCount);
     CHECK(read.failed == std::vector<int32_t>{kVictim});
-    CHECK(read.blames == std::vector<Blame>{blame});
-    CHECK(world.run(OpKind::kGdsRead, kCount).blames.empty());
+    CHECK(read.causes == std::vector<FailureCause>{cause});
+    CHECK(world.run(OpKind::kGdsRead, kCount).causes.empty());
   }
   LaneWorld world({});
   OpResult written = world.run(OpKind::kGdsWrite, kCount);
@@ -161,28 +161,30 @@ TEST_CASE("a failed page says whether its copy, the disk, the way or nobody is t
   world.seal(written, kCount);
   world.device->fail_batches(kCount);
   const OpResult torn = world.run(OpKind::kGdsRead, kCount);
-  CHECK(torn.blames == std::vector<Blame>(torn.failed.size(), Blame::kWay));
+  CHECK(torn.causes == std::vector<FailureCause>(torn.failed.size(), FailureCause::kTransport));
   world.device->fail_batches(0);
-  CHECK(world.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>{Blame::kPage});
+  CHECK(world.run(OpKind::kGdsRead, kCount).causes == std::vector<FailureCause>{FailureCause::kContent});
   OpSpec other = world.op(OpKind::kGdsRead, 2);
   std::swap(other.places[0], other.places[1]);
   REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
-  CHECK(world.engine->poll(1).front().blames == std::vector<Blame>(2, Blame::kPage));
+  CHECK(world.engine->poll(1).front().causes == std::vector<FailureCause>(2, FailureCause::kContent));
   // Staging that cannot be had: a lane of its own, as staging is made once.
   LaneWorld poor({});
   poor.device->fail_allocation(true);
   const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
-  CHECK(starved.blames == std::vector<Blame>(kCount, Blame::kWay));
+  CHECK(starved.causes == std::vector<FailureCause>(kCount, FailureCause::kTransport));
   CHECK_MESSAGE(starved.reason.find("CUDA error 2") != std::string::npos, starved.reason);
   poor.device->fail_allocation(false);
   // Never written: the trailers are no trailers.
-  CHECK(poor.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>(kCount, Blame::kPage));
+  CHECK(poor.run(OpKind::kGdsRead, kCount).causes ==
+        std::vector<FailureCause>(kCount, FailureCause::kContent));
   LaneWorld unbound({});
   unbound.device->fail_threads(true);
-  CHECK(unbound.run(OpKind::kGdsRead, kCount).blames == std::vector<Blame>(kCount, Blame::kWay));
+  CHECK(unbound.run(OpKind::kGdsRead, kCount).causes ==
+        std::vector<FailureCause>(kCount, FailureCause::kTransport));
 }
 
-TEST_CASE("a gds read that is cancelled before its turn blames nobody") {
+TEST_CASE("a gds read that is cancelled before its turn counts as not executed") {
   constexpr int32_t kCount = 16;
   LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kHeader, .times = 1}});
   world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
@@ -194,7 +196,7 @@ TEST_CASE("a gds read that is cancelled before its turn blames nobody") {
   REQUIRE(world.engine->wait(first, kGdsGenerousS));
   REQUIRE(world.engine->wait(second, kGdsGenerousS));
   for (const OpResult& result : world.engine->poll(2)) {
-    CHECK(result.blames == std::vector<Blame>(result.failed.size(), Blame::kNobody));
+    CHECK(result.causes == std::vector<FailureCause>(result.failed.size(), FailureCause::kNotExecuted));
   }
 }
 

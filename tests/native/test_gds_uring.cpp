@@ -183,7 +183,7 @@ TEST_CASE("damage below a ring is found by the digests, and EIO there fails its 
     const TransferReport report = manager.transfer(*plain.map, pages, true);
     REQUIRE(report.failures.size() == 1);
     CHECK(report.failures[0].cause ==
-          (action == IoFaultAction::kFail ? FailureCause::kIo : FailureCause::kDigest));
+          (action == IoFaultAction::kFail ? StagedFailure::kIo : StagedFailure::kDigest));
     CHECK(manager.transfer(*plain.map, pages, true).ok());
     CHECK(plain.pool == content);
     CHECK(manager.describe().find("io_uring") == 0);

@@ -10,10 +10,10 @@ using namespace flexkv;
 using namespace flexkv::cuda;
 
 TEST_CASE("cuda plan: the path follows from the length of the runs and from what there is") {
-  const Means all{true, true, 1 << 20};
+  const Capabilities all{true, true, 1 << 20};
   CHECK(choose_path(kKernelBelowBytesWithBatch - 1, all) == Path::kKernel);
   CHECK(choose_path(kKernelBelowBytesWithBatch, all) == Path::kBatch);
-  const Means no_batch{true, false, 1 << 20};
+  const Capabilities no_batch{true, false, 1 << 20};
   CHECK(choose_path(kKernelBelowBytes - 1, no_batch) == Path::kKernel);
   CHECK(choose_path(kKernelBelowBytes, no_batch) == Path::kPitched);
   CHECK(choose_path(1, {false, true, 1 << 20}) == Path::kBatch);

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.rank_op import PAST_DEADLINE, RankOp
 from flexkv.adapters.common.rank_reports import RankReports
-from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters
@@ -180,7 +180,9 @@ class RankOps:
             for op in ops:
                 op.given_up = PAST_DEADLINE
             pages = sum(op.pages for op in ops)
-            recall(self.engine, tickets, self._config, f"rank {self._rank}: a load of {pages} pages")
+            cancel_and_drain(
+                self.engine, tickets, self._config, f"rank {self._rank}: a load of {pages} pages"
+            )
         self.poll()
 
     def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None = None) -> bool:
@@ -252,7 +254,7 @@ class RankOps:
         tickets = {op.ticket for op in self._ops.values()}
         what = f"rank {self._rank}: {len(self._ops)} copies"
         try:
-            recall(self.engine, tickets, self._config, what, limit="transfer.close_s")
+            cancel_and_drain(self.engine, tickets, self._config, what, limit="transfer.close_s")
         except ClosedError:
             self.released = ""
             raise

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.recall import recall, wait_all
+from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion, Keys
 from flexkv.observe import FailedOps, get_logger
@@ -147,7 +147,9 @@ class LoadBatches:
         cache, tickets = self._cache, set(batch.tickets.values())
         if not wait_all(cache.lanes, tickets, cache.config.load.deadline_s):
             batch.lost = batch.lost or "past load.deadline_s"
-            recall(cache.lanes, tickets, cache.config, f"a load of {len(batch.requests)} request(s)")
+            cancel_and_drain(
+                cache.lanes, tickets, cache.config, f"a load of {len(batch.requests)} request(s)"
+            )
         cache.poll()
         del self._batches[index]
         for request_id in batch.requests:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.rank_op import FAILURE_LABELS
-from flexkv.adapters.common.recall import recall, wait_all
 from flexkv.adapters.sglang.page_keys import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
@@ -187,7 +187,7 @@ class RankCache:
         tickets = {self._tickets[op.op_id] for op in graph.ops if op.op_id in self._tickets}
         if not wait_all(self.lanes, tickets, self.config.load.deadline_s):
             pages = sum(op.pages for op in graph.ops)
-            recall(self.lanes, tickets, self.config, f"a copy of {pages} pages")
+            cancel_and_drain(self.lanes, tickets, self.config, f"a copy of {pages} pages")
         self.poll()
 
     def poll(self) -> None:

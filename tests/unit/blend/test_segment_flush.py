@@ -152,7 +152,7 @@ def test_a_flush_waits_for_room_in_the_journal(
     assert cache.flush()
     put(cache, second)
     assert cache.flush()
-    assert disk_tier(cache.manager).volumes.stats().owed_pages == 0
+    assert disk_tier(cache.manager).volumes.stats().pending_pages == 0
     assert cache.close()
     assert opened().cached_tokens(second) == len(second)
 
@@ -316,7 +316,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     assert sorted(cache.staging.free) == free
     assert cache.manager.inflight_ops() == 0
     assert cache.manager._requests.leased() == []
-    assert cache.manager._trails._trails == {}
+    assert cache.manager._access_orders._access_orders == {}
     cache.manager.check_integrity()
     load = cache.begin_load(found)
     assert [hit.tokens for hit in load.hits] == [20, 12, 16]

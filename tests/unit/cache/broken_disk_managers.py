@@ -11,7 +11,7 @@ from flexkv.cache.ids import HUB
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.ops import FetchOp, WriteOp
 from flexkv.simulation.world import DISK
-from flexkv.transfer.graph import NO_BLAMES, OpResult, OpStatus
+from flexkv.transfer.graph import NO_CAUSES, OpResult, OpStatus
 from tests.unit.cache.disk_world import disk_tier
 
 
@@ -184,11 +184,11 @@ class ForgetsWhatNobodyBlames(LocalCacheManager):
         super().__init__(*args, **kwargs)
         complete = self.work.complete
         self.work.complete = (  # type: ignore[method-assign]
-            lambda result: complete(replace(result, blames=NO_BLAMES))
+            lambda result: complete(replace(result, causes=NO_CAUSES))
         )
 
     def complete(self, rank: int, result: OpResult) -> Any:
-        return super().complete(rank, replace(result, blames=NO_BLAMES))
+        return super().complete(rank, replace(result, causes=NO_CAUSES))
 
 
 BROKEN = [

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexkv.cache.ids import HUB
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.transfer.graph import Blame, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import FailureCause, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_disk_managers import (
     ForgetsWhatNobodyBlames,
     KeepsDamagedPages,
@@ -149,7 +149,7 @@ class KeepsWhatIsBlamed(LocalCacheManager):
 
     def complete(self, rank: int, result: OpResult) -> Any:
         if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
-            result = replace(result, blames=np.full(len(result.failed), Blame.NOBODY, np.uint8))
+            result = replace(result, causes=np.full(len(result.failed), FailureCause.NOT_EXECUTED, np.uint8))
         return super().complete(rank, result)
 
 

@@ -87,11 +87,11 @@ class PublishesPoisonSilently(LocalCacheManager):
     """Answers `discard_from` as if it had obeyed."""
 
     def discard_from(self, request_id: str, first_block: int) -> int:
-        before = {op.op_id: op.barred.copy() for op in ranks_ops(self)}
+        before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
         count = super().discard_from(request_id, first_block)
         for op in ranks_ops(self):
-            if op.op_id in before and not np.array_equal(before[op.op_id], op.barred):
-                op.barred = before[op.op_id]
+            if op.op_id in before and not np.array_equal(before[op.op_id], op.revoked):
+                op.revoked = before[op.op_id]
         return count
 
 

@@ -90,7 +90,7 @@ def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch)
     """Or an idle engine would not ask for it."""
     driver, _ = make(DiskWorld())
     assert not driver.busy
-    monkeypatch.setattr(SimDiskTier, "owes", True)
+    monkeypatch.setattr(SimDiskTier, "unflushed", True)
     assert driver.busy
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
+from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
 
 
@@ -72,9 +72,9 @@ def test_pages_of_a_read_that_was_cut_off_stay_on_disk() -> None:
     while not world.lane.move_page(op.op_id, False):
         continue
     world.lane.end(op.op_id)
-    blames = np.array([Blame.NOBODY, Blame.PAGE], np.uint8)
+    causes = np.array([FailureCause.NOT_EXECUTED, FailureCause.CONTENT], np.uint8)
     failed = np.array([1, 3], np.int32)
-    world.manager.work.complete(OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
+    world.manager.work.complete(OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes))
     world.manager.check_integrity()
     assert len(world.tier) == 3
     assert (world.tier.counts.failed_reads, world.tier.counts.unread) == (1, 1)

@@ -14,7 +14,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
-from flexkv.transfer.graph import Blame, OpResult
+from flexkv.transfer.graph import FailureCause, OpResult
 from tests.soak import soak_rounds
 from tests.unit.cache.broken_disk_managers import BROKEN
 from tests.unit.cache.broken_gds_managers import BROKEN_GDS_LOADS, BROKEN_GDS_STORES
@@ -92,14 +92,14 @@ def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
             complete = self.work.complete
 
             def of_disk(result: OpResult) -> None:
-                said.setdefault("disk", set()).update(result.blames.tolist())
+                said.setdefault("disk", set()).update(result.causes.tolist())
                 complete(result)
 
             self.work.complete = of_disk  # type: ignore[method-assign]
 
         def complete(self, rank: int, result: OpResult) -> Any:
             kind = self._ops.get(result.op_id).kind.name
-            said.setdefault(kind, set()).update(result.blames.tolist())
+            said.setdefault(kind, set()).update(result.causes.tolist())
             return super().complete(rank, result)
 
     for seed in range(8):
@@ -107,11 +107,11 @@ def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
             config(seed, "one group", WriteMode.THROUGH),
             gds_loads=seed > 0,
             failure_rate=0.1,
-            astray_rate=0.5,
+            source_error_rate=0.5,
         )
         Simulation(gds, Hears).run()
     for of_whom in ("disk", "H2D", "GDS_READ"):
-        assert said[of_whom] == set(Blame), of_whom
+        assert said[of_whom] == set(FailureCause), of_whom
 
 
 def test_what_is_computed_sooner_is_left_to_the_engine() -> None:

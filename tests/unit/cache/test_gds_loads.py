@@ -17,7 +17,7 @@ from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ContractError
 from flexkv.simulation.world import DISK
 from flexkv.storage.tags import tag_fields
-from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus
+from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus
 from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic
 
@@ -63,26 +63,26 @@ def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     assert world.look(keys, "other").blocks == 2
 
 
-@pytest.mark.parametrize("blame", list(Blame))
-def test_only_a_page_that_is_to_blame_is_forgotten(blame: Blame) -> None:
+@pytest.mark.parametrize("cause", list(FailureCause))
+def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> None:
     keys = chain(4)
     world = written(keys)
     world.look(keys)
     op = world.load(4)
     failed = np.array([1, 2, 3], np.int32)
-    blames = np.array([blame, blame, Blame.NOBODY], np.uint8)
-    result = OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames)
+    causes = np.array([cause, cause, FailureCause.NOT_EXECUTED], np.uint8)
+    result = OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes)
     done = world.manager.complete(0, result)
     assert done is not None
     assert done.failed_blocks.tolist() == [1, 2, 3]
-    forgotten = 2 if blame in (Blame.UNKNOWN, Blame.PAGE) else 0
+    forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
     # A disk that does not give its pages shows in the same count as one that gives others, on either way.
-    counted = 2 if blame <= Blame.DISK else 0
+    counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
     # What goes on to fail so, or may be the disk's, is judged on the way through host memory.
-    reads = 1 if blame in (Blame.DISK, Blame.WAY) else 0
+    reads = 1 if cause in (FailureCause.SOURCE, FailureCause.TRANSPORT) else 0
     assert world.look(keys[:1], "next").reads == reads
 
 
@@ -92,9 +92,9 @@ def test_blames_that_do_not_fit_the_failed_pages_are_refused() -> None:
     world.look(keys)
     op = world.load(4)
     result = OpResult(
-        op.op_id, OpStatus.FAILED, np.array([1, 2], np.int32), "why", blames=np.ones(1, np.uint8)
+        op.op_id, OpStatus.FAILED, np.array([1, 2], np.int32), "why", causes=np.ones(1, np.uint8)
     )
-    with pytest.raises(ContractError, match="1 blames for 2 failed pages"):
+    with pytest.raises(ContractError, match="1 causes for 2 failed pages"):
         world.manager.complete(0, result)
 
 

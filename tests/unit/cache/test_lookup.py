@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexkv.cache.access_order import AccessOrder
 from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
-from flexkv.cache.trails import Trail
 from flexkv.errors import ContractError
 from tests.unit.cache.host_world import end, ids, keys, make, store
 
@@ -100,31 +100,31 @@ def test_request_looked_up_again_and_again_keeps_a_bounded_trail() -> None:
     manager.release("w")
     for _ in range(1000):
         assert manager.match("waiting", [chain], 2).blocks == 4
-    trail = manager._trails.peek("waiting", 0)
-    assert trail is not None
-    assert trail.parts == 2, "what the engine has, and what it was promised"
+    order = manager._access_orders.peek("waiting", 0)
+    assert order is not None
+    assert order.parts == 2, "what the engine has, and what it was promised"
 
 
 def test_lookup_replaces_what_an_earlier_one_of_the_request_found() -> None:
-    trail = Trail()
-    trail.put_lookup(np.array([1, 2], np.uint32), 2, np.array([3, 4, 5], np.uint32))
-    trail.put_lookup(np.array([6], np.uint32), 1, np.array([7], np.uint32))
-    assert trail.entries().tolist()[:2] == [6, 7]
-    assert not {1, 2, 3, 4, 5} & set(trail.entries().tolist())
+    order = AccessOrder()
+    order.put_lookup(np.array([1, 2], np.uint32), 2, np.array([3, 4, 5], np.uint32))
+    order.put_lookup(np.array([6], np.uint32), 1, np.array([7], np.uint32))
+    assert order.entries().tolist()[:2] == [6, 7]
+    assert not {1, 2, 3, 4, 5} & set(order.entries().tolist())
 
 
 def test_trail_has_what_a_lookup_found_and_what_was_stored() -> None:
-    trail = Trail()
-    trail.put_lookup(np.array([1], np.uint32), 1, np.array([2], np.uint32))
-    trail.put_at(2, np.array([0, 1]), np.array([8, 9], np.uint32))
-    assert trail.entries().tolist() == [1, 2, 8, 9]
-    trail.put_lookup(np.array([1, 2], np.uint32), 0, np.empty(0, np.uint32))
-    assert trail.entries().tolist() == [1, 2, 8, 9]
+    order = AccessOrder()
+    order.put_lookup(np.array([1], np.uint32), 1, np.array([2], np.uint32))
+    order.put_at(2, np.array([0, 1]), np.array([8, 9], np.uint32))
+    assert order.entries().tolist() == [1, 2, 8, 9]
+    order.put_lookup(np.array([1, 2], np.uint32), 0, np.empty(0, np.uint32))
+    assert order.entries().tolist() == [1, 2, 8, 9]
 
 
 def test_blocks_stored_again_and_again_keep_a_bounded_trail() -> None:
-    trail = Trail()
+    order = AccessOrder()
     for number in range(1000):
-        trail.put_at(0, np.array([0, 1]), np.array([number, number + 1], np.uint32))
-        assert trail.parts <= 4
-    assert trail.entries().tolist() == [999, 1000]
+        order.put_at(0, np.array([0, 1]), np.array([number, number + 1], np.uint32))
+        assert order.parts <= 4
+    assert order.entries().tolist() == [999, 1000]

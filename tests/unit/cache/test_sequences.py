@@ -13,7 +13,7 @@ from flexkv.cache.base import Keys, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import FlexKVError
-from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_disk_managers import (
     DropsWhatWasReadForAnother,
     ForgetsWhatNobodyBlames,
@@ -169,7 +169,7 @@ def test_a_streamed_page_that_fails_ends_the_promise_there(load_first: bool) -> 
 # --- a load from where the pages lie ---
 
 
-def a_page_of_a_gds_load_fails(blame: Blame, manager_class: Managers = LocalCacheManager) -> None:
+def a_page_of_a_gds_load_fails(cause: FailureCause, manager_class: Managers = LocalCacheManager) -> None:
     """Page 17 of the disk's half fails on the second of two ranks."""
     world, keys = half_on_disk(limits=GDS, manager_limits=ManagerLimits(ranks=2), manager_class=manager_class)
     assert (world.look(keys).by_tier, world.take()) == ((HALF, HALF), [])
@@ -178,8 +178,8 @@ def a_page_of_a_gds_load_fails(blame: Blame, manager_class: Managers = LocalCach
     store = world.manager.begin_store("r", 0, chain(1, seed=9), np.array([70], np.int32), BLOCKS)
     assert store.graph is not None
     complete = world.manager.complete
-    failed, blames = np.array([17], np.int32), np.array([blame], np.uint8)
-    assert complete(1, OpResult(from_disk.op_id, OpStatus.FAILED, failed, "why", blames=blames)) is None
+    failed, causes = np.array([17], np.int32), np.array([cause], np.uint8)
+    assert complete(1, OpResult(from_disk.op_id, OpStatus.FAILED, failed, "why", causes=causes)) is None
     done = complete(0, OpResult(from_disk.op_id, OpStatus.OK, NONE))
     assert done is not None
     assert done.failed_blocks.tolist() == [HALF + 17]
@@ -189,7 +189,7 @@ def a_page_of_a_gds_load_fails(blame: Blame, manager_class: Managers = LocalCach
         stored = complete(rank, OpResult(store.graph.ops[0].op_id, OpStatus.OK, NONE))
     assert stored is not None
     assert len(stored.published) == 0, "it was computed from a page that did not come"
-    kept = blame is not Blame.PAGE
+    kept = cause is not FailureCause.CONTENT
     assert world.tier.present(0, keys[HALF:]).tolist() == [kept or page != 17 for page in range(HALF)]
     # The request is served through host memory now, where the disk's own lane judges the page.
     assert world.look(keys).reads == 1
@@ -197,9 +197,9 @@ def a_page_of_a_gds_load_fails(blame: Blame, manager_class: Managers = LocalCach
     assert world.match(keys).blocks == (BLOCKS if kept else HALF + 17)
 
 
-@pytest.mark.parametrize("blame", [Blame.PAGE, Blame.DISK, Blame.WAY])
-def test_a_page_of_a_gds_load_that_fails_is_judged_by_its_blame(blame: Blame) -> None:
-    a_page_of_a_gds_load_fails(blame)
+@pytest.mark.parametrize("cause", [FailureCause.CONTENT, FailureCause.SOURCE, FailureCause.TRANSPORT])
+def test_a_page_of_a_gds_load_that_fails_is_judged_by_its_cause(cause: FailureCause) -> None:
+    a_page_of_a_gds_load_fails(cause)
 
 
 # --- a store, its write, and a reset in between ---
@@ -259,8 +259,8 @@ CONTROLS: Sequence[tuple[Callable[..., None], Sequence[Any], Managers]] = [
     (another_request_needs_slots_meanwhile, (), DropsWhatWasReadForAnother),
     (a_streamed_page_fails, (True,), IgnoresDiscard),
     (a_streamed_page_fails, (False,), KeepsDamagedPages),
-    (a_page_of_a_gds_load_fails, (Blame.DISK,), ForgetsWhatNobodyBlames),
-    (a_page_of_a_gds_load_fails, (Blame.PAGE,), IgnoresDiscard),
+    (a_page_of_a_gds_load_fails, (FailureCause.SOURCE,), ForgetsWhatNobodyBlames),
+    (a_page_of_a_gds_load_fails, (FailureCause.CONTENT,), IgnoresDiscard),
     (a_reset_comes_while_pages_move, (), KeepsTheDiskOverReset),
     (a_reset_comes_while_pages_move, (), PublishesAfterReset),
     (a_reset_comes_while_pages_move, (), ReusesSlotsBeingWritten),

@@ -11,7 +11,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.simulation.run import Simulation
 from flexkv.simulation.world import DISK
-from flexkv.transfer.graph import Blame, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic
 from tests.unit.cache.test_disk_simulation import narrow_configs
@@ -47,8 +47,8 @@ def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
 def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
     """Places of a gds load did not hold what they should."""
     failed = np.array(pages, np.int32)
-    blames = np.full(len(pages), Blame.PAGE, np.uint8)
-    world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, failed, "why", blames=blames))
+    causes = np.full(len(pages), FailureCause.CONTENT, np.uint8)
+    world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes))
     world.manager.check_integrity()
 
 

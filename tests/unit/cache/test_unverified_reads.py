@@ -9,7 +9,7 @@ from flexkv.cache.base import Keys, StorePlan
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.simulation.run import Simulation
-from flexkv.transfer.graph import Blame, OpId, OpKind, OpResult, OpStatus, TransferOp
+from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.test_disk_simulation import narrow_configs
@@ -158,8 +158,8 @@ def test_a_page_that_a_gds_load_found_bad_is_written_again_from_host_memory() ->
     end_store(world, offer(world, keys), keys)
     assert world.take() == []
     bad = np.array([1], np.int32)
-    blames = np.array([Blame.PAGE], np.uint8)
-    world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, bad, "why", blames=blames))
+    causes = np.array([FailureCause.CONTENT], np.uint8)
+    world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, bad, "why", causes=causes))
     (write,) = world.take()
     assert (write.kind, write.pages) == (OpKind.DISK_WRITE, 1)
     world.end(write)

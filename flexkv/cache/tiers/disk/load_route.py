@@ -2,7 +2,7 @@
 
 Contract with the tier: from the promise to the end of the load on every rank its entries are leased, so that nobody
 writes their places. Each rank verifies what it brings against the tags; a page that fails is named to the engine, which
-computes it, and is forgotten on disk where its place held something else (`Blame`).
+computes it, and is forgotten on disk where its place held something else (`FailureCause`).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class GdsLoads(StraightLoads):
             plans.append(plan)
         return plans
 
-    def astray(self, reason: str) -> None:
+    def source_failed(self, reason: str) -> None:
         self._rest(reason)
 
     def end(self, op: RankOp, current: bool) -> None:

@@ -183,14 +183,14 @@ class DiskTier(StoredTier, Sink):
 
     @property
     def unflushed(self) -> bool:
-        return self.volumes.owes
+        return self.volumes.unflushed
 
     def durable(self) -> bool:
         stats = self.volumes.stats()
         # In this order: a journal that has failed lags behind nothing, and its disk is found lost here. What journals
         # had no room for is given to them here, too, and lags from then on.
         self.poll(time.monotonic())
-        return not (stats.journal_lag_s > 0 or stats.owed_pages)
+        return not (stats.journal_lag_s > 0 or stats.pending_pages)
 
     def close(self, deadline_s: float) -> bool:
         return self.volumes.close(deadline_s)

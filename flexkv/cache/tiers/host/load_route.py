@@ -69,7 +69,7 @@ class HostLoads(LoadRoute):
     def release(self, group: GroupLease) -> None:
         self._hub.index.unpin(group.entries)
 
-    def astray(self, reason: str) -> None:
+    def source_failed(self, reason: str) -> None:
         """Nothing to decide: there is no other way from host memory."""
 
     def end(self, op: RankOp, current: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import OpRole, StorePlan
 from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds
 from flexkv.cache.ops import RankOp
 from flexkv.cache.routes import StoreOffer, StoreRoute
 from flexkv.cache.tier import TierContext
-from flexkv.cache.trails import TrailTable
 from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
@@ -18,14 +18,14 @@ class HostStores(StoreRoute):
     """D2H: what is stored is visible in host memory when every rank has copied it.
 
     Args:
-        trails: are told which blocks a request stored.
+        access_orders: are told which blocks a request stored.
     """
 
-    def __init__(self, context: TierContext, trails: TrailTable) -> None:
+    def __init__(self, context: TierContext, access_orders: AccessOrders) -> None:
         self._context = context
         self._hub = context.hub
         self._ops = context.ops
-        self._trails = trails
+        self._access_orders = access_orders
 
     def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
         group, blocks = offer.group, offer.blocks
@@ -41,7 +41,7 @@ class HostStores(StoreRoute):
         sources = blocks if all_new else blocks[positions]
         plan = TransferOp(self._ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
         offer.begun(self._ops, HUB, plan, entries, stored, epoch)
-        self._trails.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
+        self._access_orders.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:

@@ -22,7 +22,7 @@ class HostTier(Tier):
         self.presence = context.hub.index
         self.counts = TierCounts()
         self.loads = HostLoads(context, context.stats)
-        self.stores = HostStores(context, context.trails)
+        self.stores = HostStores(context, context.access_orders)
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
         return self.presence.match_prefix(group, keys)

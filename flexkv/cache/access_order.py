@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from flexkv.cache.ids import NO_ENTRIES, EntryIds
 from flexkv.cache.leases import GroupLease
 
-MAX_TRAILS = 16_384
+MAX_REQUESTS = 16_384
 """Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""
 
 
 MOST_STORED = 4
-"""Entries that a trail keeps of its stores for each of its blocks: stores that fail are offered again and again."""
+"""Entries that an order keeps of its stores for each of its blocks: stores that fail are offered again and again."""
 
 Part = tuple[int, NDArray[np.integer] | None, EntryIds]
 """First block, positions after it (None: one after the other), and the entry of each."""
 
 
-class Trail:
+class AccessOrder:
     """Entries of one request in one group, by block number. Parts are kept as they come and joined when read.
 
     What a lookup found is kept apart from the stores: an engine without free blocks looks a request up at every step,
@@ -100,38 +100,40 @@ class Trail:
         return True
 
 
-class TrailTable:
-    """Trails by request and group."""
+class AccessOrders:
+    """AccessOrders by request and group."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._trails: dict[str, tuple[Trail, ...]] = {}
+        self._access_orders: dict[str, tuple[AccessOrder, ...]] = {}
 
-    def of(self, request_id: str) -> tuple[Trail, ...]:
-        trails = self._trails.get(request_id)
-        if trails is None:
-            if len(self._trails) >= MAX_TRAILS:
-                del self._trails[next(iter(self._trails))]
-            trails = self._trails[request_id] = tuple(Trail() for _ in range(self._groups))
-        return trails
+    def of(self, request_id: str) -> tuple[AccessOrder, ...]:
+        access_orders = self._access_orders.get(request_id)
+        if access_orders is None:
+            if len(self._access_orders) >= MAX_REQUESTS:
+                del self._access_orders[next(iter(self._access_orders))]
+            access_orders = self._access_orders[request_id] = tuple(
+                AccessOrder() for _ in range(self._groups)
+            )
+        return access_orders
 
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
         """A lookup used, per group, blocks that the engine has itself and those that it was promised; what an earlier
         lookup of the request found is forgotten."""
-        for group, trail in enumerate(self.of(request_id)):
+        for group, order in enumerate(self.of(request_id)):
             found = promised[group] if promised else None
-            trail.put_lookup(
+            order.put_lookup(
                 before[group] if before else NO_ENTRIES,
                 found.first_block if found is not None else 0,
                 found.entries[: found.blocks] if found is not None else NO_ENTRIES,
             )
 
-    def peek(self, request_id: str, group: int) -> Trail | None:
-        trails = self._trails.get(request_id)
-        return None if trails is None else trails[group]
+    def peek(self, request_id: str, group: int) -> AccessOrder | None:
+        access_orders = self._access_orders.get(request_id)
+        return None if access_orders is None else access_orders[group]
 
-    def pop(self, request_id: str) -> tuple[Trail, ...]:
-        return self._trails.pop(request_id, ())
+    def pop(self, request_id: str) -> tuple[AccessOrder, ...]:
+        return self._access_orders.pop(request_id, ())
 
     def clear(self) -> None:
-        self._trails.clear()
+        self._access_orders.clear()

@@ -13,7 +13,7 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import Slots
 
 
-class OwedRecords:
+class PendingRecords:
     """In front of a journal: at most one publish and one eviction for each slot of the disk, so that they need no bound
     of their own.
 
@@ -23,8 +23,8 @@ class OwedRecords:
         slots: of each group on this disk.
 
     Attributes:
-        pages: whose publish is owed.
-        evictions: that are owed: until then the index names pages that are gone.
+        pages: whose publish is pending.
+        evictions: that are pending: until then the index names pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -32,14 +32,14 @@ class OwedRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """Of each slot the generation that is owed, or 0. Not in the rows, because every slot is looked at."""
+        """Of each slot the generation whose publish is pending, or 0. Not in the rows: every slot is looked at."""
         self._evicted: dict[int, NDArray[np.uint64]] = {}
-        """Of each slot the generation whose eviction is owed, or 0."""
+        """Of each slot the generation whose eviction is pending, or 0."""
         self.pages = 0
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Whether the journal took it; if not, it is owed, unless the journal has failed."""
+        """Whether the journal took it; if not, it stays pending, unless the journal has failed."""
         self.settle(record.group, record.slots)
         if self._journal.put(record):
             return True
@@ -55,7 +55,7 @@ class OwedRecords:
         evicted = self._evicted.get(record.group)
         if evicted is None:
             evicted = self._evicted[record.group] = np.zeros(self._slots[record.group], np.uint64)
-        # Of a page that never entered the journal nothing is to be taken out; what its slot owed before stays owed.
+        # Of a page that never entered the journal nothing is taken out; what was pending of its slot stays so.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
@@ -63,19 +63,19 @@ class OwedRecords:
     def settle(
         self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
-        """What is owed of these slots, or of these generations of theirs, is not to be published any more; returns
-        which of them were owed, bool [slots]."""
+        """What is pending of these slots, or of these generations of theirs, is not to be published any more; returns
+        which of them were pending, bool [slots]."""
         if group not in self._held:
             return np.zeros(len(slots), np.bool_)
         held = self._held[group]
-        owed = held[slots] != 0
+        pending = held[slots] != 0
         if generations is not None:
-            owed &= held[slots] == generations
-        held[slots[owed]] = 0
-        self.pages -= int(np.count_nonzero(owed))
-        return np.asarray(owed)
+            pending &= held[slots] == generations
+        held[slots[pending]] = 0
+        self.pages -= int(np.count_nonzero(pending))
+        return np.asarray(pending)
 
-    def pay(self) -> None:
+    def flush(self) -> None:
         """Gives the journal what it has room for by now: evictions first, as what their slots got since came later."""
         room = self._journal.room if self.pages or self.evictions else 0
         for eviction in self._take_evictions(room):
@@ -95,7 +95,7 @@ class OwedRecords:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is owed that can still be paid."""
+        """Whether anything is pending that the journal can still take."""
         return (self.pages > 0 or self.evictions > 0) and not self._journal.ended
 
     def _add(self, record: Publish) -> None:
@@ -110,7 +110,7 @@ class OwedRecords:
         self.pages += record.rows
 
     def _take_evictions(self, most: int) -> Iterator[Evict]:
-        """Evictions of at most `most` rows in all, which are then owed no more."""
+        """Evictions of at most `most` rows in all, which are then no longer pending."""
         for group, evicted in self._evicted.items():
             slots = np.flatnonzero(evicted)[: max(0, most)]
             if not len(slots):
@@ -122,7 +122,7 @@ class OwedRecords:
             yield Evict(group, slots, generations)
 
     def _take(self, most: int) -> Iterator[Publish]:
-        """Publishes of at most `most` rows in all, which are then owed no more."""
+        """Publishes of at most `most` rows in all, which are then no longer pending."""
         for group, held in self._held.items():
             slots = np.flatnonzero(held)[: max(0, most)]
             if not len(slots):

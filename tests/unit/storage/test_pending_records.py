@@ -26,8 +26,8 @@ def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.ui
     )
 
 
-def owed(world: DiskWorld) -> int:
-    return world.unit.stats().owed_pages
+def pending(world: DiskWorld) -> int:
+    return world.unit.stats().pending_pages
 
 
 def write_owed(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
@@ -60,12 +60,12 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
     generations = write_owed(world, range(8))
-    assert owed(world) == 8
-    assert world.unit.owes, "or nobody would ask for more"
+    assert pending(world) == 8
+    assert world.unit.unflushed, "or nobody would ask for more"
     assert world.read(range(8), range(8), generations).status is OpStatus.OK
     world.wait_durable(range(8), generations)
-    assert owed(world) == 0
-    assert not world.unit.owes
+    assert pending(world) == 0
+    assert not world.unit.unflushed
     assert world.close()
     assert blocks_after_restart(make_disks) == list(range(8))
 
@@ -85,7 +85,7 @@ def test_a_close_that_finds_no_room_says_so(make_disks: MakeDisks, held_up: thre
     assert not publish(world, range(3, 8), generations[3:])
     assert world.engine.close(GENEROUS_S)
     assert not world.unit.close(0.05)
-    assert owed(world) == 5
+    assert pending(world) == 5
     held_up.set()
     assert not world.unit.close(GENEROUS_S), "the journal takes nothing more"
 
@@ -122,7 +122,7 @@ def test_what_left_the_disk_is_not_published(make_disks: MakeDisks) -> None:
     generations = write_owed(world, range(8))
     world.unit.record_evict(0, ids([1, 2]), generations[1:3])
     world.unit.record_evict(0, ids([3]), generations[4:5])
-    assert owed(world) == 6, "another generation than the one that is owed"
+    assert pending(world) == 6, "another generation than the one that is pending"
     world.wait_durable([0, 3, 4, 5, 6, 7], generations[[0, 3, 4, 5, 6, 7]])
     assert world.close()
     assert blocks_after_restart(make_disks) == [0, 3, 4, 5, 6, 7]
@@ -134,9 +134,9 @@ def test_a_place_that_was_written_again_owes_its_new_page_alone(make_disks: Make
     second = world.unit.next_generations(8)
     assert (second > first).all()
     assert not publish(world, range(8), second)
-    assert owed(world) == 8
+    assert pending(world) == 8
     assert publish(world, [0], second[:1])
-    assert owed(world) == 7
+    assert pending(world) == 7
     world.wait_durable(range(8), second)
     assert not {(place, generation) for place, generation in enumerate(first.tolist())} & world.durable
 
@@ -146,14 +146,14 @@ def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Even
     result, generations = world.write(range(8), range(8), publish=False)
     assert result.status is OpStatus.OK
     assert not publish(world, range(8), generations)
-    assert owed(world) == 8
+    assert pending(world) == 8
     world.unit._lose(1, "for the test")
-    assert owed(world) == 4
+    assert pending(world) == 4
     assert not publish(world, range(8), generations)
-    assert owed(world) == 4
+    assert pending(world) == 4
     held_up.set()
     world.wait_durable(range(0, 8, 2), generations[::2])
-    assert owed(world) == 0
+    assert pending(world) == 0
 
 
 def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
@@ -165,14 +165,14 @@ def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> Non
         assert journal is not None
         journal.fail("for the test")
     assert not publish(world, range(8), generations)
-    assert owed(world) == 0
+    assert pending(world) == 0
 
 
 def test_a_reset_forgets_what_is_owed(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
     write_owed(world, range(8))
     world.unit.reset(world.unit.epoch + 1)
-    assert owed(world) == 0
+    assert pending(world) == 0
     assert world.close()
     assert blocks_after_restart(make_disks) == []
 
@@ -182,10 +182,10 @@ def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: 
     generations = write_owed(world, range(8))
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
-    assert world.unit.owes
+    assert world.unit.unflushed
     result, _ = world.write([20], [0], publish=False)  # an overwritten page that the index must not name
     assert result.status is OpStatus.OK
-    world.until(lambda: not world.unit.owes, "the evictions stay owed")
+    world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     folder = world.folder
     assert world.close()
     assert check_folder(folder).slabs[0].missing == []
@@ -203,10 +203,10 @@ def test_an_eviction_that_is_owed_outlives_a_page_that_never_entered_the_journal
     world.unit.record_evict(0, ids(range(8)), generations)
     later = write_owed(world, range(8))
     world.unit.record_evict(0, ids(range(8)), later)
-    assert owed(world) == 0
-    assert world.unit.owes
+    assert pending(world) == 0
+    assert world.unit.unflushed
     held_up.set()
-    world.until(lambda: not world.unit.owes, "the evictions stay owed")
+    world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     assert world.close()
     assert blocks_after_restart(make_disks) == []
 
@@ -217,4 +217,4 @@ def test_a_reset_forgets_evictions_that_are_owed(make_disks: MakeDisks) -> None:
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(8)), generations)
     world.unit.reset(2)
-    assert not world.unit.owes
+    assert not world.unit.unflushed

@@ -16,7 +16,7 @@ def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bo
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
 
-def recall(
+def cancel_and_drain(
     lanes: DataPlane,
     tickets: Collection[Ticket],
     config: FlexKVConfig,

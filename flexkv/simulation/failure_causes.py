@@ -1,0 +1,48 @@
+"""Whom ranks and disks of a simulation blame for the pages that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from random import Random
+
+import numpy as np
+
+from flexkv.transfer.graph import NO_CAUSES, FailureCause, OpKind, OpResult, OpStatus, PageCauses
+
+UNSAID = 0.2
+"""Share of results that blame nobody page by page."""
+
+ANY = tuple(FailureCause)
+OF_MISSING = (FailureCause.UNKNOWN, FailureCause.CONTENT)
+OF_PLACES = (FailureCause.UNKNOWN, FailureCause.CONTENT, FailureCause.NOT_EXECUTED)
+SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
+
+
+def causes_of(
+    random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
+) -> PageCauses:
+    """`FailureCause` of each page in `failed`; empty where nobody says.
+
+    Args:
+        missing: those of them that are not where they were looked for. Of these none but the page itself is blamed.
+        source_error_rate: see `SimulationConfig`.
+    """
+    if random.random() < UNSAID:
+        return NO_CAUSES
+
+    def cause(page: int) -> FailureCause:
+        if page in missing:
+            return random.choice(OF_MISSING)
+        if kind is not OpKind.GDS_READ:
+            return random.choice(ANY)
+        return random.choice(SOURCE_ERRORS if random.random() < source_error_rate else OF_PLACES)
+
+    return np.array([cause(page) for page in failed], np.uint8)
+
+
+def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
+    """Of a result that failed page by page, whom it blames for each page that failed."""
+    if result.status is not OpStatus.FAILED:
+        return {}
+    causes = result.causes.tolist() or [FailureCause.UNKNOWN] * len(result.failed)
+    return {page: FailureCause(cause) for page, cause in zip(result.failed.tolist(), causes, strict=True)}
