@@ -32,7 +32,7 @@ from flexkv.cache.reserve import RESERVE_MAX_PAGES
 from flexkv.cache.tiers.disk.tier import DiskTier
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.graph import OpResult, OpStatus
 
 CACHED_BLOCKS = 1 << 20
@@ -180,7 +180,7 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         options = DiskOptions((blocks + 1024) * 8192, preallocate=False)
         identity = DiskIdentity("benchmark", bytes(32))
-        tier = DiskUnit.open([Path(folder)], identity, [geometry], options)
+        tier = StripedSlabs.open([Path(folder)], identity, [geometry], options)
         manager = LocalCacheManager(
             [GroupSpec(BLOCK_TOKENS, blocks)], ManagerLimits(), tiers=unit_tiers(tier)
         )

@@ -18,8 +18,8 @@ from build_support.preflight import compiler
 from flexkv import c_ext
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.header import codec_of, read_header
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
-from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
@@ -75,7 +75,7 @@ class Rig:
         options = DiskOptions(
             slots * image, depth=DEPTH, preallocate=preallocate, register_buffers=register_buffers
         )
-        self.unit = DiskUnit.open([folder], IDENTITY, [self.group], options)
+        self.unit = StripedSlabs.open([folder], IDENTITY, [self.group], options)
         self.pool = HostPool(image, host_slots)
         assert self.pool.wait_ready(host_slots, WAIT_S)
         for slot in range(host_slots):

@@ -352,7 +352,7 @@ class DiskCounts(TypedDict):
     misses: dict[str, int]
 
 class DiskLane(Lane):
-    """DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `flexkv.storage.unit.DiskUnit.lane`.
+    """DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `StripedSlabs.lane`.
 
     Args:
         slabs: of each disk, one a group.

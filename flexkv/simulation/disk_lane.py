@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexkv.simulation.base import Symbol, require
-from flexkv.simulation.disk_tier import SimDiskTier, identities
+from flexkv.simulation.symbolic_volumes import SymbolicVolumes, identities
 from flexkv.transfer.graph import OpKind, TransferOp
 
 WRITES = (OpKind.DISK_WRITE, OpKind.DISK_SEAL, OpKind.GDS_WRITE)
@@ -26,7 +26,7 @@ class SimDiskLane:
 
     def __init__(
         self,
-        tier: SimDiskTier,
+        tier: SymbolicVolumes,
         get_slot: Callable[[int, int], list[Symbol]],
         set_slot: Callable[[int, int, list[Symbol] | None], None],
     ) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from flexkv.cache.base import OpRole
 from flexkv.cache.ids import TierId
 from flexkv.simulation.base import Key, require
-from flexkv.simulation.disk_tier import identities
 from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp
+from flexkv.simulation.symbolic_volumes import identities
 from flexkv.simulation.world import World, host_slots
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 

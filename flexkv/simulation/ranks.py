@@ -6,11 +6,11 @@ import numpy as np
 
 from flexkv.cache.base import OpRole
 from flexkv.simulation.base import require
-from flexkv.simulation.disk_tier import identities, stripe_digest
 from flexkv.simulation.engine import Compute, Movement, Rank
 from flexkv.simulation.failure_causes import causes_of
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.requests import Requests
+from flexkv.simulation.symbolic_volumes import identities, stripe_digest
 from flexkv.simulation.world import World
 from flexkv.transfer.graph import NO_CAUSES, NO_DIGESTS, OpKind, OpResult, OpStatus, RunDigests, TransferOp
 

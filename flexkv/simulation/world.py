@@ -14,12 +14,12 @@ from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
-from flexkv.simulation.disk_tier import SimDiskTier
 from flexkv.simulation.engine import SimEngine
 from flexkv.simulation.model import Model
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.recorder import Recorder
 from flexkv.simulation.request import SimRequest
+from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
@@ -58,7 +58,7 @@ class World:
             lease_s=30.0,
             prefetch_requests=3,
         )
-        self.disk = SimDiskTier([config.disk_places] * len(config.groups), config.disks)
+        self.disk = SymbolicVolumes([config.disk_places] * len(config.groups), config.disks)
         gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
         facts = TierFacts(
             "disk",

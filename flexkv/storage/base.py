@@ -231,7 +231,7 @@ class StoredPages(ABC):
         """
 
 
-class DiskTier(StoredPages):
+class Volumes(StoredPages):
     """The disk tier of one ownership unit: pages that it writes, too. Driven by one thread, the manager's."""
 
     @abstractmethod

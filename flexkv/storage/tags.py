@@ -13,7 +13,7 @@ TAG = np.dtype(
 )
 """One tag, the twin of `csrc/storage/page_tag.h`.
 
-key: of the block. generation: from `DiskTier.next_generations`, another one for each write of a slot. expiry: unix
+key: of the block. generation: from `Volumes.next_generations`, another one for each write of a slot. expiry: unix
 seconds after which the page is a miss, 0 for never. epoch: of the model's weights. tokens: valid ones in the block.
 """
 

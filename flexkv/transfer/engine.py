@@ -73,7 +73,7 @@ class TransferEngine(DataPlane):
         queue_ops: places for each kind and priority of op.
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
         op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
-        lanes: run the ops of further kinds, such as `DiskTier.lane`. A lane serves one transfer engine.
+        lanes: run the ops of further kinds, such as `Volumes.lane`. A lane serves one transfer engine.
         device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.

@@ -12,8 +12,7 @@ from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.peers.plan import plan_peers
 from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
 from flexkv.cache.tiers.plan import PlanTier, TierPlan, UnitFacts
-from flexkv.storage.base import DiskTier as Volumes
-from flexkv.storage.base import StoredPages
+from flexkv.storage.base import StoredPages, Volumes
 
 TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers)
 """Behind host memory, in the order in which a lookup asks them. A new tier is a package of its own and a name here."""

@@ -24,8 +24,8 @@ from flexkv.config import load_config
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.header import codec_of
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
-from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.graph import (
@@ -105,7 +105,7 @@ class _DiskWays:
         group = DiskGroup("benchmark", (self._stripe,), (runs,), BLOCK_TOKENS)
         image = codec_of(group).image_bytes
         options = DiskOptions(pages * image, preallocate=False)
-        self._unit = DiskUnit.open([folder], DiskIdentity("benchmark", bytes(32)), [group], options)
+        self._unit = StripedSlabs.open([folder], DiskIdentity("benchmark", bytes(32)), [group], options)
         self._pool = HostPool(image, pages)
         self._engines: list[TransferEngine] = []
         self._memory: list[object] = []

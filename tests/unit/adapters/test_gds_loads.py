@@ -10,7 +10,7 @@ import pytest
 from flexkv import c_ext
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.errors import ConfigError
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.slab_map import SlabMap
 from tests.unit.adapters.disk_engines import PROMPT, Make, fails_and_is_computed, in_turn, spoil
@@ -238,13 +238,13 @@ def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch
 def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
     make_gds: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = DiskUnit.slab_map
+    real = StripedSlabs.slab_map
 
-    def elsewhere(self: DiskUnit) -> SlabMap:
+    def elsewhere(self: StripedSlabs) -> SlabMap:
         slabs = real(self)
         disks = tuple(tuple(row._replace(path="/nowhere/0.slab") for row in disk) for disk in slabs.disks)
         return SlabMap(slabs.groups, disks)
 
-    monkeypatch.setattr(DiskUnit, "slab_map", elsewhere)
+    monkeypatch.setattr(StripedSlabs, "slab_map", elsewhere)
     with pytest.raises(ConfigError, match=r"/nowhere/0\.slab"):
         make_gds()

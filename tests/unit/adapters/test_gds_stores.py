@@ -8,7 +8,7 @@ import pytest
 
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.simulation.world import DISK
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -28,7 +28,7 @@ def gds_pages(engine: MiniEngine, direction: str) -> float:
 
 def sealed_apart(engine: MiniEngine) -> bool:
     volumes = disk_tier(engine.unit.manager).volumes
-    assert isinstance(volumes, DiskUnit)
+    assert isinstance(volumes, StripedSlabs)
     return volumes._options.sealed_apart
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from tests import testing_ext
 from tests.soak import soak_rounds
 from tests.unit.adapters.faulty_worker import faulty_worker
@@ -101,7 +101,9 @@ def test_disks(
             testing_ext.IoFaultRule(0, write=False, times=3),
             testing_ext.IoFaultRule(0, write=True, times=2),
         ]
-        monkeypatch.setattr(DiskUnit, "open", partial(DiskUnit.open, wrapper=testing_ext.IoFaults(rules)))
+        monkeypatch.setattr(
+            StripedSlabs, "open", partial(StripedSlabs.open, wrapper=testing_ext.IoFaults(rules))
+        )
     disk = {
         "disk.folders": str(tmp_path / "disk"),
         "disk.bytes_per_folder": 4 << 20,

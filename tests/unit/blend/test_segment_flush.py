@@ -22,7 +22,7 @@ from flexkv.cache.ids import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.simulation.world import DISK
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from tests import testing_ext
 from tests.unit.cache.disk_world import disk_tier
@@ -84,7 +84,7 @@ def settle(cache: SegmentCache) -> None:
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
     """Of disks that are opened from now on, the first `times` writes end with EIO."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(0, write=True, times=times)])
-    patch.setattr(DiskUnit, "open", partial(DiskUnit.open, wrapper=faults))
+    patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
 
 
 # --- whose pages ---
@@ -141,12 +141,12 @@ def test_a_flush_waits_for_room_in_the_journal(
 ) -> None:
     """Pages that are written faster than they are entered are durable a little later, and not never."""
     first, second = texts(2)
-    open_unit = DiskUnit.open
+    open_unit = StripedSlabs.open
 
     def with_a_small_journal(folders, identity, groups, options):
         return open_unit(folders, identity, groups, replace(options, journal_rows=1))
 
-    monkeypatch.setattr(DiskUnit, "open", with_a_small_journal)
+    monkeypatch.setattr(StripedSlabs, "open", with_a_small_journal)
     cache = opened(mode="evict")
     put(cache, first)
     assert cache.flush()

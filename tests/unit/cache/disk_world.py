@@ -17,7 +17,7 @@ from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.cache.write_queue import WriteQueue
 from flexkv.simulation.base import Symbol
 from flexkv.simulation.disk_lane import SimDiskLane
-from flexkv.simulation.disk_tier import SimDiskTier
+from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
@@ -54,7 +54,7 @@ class DiskWorld:
         slots: int = 8,
         places: int = 32,
         mode: WriteMode = WriteMode.THROUGH,
-        disk: SimDiskTier | None = None,
+        disk: SymbolicVolumes | None = None,
         groups: tuple[GroupSpec, ...] = (),
         limits: DiskTraffic = DiskTraffic(),  # noqa: B008 - frozen
         manager_limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
@@ -64,7 +64,7 @@ class DiskWorld:
     ) -> None:
         self.now_s = 1000.0
         specs = groups or (GroupSpec(BLOCK_TOKENS, slots),)
-        self.disk = disk or SimDiskTier([places] * len(specs))
+        self.disk = disk or SymbolicVolumes([places] * len(specs))
         self.ranks = range(manager_limits.ranks)
         use = replace(limits, facts=replace(limits.facts, write=mode))
         self.manager = manager_class(

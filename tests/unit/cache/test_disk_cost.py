@@ -82,7 +82,7 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
 @pytest.fixture
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page moves here, so the simulated disk must not ask for it."""
-    monkeypatch.setattr("flexkv.simulation.disk_tier.require", lambda *_: None)
+    monkeypatch.setattr("flexkv.simulation.symbolic_volumes.require", lambda *_: None)
 
 
 @pytest.mark.usefixtures("unjudged")

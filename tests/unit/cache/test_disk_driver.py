@@ -8,7 +8,7 @@ import pytest
 from flexkv.cache.tier import WriteMode
 from flexkv.cache.unit_driver import UnitDriver
 from flexkv.errors import ClosedError
-from flexkv.simulation.disk_tier import SimDiskTier
+from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic
@@ -90,7 +90,7 @@ def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch)
     """Or an idle engine would not ask for it."""
     driver, _ = make(DiskWorld())
     assert not driver.busy
-    monkeypatch.setattr(SimDiskTier, "unflushed", True)
+    monkeypatch.setattr(SymbolicVolumes, "unflushed", True)
     assert driver.busy
 
 
@@ -186,7 +186,7 @@ def test_a_close_writes_what_is_not_on_disk(mode: WriteMode) -> None:
     assert len(world.disk.journal[0]) == 6
     driver.poll()
     assert driver.close(0.0)
-    again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
+    again = DiskWorld(disk=SymbolicVolumes.reopened(world.disk))
     assert again.hits(keys) == 6
 
 
@@ -198,7 +198,7 @@ def test_a_close_writes_what_was_used_last_where_the_disk_is_smaller() -> None:
         world.manager.release(name)
     driver, _ = make(world)
     assert driver.close(30.0)
-    again = DiskWorld(disk=SimDiskTier.reopened(world.disk))
+    again = DiskWorld(disk=SymbolicVolumes.reopened(world.disk))
     assert (again.hits(new), again.hits(old)) == (6, 2)
 
 

@@ -14,7 +14,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.tier import DiskTier
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from tests.unit.cache.disk_world import chain, disk_tier
 
 PLACES = 24
@@ -28,13 +28,13 @@ class Restarts:
     def __init__(self, folder: Path) -> None:
         self.now_s = 1_000_000.0
         self._folders = [folder / "a", folder / "b"]
-        self.tier: DiskUnit | None = None
+        self.tier: StripedSlabs | None = None
 
     def open(self) -> DiskTier:
         self.close()
         group = DiskGroup("test", (4096,), (np.array([[0, 4096, 0]]),), 4)
         options = DiskOptions(PLACES // 2 * IMAGE_BYTES + (64 << 10), preallocate=False)
-        self.tier = DiskUnit.open(self._folders, DiskIdentity("test", bytes(32)), [group], options)
+        self.tier = StripedSlabs.open(self._folders, DiskIdentity("test", bytes(32)), [group], options)
         tiers = unit_tiers(self.tier)
         manager = LocalCacheManager([GroupSpec(4, PLACES)], tiers=tiers, unix_s=lambda: self.now_s)
         return disk_tier(manager)

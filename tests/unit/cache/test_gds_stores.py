@@ -8,7 +8,7 @@ import pytest
 from flexkv.cache.base import ManagerLimits, StorePlan
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
-from flexkv.simulation.disk_tier import identities
+from flexkv.simulation.symbolic_volumes import identities
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import NO_DIGESTS, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic

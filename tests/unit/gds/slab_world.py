@@ -17,8 +17,8 @@ from flexkv import c_ext
 from flexkv.config import GdsConfig
 from flexkv.storage.base import DiskGroup, DiskOptions
 from flexkv.storage.header import codec_of
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
-from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.graph import (
@@ -82,7 +82,7 @@ class SlabWorld:
         self.codec = codec_of(group)
         self.blocks = blocks
         options = DiskOptions(32 * self.codec.image_bytes, preallocate=False)
-        self.unit = DiskUnit.open(folders, IDENTITY, [group], options)
+        self.unit = StripedSlabs.open(folders, IDENTITY, [group], options)
         self.pool = HostPool(self.codec.image_bytes, 16)
         assert self.pool.wait_ready(16, GENEROUS_S)
         self.manager = TransferEngine(lanes=[self.unit.lane([self.pool])])

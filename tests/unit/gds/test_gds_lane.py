@@ -92,7 +92,7 @@ def test_one_call_a_page_or_one_a_layer(tmp_path: Path) -> None:
         before = world.lanes[0].totals["io_calls"]
         assert world.load(0, [0, 1, 2], [3, 4, 5]).reason == ""
         calls[staged] = world.lanes[0].totals["io_calls"] - before
-        direct = bool(world.unit._members[0] and world.unit._members[0].slabs[0].direct)
+        direct = bool(world.unit._volumes[0] and world.unit._volumes[0].slabs[0].direct)
         world.close()
     assert calls == {True: 3, False: 3 * (16 + 1) if direct else 3}
 

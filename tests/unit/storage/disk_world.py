@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.storage.base import DiskEvents, DiskGroup, DiskIdentity, DiskOptions, IndexRows
 from flexkv.storage.folder import unit_folder
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
-from flexkv.storage.unit import DiskUnit
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import (
     NO_DIGESTS,
@@ -106,7 +106,7 @@ class DiskWorld:
             DiskOptions(slots * image, **options),  # type: ignore[arg-type]
         )
         self.faults = faults
-        self.unit = DiskUnit.open(self.folders, identity, [self.group], self.options, faults)
+        self.unit = StripedSlabs.open(self.folders, identity, [self.group], self.options, faults)
         self.pool = HostPool(image, host_slots)
         assert self.pool.wait_ready(host_slots, GENEROUS_S)
         self.engine = TransferEngine(lanes=[self.unit.lane([self.pool])])

@@ -15,8 +15,8 @@ from flexkv.storage.folder import unit_folder
 from flexkv.storage.generations import opens_of, read_opens
 from flexkv.storage.header import codec_of
 from flexkv.storage.spare import SPARE_NAME
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
-from flexkv.storage.unit import DiskUnit
 from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, IDENTITY, DiskWorld, make_group
 
 RUN_BYTES = 4096
@@ -87,7 +87,7 @@ class Copies:
             AssertionError: a page has other bytes than its block, a generation was given before, or the disk is of no
                 use.
         """
-        unit = DiskUnit.open(
+        unit = StripedSlabs.open(
             [self._work], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False)
         )
         try:

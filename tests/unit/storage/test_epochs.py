@@ -119,7 +119,7 @@ def beside_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path
     def crash(folder: Path, epoch: int) -> None:
         raise CrashError
 
-    monkeypatch.setattr("flexkv.storage.member.write_epoch", crash)
+    monkeypatch.setattr("flexkv.storage.disk_volume.write_epoch", crash)
     with pytest.raises(CrashError):
         DiskWorld(folders)
     monkeypatch.undo()

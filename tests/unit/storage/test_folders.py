@@ -12,6 +12,7 @@ import pytest
 
 import flexkv.storage.folder as folder_module
 from flexkv.errors import CapacityError, DiskError
+from flexkv.storage.disk_volume import slots_of
 from flexkv.storage.folder import (
     LOCK_NAME,
     FolderLock,
@@ -21,7 +22,6 @@ from flexkv.storage.folder import (
     unit_folders,
 )
 from flexkv.storage.fsck import check_folder
-from flexkv.storage.member import slots_of
 from tests.unit.storage.damage import filled
 from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld, MakeDisks, make_group
 

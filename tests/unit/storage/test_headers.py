@@ -19,7 +19,7 @@ from flexkv.storage.base import DiskOptions
 from flexkv.storage.folder import unit_folder, unit_folders
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import FIXED, DamagedHeaderError, parse_header, read_group, read_header
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.graph import OpStatus
 from tests.soak import soak_factor
 from tests.unit.storage.damage import filled, flip
@@ -121,11 +121,11 @@ def test_the_copy_of_another_slabs_header_gives_no_page_away(make_disks: MakeDis
 def test_the_slab_of_another_group_is_left_alone(tmp_path: Path) -> None:
     groups = [make_group(), make_group()]
     options = DiskOptions(1 << 20, preallocate=False)
-    assert DiskUnit.open([tmp_path], IDENTITY, groups, options).close(10.0)
+    assert StripedSlabs.open([tmp_path], IDENTITY, groups, options).close(10.0)
     folder = unit_folder(tmp_path, IDENTITY, groups)
     shutil.copy(folder / "group0.slab", folder / "group1.slab")
     with pytest.raises(DiskError, match="is a copy of the slab of group 0, expected that of group 1"):
-        DiskUnit.open([tmp_path], IDENTITY, groups, options)
+        StripedSlabs.open([tmp_path], IDENTITY, groups, options)
 
 
 def test_the_header_says_what_the_unit_was_made_with(make_disks: MakeDisks) -> None:

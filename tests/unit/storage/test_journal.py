@@ -18,7 +18,7 @@ from flexkv.errors import DiskError
 from flexkv.storage.base import DiskOptions
 from flexkv.storage.gathering import GATHER_S, QUIET_S, gather
 from flexkv.storage.journal import Journal, Record, Use
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from tests.unit.storage.disk_world import GENEROUS_S, IDENTITY, MakeDisks, ids, key_of, make_group
 
 MOST_WAITS = 10_000
@@ -92,7 +92,7 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
     group = make_group()
     put: list[Record] = []
     folders = [tmp_path / str(disk) for disk in range(disks)]
-    unit = DiskUnit.open(folders, IDENTITY, [group], DiskOptions(1 << 22, preallocate=False))
+    unit = StripedSlabs.open(folders, IDENTITY, [group], DiskOptions(1 << 22, preallocate=False))
     try:
         monkeypatch.setattr(Journal, "put", lambda self, record: put.append(record))
         places = ids(range(25))
@@ -119,7 +119,7 @@ def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Journal, "_write", held_up)
     options = DiskOptions(1 << 22, preallocate=False, journal_rows=40)
-    unit = DiskUnit.open([tmp_path / "0", tmp_path / "1"], IDENTITY, [make_group()], options)
+    unit = StripedSlabs.open([tmp_path / "0", tmp_path / "1"], IDENTITY, [make_group()], options)
     try:
         first, second = (journal for journal in unit._journals if journal is not None)
         unit.record_use(0, ids(range(40)))
@@ -135,7 +135,7 @@ def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch
         assert unit.close(GENEROUS_S)
 
 
-def publish_some(unit: DiskUnit, count: int) -> None:
+def publish_some(unit: StripedSlabs, count: int) -> None:
     keys = np.arange(16 * count, dtype=np.uint16).astype(np.uint8).reshape(count, 16)
     tokens = np.full(count, 16, np.int32)
     assert unit.record_publish(0, keys, ids(range(count)), unit.next_generations(count), tokens)
@@ -164,7 +164,7 @@ def test_there_is_a_lag_from_a_publish_until_it_is_durable(
         "flexkv.storage.journal.threading",
         SimpleNamespace(Condition=lambda: condition, Event=threading.Event),
     )
-    unit = DiskUnit.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
+    unit = StripedSlabs.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
     published, seen = False, []
 
     def ask() -> None:
@@ -194,7 +194,7 @@ def test_a_journal_that_has_failed_lags_behind_nothing(
         raise DiskError("broken for the test")
 
     monkeypatch.setattr(Journal, "_check_files", broken)
-    unit = DiskUnit.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
+    unit = StripedSlabs.open([tmp_path], IDENTITY, [make_group()], DiskOptions(1 << 22, preallocate=False))
     publish_some(unit, 4)
     (journal,) = (journal for journal in unit._journals if journal is not None)
     journal._thread.join(GENEROUS_S)

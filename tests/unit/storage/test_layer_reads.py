@@ -25,7 +25,7 @@ def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_
     world = make_disks(group=group, faults=faults)
     _, generations = world.write(range(PAGES), range(PAGES))
     world.wait_durable(range(PAGES), generations)
-    slab = world.unit._members[0].slabs[0]  # type: ignore[union-attr]
+    slab = world.unit._volumes[0].slabs[0]  # type: ignore[union-attr]
     last_range = slab.offset(1) + 14 * 2 * run_bytes + 8192
     faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=last_range))
     base = world.pool.slots // 2
@@ -49,7 +49,7 @@ def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_
 def test_a_page_that_fails_in_a_later_range_is_named_there(make_disks: MakeDisks) -> None:
     world = make_disks(group=make_group(layers=LAYERS), faults=testing_ext.IoFaults([]))
     _, generations = world.write(range(PAGES), range(PAGES))
-    slab = world.unit._members[0].slabs[0]  # type: ignore[union-attr]
+    slab = world.unit._volumes[0].slabs[0]  # type: ignore[union-attr]
     assert world.faults is not None
     world.faults.add(
         testing_ext.IoFaultRule(CORRUPT, write=False, offset=slab.offset(2) + 6 * 8192, bytes=100, times=1)

@@ -39,7 +39,7 @@ class Streaming:
         self.run_bytes = run_bytes
         self.world = make_disks(group=make_group(layers=LAYERS, run_bytes=run_bytes), faults=self.faults)
         _, self.generations = self.world.write(range(PAGES), range(PAGES))
-        self.slab = self.world.unit._members[0].slabs[0]  # type: ignore[union-attr]
+        self.slab = self.world.unit._volumes[0].slabs[0]  # type: ignore[union-attr]
         # Slots that hold something else: what is copied too early is seen.
         for slot in SLOTS:
             self.world.pool.slot(slot)[:] = 0xEE

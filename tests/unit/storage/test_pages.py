@@ -91,7 +91,7 @@ def test_layers_of_one_page_fail_alone(make_disks: MakeDisks) -> None:
     _, generations = world.write([1], [0])
     world.engine.close(30)
     slab = world.folder / "group0.slab"
-    offset = world.unit._members[0].slabs[0].offset(0)  # type: ignore[union-attr]
+    offset = world.unit._volumes[0].slabs[0].offset(0)  # type: ignore[union-attr]
     world.close()
     raw = bytearray(slab.read_bytes())
     raw[offset + 7 * 4096] ^= 1
@@ -148,7 +148,7 @@ def test_pages_go_past_the_page_cache_whatever_their_geometry(
     except OSError:
         possible = False
     world = make_disks(group=make_group(layers=3, run_bytes=run_bytes, kv=1))
-    member = world.unit._members[0]
+    member = world.unit._volumes[0]
     assert member is not None
     assert member.slabs[0].direct == possible
 

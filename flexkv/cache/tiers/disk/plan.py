@@ -15,7 +15,7 @@ from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
 from flexkv.storage.header import codec_of
-from flexkv.storage.unit import DiskUnit
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
@@ -80,7 +80,7 @@ class DiskPlan(TierPlan):
             register_buffers=disk.register_buffers,
             sealed_apart=self._traffic.gds_stores,
         )
-        volumes = DiskUnit.open(disk_folders(self._unit), identity, [self._group], options)
+        volumes = StripedSlabs.open(disk_folders(self._unit), identity, [self._group], options)
         on_error.callback(volumes.close, transfer.close_s)
         plane = TransferEngine(
             queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[volumes.lane([pool])]

@@ -17,8 +17,7 @@ from flexkv.cache.tiers.disk.store_route import GdsStores
 from flexkv.cache.tiers.stored_tier import StoredTier
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
-from flexkv.storage.base import DiskTier as Volumes
-from flexkv.storage.base import Places
+from flexkv.storage.base import Places, Volumes
 from flexkv.storage.tags import NEVER, make_tags, tag_fields
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, PageTags, Priority, SlotIds, TransferOp
 

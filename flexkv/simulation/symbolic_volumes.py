@@ -1,6 +1,6 @@
 """Disks without bytes: what lies at each place is a tag and a symbol a rank, or garbage.
 
-They keep the promises of `flexkv.storage.base.DiskTier` that matter to a manager, and judge what it asks for: a place
+They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and judge what it asks for: a place
 in use that is given away, a publish of what was not written, an overwrite that was not announced.
 """
 
@@ -19,13 +19,13 @@ from flexkv.simulation.base import Symbol, require
 from flexkv.storage.base import (
     DiskEvents,
     DiskStats,
-    DiskTier,
     DurablePages,
     Generations,
     IndexRows,
     Keys,
     LostDisk,
     Places,
+    Volumes,
 )
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import TransferOp
@@ -47,7 +47,7 @@ def identities(op: TransferOp) -> list[Identity]:
     ]
 
 
-class SimDiskTier(DiskTier):
+class SymbolicVolumes(Volumes):
     """Places of each group on `disks` disks.
 
     Attributes:
@@ -71,7 +71,7 @@ class SimDiskTier(DiskTier):
         self.closed = False
 
     @classmethod
-    def reopened(cls, former: SimDiskTier) -> SimDiskTier:
+    def reopened(cls, former: SymbolicVolumes) -> SymbolicVolumes:
         """The same folders in a new process: what was journaled and what was written, and nothing else."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)

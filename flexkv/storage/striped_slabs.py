@@ -22,19 +22,19 @@ from flexkv.storage.base import (
     DiskIdentity,
     DiskOptions,
     DiskStats,
-    DiskTier,
     DurablePages,
     Generations,
     IndexRows,
     Keys,
     Places,
+    Volumes,
 )
 from flexkv.storage.disk_states import DiskStates
+from flexkv.storage.disk_volume import DiskVolume
 from flexkv.storage.folder import FolderLockedError
 from flexkv.storage.generations import GenerationCounter
 from flexkv.storage.header import codec_of
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
-from flexkv.storage.member import DiskMember
 from flexkv.storage.pending_records import PendingRecords
 from flexkv.storage.rows import index_rows
 from flexkv.storage.slot_rows import Rows
@@ -50,19 +50,19 @@ OWED_LOOK_S = 0.005
 """How often a close looks whether a journal has room again; a group commit takes about as long."""
 
 
-class DiskUnit(DiskTier):
+class StripedSlabs(Volumes):
     """Made by `open`."""
 
     def __init__(
         self,
         folders: Sequence[Path],
-        members: Sequence[DiskMember | None],
+        volumes: Sequence[DiskVolume | None],
         groups: Sequence[DiskGroup],
         options: DiskOptions,
         wrapper: c_ext.QueueWrapper | None,
     ) -> None:
         self._states = DiskStates(folders)
-        self._members = list(members)
+        self._volumes = list(volumes)
         self._options = options
         self._wrapper = wrapper
         self._groups = list(groups)
@@ -82,7 +82,7 @@ class DiskUnit(DiskTier):
         groups: Sequence[DiskGroup],
         options: DiskOptions,
         wrapper: c_ext.QueueWrapper | None = None,
-    ) -> DiskUnit:
+    ) -> StripedSlabs:
         """Opens, or makes, the unit's slabs in each of `folders`: one a disk, of which each is used in full.
 
         A disk that cannot be opened is lost (`poll` says why); the others are used.
@@ -95,55 +95,55 @@ class DiskUnit(DiskTier):
             ConfigError, GeometryError, CapacityError: identity, groups or budget.
             DiskError: no disk can be used.
         """
-        members: list[DiskMember | None] = []
+        volumes: list[DiskVolume | None] = []
         reasons: dict[int, str] = {}
         try:
             for disk, folder in enumerate(folders):
                 try:
-                    members.append(DiskMember(Path(folder), identity, groups, options))
+                    volumes.append(DiskVolume(Path(folder), identity, groups, options))
                 except FolderLockedError:
                     raise
                 except DiskError as error:
-                    members.append(None)
+                    volumes.append(None)
                     reasons[disk] = str(error)
-            if not any(members):
+            if not any(volumes):
                 raise DiskError("no disk can be used: " + "; ".join(reasons.values()))
-            unit = cls([Path(folder) for folder in folders], members, groups, options, wrapper)
+            unit = cls([Path(folder) for folder in folders], volumes, groups, options, wrapper)
         except BaseException:
-            for member in filter(None, members):
-                member.index.close()
-                member.release()
+            for volume in filter(None, volumes):
+                volume.index.close()
+                volume.release()
             raise
         for disk, reason in reasons.items():
             unit._lose(disk, reason)
         return unit
 
     def _start_use(self) -> None:
-        alive = [member for member in self._members if member is not None]
-        self._slots = min(member.slots for member in alive)
-        self._epoch = max(member.index.epoch for member in alive)
-        opens = 1 + max(member.index.opens for member in alive)
+        alive = [volume for volume in self._volumes if volume is not None]
+        self._slots = min(volume.slots for volume in alive)
+        self._epoch = max(volume.index.epoch for volume in alive)
+        opens = 1 + max(volume.index.opens for volume in alive)
         self._generations = GenerationCounter(opens)
         self._rows: list[list[Rows | None]] = []
-        self._journals: list[Journal | None] = [None] * len(self._members)
-        for disk, member in enumerate(self._members):
-            if member is None:
+        self._journals: list[Journal | None] = [None] * len(self._volumes)
+        for disk, volume in enumerate(self._volumes):
+            if volume is None:
                 self._rows.append([None] * len(self._codecs))
                 continue
             try:
-                member.begin_use(opens, self._epoch)
-                rows = [rows[: self._slots].copy() for rows in member.index.rows]
+                volume.begin_use(opens, self._epoch)
+                rows = [rows[: self._slots].copy() for rows in volume.index.rows]
                 journal = Journal(
-                    member.index, member.slabs, self._on_durable(disk), self._options.journal_rows
+                    volume.index, volume.slabs, self._on_durable(disk), self._options.journal_rows
                 )
             except DiskError as error:
                 self._lose(disk, str(error))
                 self._rows.append([None] * len(self._codecs))
                 # Nothing uses it: whoever opens the folder next must not find it locked.
-                self._members[disk] = None
+                self._volumes[disk] = None
                 with contextlib.suppress(DiskError):
-                    member.index.close()
-                member.release()
+                    volume.index.close()
+                volume.release()
                 continue
             self._rows.append(list(rows))
             self._journals[disk] = journal
@@ -153,7 +153,7 @@ class DiskUnit(DiskTier):
 
     @property
     def disks(self) -> int:
-        return len(self._members)
+        return len(self._volumes)
 
     @property
     def alive(self) -> tuple[bool, ...]:
@@ -191,8 +191,8 @@ class DiskUnit(DiskTier):
         if self._lane is not None:
             raise ContractError("the disk tier's lane was given away already")
         slabs = [
-            member.slabs if member is not None and disk not in self._states.lost else []
-            for disk, member in enumerate(self._members)
+            volume.slabs if volume is not None and disk not in self._states.lost else []
+            for disk, volume in enumerate(self._volumes)
         ]
         self._lane = c_ext.DiskLane(
             self._codecs,
@@ -210,10 +210,10 @@ class DiskUnit(DiskTier):
     def slab_map(self) -> SlabMap:
         groups = tuple(SlabGroup(group.stripe_bytes, group.runs) for group in self._groups)
         disks = tuple(
-            tuple(SlabRow(*slab.row) for slab in member.slabs)
-            if member is not None and disk not in self._states.lost
+            tuple(SlabRow(*slab.row) for slab in volume.slabs)
+            if volume is not None and disk not in self._states.lost
             else ()
-            for disk, member in enumerate(self._members)
+            for disk, volume in enumerate(self._volumes)
         )
         return SlabMap(groups, disks)
 
@@ -340,7 +340,7 @@ class DiskUnit(DiskTier):
         self._durable.clear()
         for records in self._pending.values():
             records.clear()
-        self._rows = [[None] * len(self._codecs) for _ in self._members]
+        self._rows = [[None] * len(self._codecs) for _ in self._volumes]
 
     def close(self, deadline_s: float) -> bool:
         if self._closed:
@@ -356,13 +356,13 @@ class DiskUnit(DiskTier):
                 records.flush()
             time.sleep(OWED_LOOK_S)
         all_done = not any(records.pages for records in self._pending.values())
-        for disk, (member, journal) in enumerate(zip(self._members, self._journals, strict=True)):
-            if member is None or journal is None:
+        for disk, (volume, journal) in enumerate(zip(self._volumes, self._journals, strict=True)):
+            if volume is None or journal is None:
                 continue
             done = journal.close(max(0.0, deadline - time.monotonic()))
             all_done &= done or disk in self._states.lost
             if journal.ended:
-                member.release()
+                volume.release()
             else:
                 all_done = False
         if self._lane is not None and not self._lane.files_closed:

@@ -60,7 +60,7 @@ def require_memory(slots: int, groups: int, bytes_per_disk: int) -> None:
         )
 
 
-class DiskMember:
+class DiskVolume:
     """Opens everything, in an order in which a failure changes nothing that matters.
 
     Attributes:
