@@ -21,10 +21,10 @@ def system_name() -> str:
 def test_the_system_shows_the_name_and_the_starting_thread_keeps_its_own() -> None:
     seen: list[str] = []
     mine = system_name()
-    thread = NamedThread("flexkv-siblings", lambda *given: seen.extend([system_name(), *given]), ("given",))
+    thread = NamedThread("flexkv-peers", lambda *given: seen.extend([system_name(), *given]), ("given",))
     thread.start()
     thread.join(60)
-    assert seen == ["flexkv-siblings", "given"]
+    assert seen == ["flexkv-peers", "given"]
     assert thread.daemon
     assert system_name() == mine
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.storage.sibling_reader import SiblingReader
+from flexkv.storage.peer_reader import PeerReader
 from tests.unit.sglang.conftest import hashes_of
 from tests.unit.sglang.sharing_pools import HEADS, LAYERS, POOLS, TOKENS, Engine, EnginePool, sglang, trtllm
 
@@ -195,7 +195,7 @@ def test_a_reader_that_breaks_fails_its_op(start: Start, monkeypatch: pytest.Mon
     def broken(*_: object) -> str:
         raise ValueError("a fault that nobody thought of")
 
-    monkeypatch.setattr("flexkv.storage.sibling_reader.SiblingReader._bring", broken)
+    monkeypatch.setattr("flexkv.storage.peer_reader.PeerReader._bring", broken)
     assert other.find(PAGES) == 0
     assert other.cache.manager.tiers[2].counts.failed_reads > 0
     other.cache.manager.check_integrity()
@@ -206,15 +206,15 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     one.store(PAGES, FROM)
     one.close()
     other = start(trtllm(), "other", disk__stuck_s=0.2)
-    hangs, bring = threading.Event(), SiblingReader._bring
+    hangs, bring = threading.Event(), PeerReader._bring
     brought: list[str] = []
 
-    def hang(reader: SiblingReader, *page: Any) -> str:
+    def hang(reader: PeerReader, *page: Any) -> str:
         assert hangs.wait(60)
         brought.append(bring(reader, *page))
         return brought[-1]
 
-    monkeypatch.setattr(SiblingReader, "_bring", hang)
+    monkeypatch.setattr(PeerReader, "_bring", hang)
     assert other.find(PAGES) == 0
     manager = other.cache.manager
     assert not manager.work.moving, "a read that hangs is waited for"
@@ -232,16 +232,16 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
     one.store(PAGES, FROM)
     one.close()
     other = start(trtllm(), "other", transfer__close_s=0.3)
-    hangs, ended, bring = threading.Event(), threading.Event(), SiblingReader._bring
+    hangs, ended, bring = threading.Event(), threading.Event(), PeerReader._bring
     brought: list[str] = []
 
-    def hang(reader: SiblingReader, *page: Any) -> str:
+    def hang(reader: PeerReader, *page: Any) -> str:
         assert hangs.wait(60)
         brought.append(bring(reader, *page))
         ended.set()
         return brought[-1]
 
-    monkeypatch.setattr(SiblingReader, "_bring", hang)
+    monkeypatch.setattr(PeerReader, "_bring", hang)
     assert other.cache.match("r", other.keys(PAGES), 0.05) == 0
     assert other.cache.manager.work.moving
     other.cache.close()

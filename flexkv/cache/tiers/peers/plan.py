@@ -10,9 +10,9 @@ from flexkv.cache.tier import TierFactory, WriteMode
 from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_group, disk_identity
 from flexkv.cache.tiers.peers.tier import PeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
-from flexkv.storage.sibling_pages import SiblingPages
-from flexkv.storage.sibling_reader import SiblingReader
-from flexkv.storage.siblings import open_siblings
+from flexkv.storage.peer_folders import open_peer_folders
+from flexkv.storage.peer_pages import PeerPages
+from flexkv.storage.peer_reader import PeerReader
 from flexkv.transfer.host_pool import HostPool
 
 
@@ -32,10 +32,10 @@ class PeersPlan(TierPlan):
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
         unit, config = self._unit, self._unit.config
         group = disk_group(unit)
-        peers = open_siblings(disk_folders(unit), disk_identity(unit), group, unit.ranks[0].heads)
+        peers = open_peer_folders(disk_folders(unit), disk_identity(unit), group, unit.ranks[0].heads)
         if not peers:
             return None
-        reader = SiblingReader(peers, group, pool, config.transfer.queue_ops, config.disk.stuck_s)
+        reader = PeerReader(peers, group, pool, config.transfer.queue_ops, config.disk.stuck_s)
         on_error.callback(reader.close, config.transfer.close_s)
         facts = replace(disk_facts(unit), name="peers", write=WriteMode.OFF, stream_layers=False)
-        return partial(PeerTier, pages=SiblingPages(peers), facts=facts, plane=reader)
+        return partial(PeerTier, pages=PeerPages(peers), facts=facts, plane=reader)

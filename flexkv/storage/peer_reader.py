@@ -1,4 +1,4 @@
-"""Brings pages of siblings up: read, verified and rewritten in this unit's encoding, page by page, on a thread."""
+"""Brings pages of peer folders up: read, verified and rewritten in this unit's encoding, page by page, on a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexkv.errors import ContractError
 from flexkv.observe import NamedThread, unix_now_s
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.header import codec_of
-from flexkv.storage.siblings import Sibling
+from flexkv.storage.peer_folders import PeerFolder
 from flexkv.storage.striping import striped_slot
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import OpKind, OpResult, OpStatus, PageTags, TransferGraph, TransferOp
@@ -47,14 +47,14 @@ class UnderWay:
     failed: list[int] = field(default_factory=list)
 
 
-class SiblingReader:
-    """Carries out DISK_READ ops whose places are those of `SiblingPages`, in the order of their submission.
+class PeerReader:
+    """Carries out DISK_READ ops whose places are those of `PeerPages`, in the order of their submission.
 
     A page reaches its host slot only after its trailer said what was asked for and every run matched its digest. One
     that does not, or that cannot be read, is a failed page of its op.
 
     Args:
-        siblings: as `SiblingPages` has them.
+        folders: as `PeerPages` has them.
         group: of this unit's pages.
         pool: with slots of this unit's images.
         queue_ops: ops that may wait; beyond it `submit` says None.
@@ -63,19 +63,19 @@ class SiblingReader:
 
     def __init__(
         self,
-        siblings: Sequence[Sibling],
+        folders: Sequence[PeerFolder],
         group: DiskGroup,
         pool: HostPool,
         queue_ops: int,
         stuck_s: float,
     ) -> None:
-        self._siblings = list(siblings)
+        self._folders = list(folders)
         self._group = group
         self._codec = codec_of(group)
         self._pool = pool
         self._queue_ops = queue_ops
         self._stuck_s = stuck_s
-        self._images = [mmap.mmap(-1, sibling.codec.image_bytes) for sibling in siblings]
+        self._images = [mmap.mmap(-1, peer.codec.image_bytes) for peer in folders]
         self._lock = threading.Condition()
         self._writing = threading.Lock()
         """Held while a host slot is written to: an op is given up only while it is free."""
@@ -85,7 +85,7 @@ class SiblingReader:
         self._ended: deque[OpResult] = deque()
         self._tickets = 0
         self._closed = False
-        self._thread = NamedThread("flexkv-siblings", self._run)
+        self._thread = NamedThread("flexkv-peers", self._run)
 
     def submit(self, graph: TransferGraph) -> int | None:
         """Takes the ops of `graph`, or none: None when the queue is full.
@@ -94,7 +94,7 @@ class SiblingReader:
             ContractError: an op of another kind.
         """
         if any(op.kind is not OpKind.DISK_READ for op in graph.ops):
-            raise ContractError("siblings are only read")
+            raise ContractError("peer folders are only read")
         with self._lock:
             if self._closed or self._down or len(self._waiting) + len(graph.ops) > self._queue_ops:
                 return None
@@ -211,29 +211,27 @@ class SiblingReader:
 
     def _bring(self, place: int, slot: int, tag: PageTags) -> str:
         """Reads, verifies and rewrites one page; why it could not, or nothing."""
-        number, theirs = striped_slot(place, len(self._siblings))
-        sibling, image = self._siblings[number], self._images[number]
+        number, theirs = striped_slot(place, len(self._folders))
+        peer, image = self._folders[number], self._images[number]
         try:
-            read = os.preadv(sibling.slab.fd, [image], sibling.slab.offset(theirs))
+            read = os.preadv(peer.slab.fd, [image], peer.slab.offset(theirs))
         except OSError as error:
-            return f"io: {sibling.folder}: {error.strerror}"
+            return f"io: {peer.folder}: {error.strerror}"
         if read != len(image):
-            return f"short: {sibling.folder}: {read} of {len(image)} bytes"
+            return f"short: {peer.folder}: {read} of {len(image)} bytes"
         asked = tag_fields(tag.copy())
-        asked["epoch"] = sibling.epoch
-        miss, reason = sibling.codec.check(
-            image, sibling.header.slab_id, theirs, asked.tobytes(), unix_now_s()
-        )
+        asked["epoch"] = peer.epoch
+        miss, reason = peer.codec.check(image, peer.header.slab_id, theirs, asked.tobytes(), unix_now_s())
         if miss != "none":
             return f"{miss}: {reason}"
         with self._writing:
             if self._down:
                 return self._down  # the slot may be another's by now
-            self._write(sibling, np.frombuffer(image, np.uint8), self._pool.slot(slot))
+            self._write(peer, np.frombuffer(image, np.uint8), self._pool.slot(slot))
         return ""
 
-    def _write(self, sibling: Sibling, image: np.ndarray, slot: np.ndarray) -> None:
-        for rank, ((offset, size), rewrite) in enumerate(zip(sibling.stripes, sibling.rewrites, strict=True)):
+    def _write(self, peer: PeerFolder, image: np.ndarray, slot: np.ndarray) -> None:
+        for rank, ((offset, size), rewrite) in enumerate(zip(peer.stripes, peer.rewrites, strict=True)):
             source = image[offset : offset + size]
             start = self._codec.stripe_offset(rank)
             target = slot[start : start + self._group.stripe_bytes[rank]]

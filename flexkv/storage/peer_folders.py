@@ -42,7 +42,7 @@ GROUP = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Sibling:
+class PeerFolder:
     """One slab of another unit.
 
     Attributes:
@@ -64,9 +64,9 @@ class Sibling:
     epoch: int
 
 
-def open_siblings(
+def open_peer_folders(
     roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
-) -> list[Sibling]:
+) -> list[PeerFolder]:
     """The other units' slabs under `roots`, of this fingerprint, whose pages can be had exactly; says which are not
     and why. A folder is locked only while its index is read: what its unit writes later is not seen, and what it
     overwrites is a miss, because every page says itself what it is.
@@ -83,14 +83,14 @@ def open_siblings(
             if path.parent == own:
                 continue
             try:
-                sibling = _open(path, identity, group, heads)
+                peer = _open(path, identity, group, heads)
             except (DiskError, GeometryError, OSError) as error:
                 logger.warning("%s: its pages are not used here: %s", path.parent, error)
                 continue
-            held = int((sibling.rows["generation"] != 0).sum())
-            logger.info("%s: %d pages of %s can be read here", path.parent, held, sibling.header.format_id)
+            held = int((peer.rows["generation"] != 0).sum())
+            logger.info("%s: %d pages of %s can be read here", path.parent, held, peer.header.format_id)
             if held:
-                found.append(sibling)
+                found.append(peer)
     return found
 
 
@@ -117,7 +117,7 @@ def _encoding(group: DiskGroup, rank: int, heads: int) -> PageEncoding:
     return PageEncoding.of_runs(group.runs[rank], group.stripe_bytes[rank], format_id, heads, group.dtype)
 
 
-def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Sibling:
+def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
     """
     Raises:
         DiskError: another model's, in use, damaged, or unreadable.
@@ -135,7 +135,7 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Si
     slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
-    return Sibling(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)
+    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""The pages of all siblings as one index sees them: to be looked up and read, and never written."""
+"""The pages of all peer folders as one index sees them: to be looked up and read, and never written."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.observe import unix_now_s
 from flexkv.storage.base import Generations, IndexRows, Places, StoredPages
+from flexkv.storage.peer_folders import GROUP, PeerFolder
 from flexkv.storage.rows import index_rows
-from flexkv.storage.siblings import GROUP, Sibling
 
 
-class SiblingPages(StoredPages):
-    """Siblings stand where a tier has disks: place p is slot `p // disks` of sibling `p % disks`.
+class PeerPages(StoredPages):
+    """Folders stand where a tier has disks: place p is slot `p // disks` of folder `p % disks`.
 
-    Its epoch begins with 0, whatever the siblings' own are: `SiblingReader` asks for those.
+    Its epoch begins with 0, whatever the peer folders' own are: `PeerReader` asks for those.
 
     Args:
-        siblings: at least one.
+        folders: at least one.
     """
 
-    def __init__(self, siblings: Sequence[Sibling]) -> None:
-        if not siblings:
-            raise ContractError("SiblingPages needs a sibling")
-        self._slots = max(len(sibling.rows) for sibling in siblings)
-        self._rows = [sibling.rows for sibling in siblings]
-        self._disks = len(siblings)
+    def __init__(self, folders: Sequence[PeerFolder]) -> None:
+        if not folders:
+            raise ContractError("PeerPages needs a peer folder")
+        self._slots = max(len(peer.rows) for peer in folders)
+        self._rows = [peer.rows for peer in folders]
+        self._disks = len(folders)
         self._epoch = 0
 
     @property
@@ -38,7 +38,7 @@ class SiblingPages(StoredPages):
 
     def slots(self, group: int) -> int:
         if group != GROUP:
-            raise BlockRangeError(f"group {group}: siblings have group {GROUP}")
+            raise BlockRangeError(f"group {group}: peer folders have group {GROUP}")
         return self._slots * self._disks
 
     def rows(self, group: int) -> IndexRows:
