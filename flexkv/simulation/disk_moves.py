@@ -25,7 +25,7 @@ class DiskMoves:
         self._started: set[int] = set()
         self._outbox: list[OpResult] = []
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """The driver's part: writes are planned and handed to the lane."""
         world = self.world
         planned = world.manager.work.poll()
@@ -49,7 +49,7 @@ class DiskMoves:
     def move(self) -> None:
         """The disks move some pages of any of their ops."""
         world = self.world
-        self.pump()
+        self.poll()
         for _ in range(3):
             if not world.disk_lane.ops:
                 return

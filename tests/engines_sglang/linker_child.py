@@ -191,7 +191,7 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
     moving: list[int] = []
 
     def pause(tag: str) -> None:
-        linker._cache.poll()
+        linker._cache.take_results()
         moving.append(len(linker._cache._watchers))
 
     manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)

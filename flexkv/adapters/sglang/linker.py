@@ -148,7 +148,7 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """Called once a step of the scheduler, idle ones too, so the cache does its own work here."""
-        self._cache.pump()
+        self._cache.poll()
         self._loads.log_left_out()
         return self._offloads.completed()
 

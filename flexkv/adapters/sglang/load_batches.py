@@ -130,7 +130,7 @@ class LoadBatches:
                 self._cache.drop(graph, "found no place in the queue before load.deadline_s")
                 return
             time.sleep(REQUEUE_S)
-            self._cache.poll()
+            self._cache.take_results()
         batch.tickets.update((op.op_id, ticket) for op in graph.ops)
         self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
 
@@ -150,7 +150,7 @@ class LoadBatches:
             cancel_and_drain(
                 cache.lanes, tickets, cache.config, f"a load of {len(batch.requests)} request(s)"
             )
-        cache.poll()
+        cache.take_results()
         del self._batches[index]
         for request_id in batch.requests:
             # The engine ends all requests of a batch that failed, and says so to nobody.

@@ -146,7 +146,7 @@ class PageBatches:
                 with self.lock:
                     if self._closed:
                         return
-                    self.cache.pump()
+                    self.cache.poll()
                     busy = self.cache.disk_busy
                 time.sleep(PUMP_S)
 

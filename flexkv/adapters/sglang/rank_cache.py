@@ -39,7 +39,7 @@ Pause = Callable[[float], None]
 
 
 class RankCache:
-    """The manager of one rank and its transfers. One thread calls it; completions are heard inside `poll`.
+    """The manager of one rank and its transfers. One thread calls it; completions are heard inside `take_results`.
 
     Args:
         view: `KvView` of the pool that pages are loaded to and stored from.
@@ -122,14 +122,14 @@ class RankCache:
         """
         ends_s = time.monotonic() + wait_s
         while True:
-            self.pump()
+            self.poll()
             match = self.manager.match(request_id, [keys], 0)
             if not match.reads or time.monotonic() >= ends_s:
                 break
-            self.pump()
+            self.poll()
             while self.manager.waits(request_id) and time.monotonic() < ends_s:
                 self._pause(request_id, pause)
-                self.pump()
+                self.poll()
         if not match.blocks:
             # Nothing is leased, and nobody will say when the request ends.
             self.manager.release(request_id)
@@ -188,18 +188,18 @@ class RankCache:
         if not wait_all(self.lanes, tickets, self.config.load.deadline_s):
             pages = sum(op.pages for op in graph.ops)
             cancel_and_drain(self.lanes, tickets, self.config, f"a copy of {pages} pages")
-        self.poll()
+        self.take_results()
 
-    def poll(self) -> None:
+    def take_results(self) -> None:
         """Takes the results of ended ops and calls their watchers."""
         if self._watchers:
             while results := self.lanes.poll():
                 for result in results:
                     self._end(result)
 
-    def pump(self) -> None:
-        """`poll`, and gives disks and leases what they need. Costs a few microseconds; never waits."""
-        self.poll()
+    def poll(self) -> None:
+        """`take_results`, and gives disks and leases what they need. Costs a few microseconds; never waits."""
+        self.take_results()
         self._unit.poll()
         self._unit.grow()
         self._unit.expire_if_due(self.counters)
@@ -207,7 +207,7 @@ class RankCache:
 
     @property
     def disk_busy(self) -> bool:
-        """Whether the disks have something to do, which `pump` gives them."""
+        """Whether the disks have something to do, which `poll` gives them."""
         return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
@@ -239,12 +239,12 @@ class RankCache:
     def quiesce(self, deadline_s: float) -> bool:
         """Whether everything that moves has ended within `deadline_s` seconds."""
         ends_s = time.monotonic() + deadline_s
-        self.poll()
+        self.take_results()
         while self._watchers:
             if time.monotonic() > ends_s:
                 return False
             time.sleep(QUIESCE_LOOK_S)
-            self.poll()
+            self.take_results()
         return True
 
     def new_weights(self) -> None:
@@ -260,6 +260,6 @@ class RankCache:
         """Ends the lanes, writes to disk what waits, and gives the memory back; bounded by `transfer.close_s`."""
         self.quiesce(self.config.transfer.close_s)
         self.lanes.close(self.config.transfer.close_s)
-        self.poll()
+        self.take_results()
         self._report.close()
         self._unit.close()

@@ -94,7 +94,7 @@ def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch)
     assert driver.busy
 
 
-def test_a_pump_with_nothing_to_do_does_not_poll() -> None:
+def test_a_poll_with_nothing_to_do_does_not_poll() -> None:
     world = DiskWorld()
     driver, plane = make(world)
     for _ in range(10):

@@ -218,7 +218,7 @@ def test_leases_that_are_never_followed_up_expire(worlds):
     while world.cache.manager.leased_pages("r"):
         assert time.monotonic() < ends_s, "the lease never expired"
         world.cache._unit._expire_at_s = 0.0
-        world.cache.pump()
+        world.cache.poll()
 
 
 def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
@@ -303,7 +303,7 @@ def test_loads_and_stores_are_counted_and_logged_while_the_engine_runs(worlds, c
     while not any("moved_pages[load]=3" in line for line in lines()):
         assert time.monotonic() < ends_s, caplog.messages
         time.sleep(0.01)
-        world.cache.pump()
+        world.cache.poll()
 
 
 def test_pages_that_fail_are_counted_by_reason(worlds):
