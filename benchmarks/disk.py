@@ -1,4 +1,4 @@
-"""The disk tier beside a bare loop (same ring, slab, huge pages and depth; no trailer, digest or index) and fio.
+"""The disk tier beside a raw I/O loop (same ring, slab, huge pages and depth; no trailer, digest or index) and fio.
 
 Each round runs every method once, in random order, so that noise falls on all alike; figures are medians of payload
 GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
@@ -67,7 +67,7 @@ def timed(call: Callable[[], object]) -> Sample:
 
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
-    """Of new slabs: the tier's first pass, the bare loop's, and the tier's after its disk was idle."""
+    """Of new slabs: the tier's first pass, the raw loop's, and the tier's after its disk was idle."""
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
     for number in range(FILLS):
@@ -265,7 +265,7 @@ def cold_start(folder: Path) -> dict[str, float]:
 
 
 def show(page_bytes: int, found: dict[str, dict[str, float]]) -> None:
-    print(f"{page_bytes // KIB} KiB pages: payload GB/s, cores a GB/s; the bare loop and fio; ratios")
+    print(f"{page_bytes // KIB} KiB pages: payload GB/s, cores a GB/s; the raw I/O loop and fio; ratios")
     for name, base in (("fill", "fill"), ("ahead", "fill"), ("write", "write"), ("read", "read")):
         ours, bare = found[name], found[f"{base} bare"]
         line = f"  {name:6} {ours['gb_per_s']:5.2f} ({ours['cores_per_gb_s']:.3f})"

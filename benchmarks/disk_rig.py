@@ -1,4 +1,4 @@
-"""What benchmarks/disk.py measures with: a disk tier with a host pool and an engine, and the bare loop beside it."""
+"""What benchmarks/disk.py measures with: a disk tier with a host pool and an engine, and the raw I/O loop beside it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ IDENTITY = DiskIdentity("benchmark", bytes(32))
 
 
 @functools.cache
-def bare_loop() -> ctypes.CDLL:
-    """bare_loop.cpp and the queues of csrc/io, compiled now: no part of the product."""
+def raw_loop() -> ctypes.CDLL:
+    """raw_loop.cpp and the queues of csrc/io, compiled now: no part of the product."""
     root = Path(__file__).resolve().parents[1]
-    library = Path(tempfile.mkdtemp()) / "bare_loop.so"
-    sources = [root / "benchmarks/bare_loop.cpp"]
+    library = Path(tempfile.mkdtemp()) / "raw_loop.so"
+    sources = [root / "benchmarks/raw_loop.cpp"]
     sources += [root / f"csrc/io/{name}.cpp" for name in ("uring", "uring_queue", "thread_queue")]
     command = [*(compiler() or "g++").split(), "-std=c++20", "-O3", "-shared", "-fPIC", f"-I{root / 'csrc'}"]
     subprocess.run([*command, "-o", str(library), *map(str, sources), "-lpthread"], check=True)
@@ -162,13 +162,13 @@ class Rig:
         return first, time.perf_counter() - start
 
     def bare(self, places: NDArray[np.int32], write: bool) -> None:
-        """The same pages by the bare loop, in one go; a write ends with one fdatasync."""
+        """The same pages by the raw I/O loop, in one go; a write ends with one fdatasync."""
         host = self.pool.slots
         buffers = np.array([self.pool.slot(i % host).ctypes.data for i in range(len(places))], np.uint64)
         offsets = np.array([self.slab.offset(place) for place in places.tolist()], np.int64)
         addresses = (ctypes.c_void_p(buffers.ctypes.data), ctypes.c_void_p(offsets.ctypes.data))
         count, size = ctypes.c_int64(len(places)), ctypes.c_int64(self.page_bytes)
-        assert bare_loop().bare_loop(self.slab.fd, *addresses, count, size, int(write), DEPTH) == 0
+        assert raw_loop().raw_loop(self.slab.fd, *addresses, count, size, int(write), DEPTH) == 0
         if write:
             assert self.slab.sync() == 0
 

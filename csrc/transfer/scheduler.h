@@ -64,7 +64,7 @@ class Scheduler : public WorkSource {
   KindSet kinds() const;
 
   // Takes a graph that the engine has checked: `views[i]` is the view of op i, or null and `sizes[i]` counts.
-  // A ticket, or nothing when the queue places it needs are not free. Throws ClosedError, or ContractError
+  // A ticket, or nothing when the queue entries it needs are not free. Throws ClosedError, or ContractError
   // when an op id is in flight already.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,

@@ -16,7 +16,7 @@ from flexkv.blend.segment_unit import SegmentUnit
 from flexkv.transfer.base import Ticket
 
 MOST_HITS = 256
-"""Segments of one prompt that are loaded at once; each takes queue places of the transfer engine."""
+"""Segments of one prompt that are loaded at once; each takes queue entries of the transfer engine."""
 
 READS_A_HIT = 2
 """From disk: of its whole blocks, and of the tokens after them."""
@@ -129,7 +129,7 @@ class SegmentLookup:
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
         """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
-        move. None: no queue place, and the blocks are free again, as they are after an error."""
+        move. None: no queue entry, and the blocks are free again, as they are after an error."""
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)
             ticket = None if graph is None else self._moves.submit(graph.layerwise())

@@ -46,7 +46,7 @@ class SegmentMoves:
         self._why_failed: dict[str, str] = {}
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
-        """None: no queue place; then, and after an error, the manager knows that the graph never moves."""
+        """None: no queue entry; then, and after an error, the manager knows that the graph never moves."""
         try:
             self._unit.poll()  # loads wait for the reads
             ticket = self.engine.submit(graph)
@@ -54,7 +54,7 @@ class SegmentMoves:
             self._cancel(graph, f"{type(error).__name__}: {error}")
             raise
         if ticket is None:
-            self._cancel(graph, "no queue place")
+            self._cancel(graph, "no queue entry")
         return ticket
 
     def _cancel(self, graph: TransferGraph, reason: str) -> None:

@@ -143,7 +143,7 @@ class StorePlan:
         stored: positions (into the blocks offered) that the graph stores, int32: those of its first op, ascending, then
             those of the next.
         known: blocks that were stored or in flight already.
-        dropped: blocks that found no slot or no queue place (BUSY); the caller may offer them again later.
+        dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
     """
 
     graph: TransferGraph | None

@@ -19,7 +19,7 @@ class ManagerStats:
         stored_pages: pages published.
         failed_store_pages: pages whose store ended badly on some rank.
         discarded_pages: pages written well and not published: revoked, forgotten, or of an old epoch.
-        busy_pages: pages that a store offered and that found no slot or no queue place.
+        busy_pages: pages that a store offered and that found no slot or no queue entry.
         evicted_blocks: blocks evicted to make room.
         forgotten_blocks: blocks made misses by `forget` or a failed load.
         expired_leases: lookups that never became a load.

@@ -22,7 +22,7 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import NamedThread, unix_now_ms
 from flexkv.storage.epoch import EPOCH_NAME, write_epoch
-from flexkv.storage.gathering import gather
+from flexkv.storage.group_commit import await_group
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import FullDiskError, disk_error
 from flexkv.storage.spare import take_spare, with_spare
@@ -231,7 +231,7 @@ class Journal:
             if not self._queue and not self._stopping and not self.failure:
                 self._lock.wait(USE_FLUSH_S)
             if self._queue and not self._in_a_hurry():
-                gather(time.monotonic, self._wait_for_more)
+                await_group(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
             # Under the lock: no publish is ever neither in the queue nor in the batch for whoever asks for the lag.
             self._oldest = _oldest_publish(batch)

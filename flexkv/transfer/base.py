@@ -44,7 +44,7 @@ class LaneReport:
         up: False while an op on it has stopped moving; True again once that op has ended.
         reason: why it is down.
         open_ops: ops that have not ended.
-        held_places: queue places in use: ops that have not ended, or whose result has not been polled.
+        held_places: queue entries in use: ops that have not ended, or whose result has not been polled.
         stuck: ops whose bytes may still move although the lane is down. Their slots and blocks must not be reused
             before their `OpResult`.
         times_down: how often it went down.
@@ -67,7 +67,7 @@ class DataPlane(ABC):
     def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
         """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
 
-        A queue place is held from here until the op's result has been polled.
+        A queue entry is held from here until the op's result has been polled.
 
         Args:
             stream: the engine's device stream (`cudaStream_t` as an integer; 0 is torch's default), where the engine's

@@ -20,7 +20,7 @@ from flexkv.adapters.tensorrt_llm.messages import (
     SaveOrder,
     StepMetadata,
 )
-from flexkv.adapters.tensorrt_llm.spoiled import SpoiledRequests
+from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
@@ -76,7 +76,7 @@ class WorkerSide(RankWorker):
         self._closed = False
         self._foreign_logged = False
         self._running: tuple[int, ...] = ()
-        self._spoiled = SpoiledRequests()
+        self._no_store = NoStoreRequests()
         self._failed = FailedOps(logger)
         self._metrics = MetricReport(
             self.counters,
@@ -192,7 +192,7 @@ class WorkerSide(RankWorker):
         logger.error(
             "rank %d: a step broke off; nothing of its %d requests is stored", self.rank, len(self._running)
         )
-        self._spoiled.add(self._running)
+        self._no_store.add(self._running)
         self._running = ()
         self._layer_loads.finish()
 
@@ -281,8 +281,8 @@ class WorkerSide(RankWorker):
                 if request_id not in self._loads:
                     # A load is named no later than the save of its request: this one never will be.
                     self._cancelled.discard(request_id)
-                spoiled = self._spoiled.take(request_id)
-                if wanted.graph is not None and spoiled:
+                no_store = self._no_store.take(request_id)
+                if wanted.graph is not None and no_store:
                     self._dropped(wanted.graph.ops, "a step that computed it broke off")
                 elif wanted.graph is not None:
                     save.open = {op.op_id for op in wanted.graph.ops}

@@ -203,7 +203,7 @@ def test_a_page_that_was_forgotten_before_its_commit_holds_up_no_flush(
         while not commit.is_set():
             wait_for_more(0.005)
 
-    monkeypatch.setattr("flexkv.storage.journal.gather", held_up)
+    monkeypatch.setattr("flexkv.storage.journal.await_group", held_up)
     cache = opened()
     first, second = texts(2)
     put(cache, first, second)

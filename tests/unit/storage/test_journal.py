@@ -16,7 +16,7 @@ import pytest
 
 from flexkv.errors import DiskError
 from flexkv.storage.base import DiskOptions
-from flexkv.storage.gathering import GATHER_S, QUIET_S, gather
+from flexkv.storage.group_commit import GROUP_S, QUIET_S, await_group
 from flexkv.storage.journal import Journal, Record, Use
 from flexkv.storage.striped_slabs import StripedSlabs
 from tests.unit.storage.disk_world import GENEROUS_S, IDENTITY, MakeDisks, ids, key_of, make_group
@@ -57,7 +57,7 @@ class Rows:
 
     def gathered_for(self) -> float:
         began_s = self.now_s
-        gather(self.clock, self.wait_for_more)
+        await_group(self.clock, self.wait_for_more)
         return self.now_s - began_s
 
 
@@ -71,7 +71,7 @@ def test_a_burst_is_over_when_nothing_came_for_so_long() -> None:
 
 @pytest.mark.parametrize("gap_s", [QUIET_S / 100, QUIET_S / 3, 0.99 * QUIET_S])
 def test_a_stream_of_rows_does_not_put_the_commit_off(gap_s: float) -> None:
-    assert Rows(itertools.repeat(gap_s)).gathered_for() == pytest.approx(GATHER_S)
+    assert Rows(itertools.repeat(gap_s)).gathered_for() == pytest.approx(GROUP_S)
 
 
 def test_a_reset_or_an_end_is_not_waited_with() -> None:

@@ -23,7 +23,7 @@ from flexkv.transfer.slab_map import SlabMap
 logger = get_logger(__name__)
 
 OPS_SHARE = 2
-"""The control plane uses at most one in so many of the lane's queue places for each direction: a lane whose results
+"""The control plane uses at most one in so many of the lane's queue entries for each direction: a lane whose results
 have not been polled yet still holds theirs."""
 
 PROMISES_NEED = (

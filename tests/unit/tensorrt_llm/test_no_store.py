@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from flexkv.adapters.tensorrt_llm import spoiled
-from flexkv.adapters.tensorrt_llm.spoiled import SpoiledRequests
+from flexkv.adapters.tensorrt_llm import no_store
+from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 
 
 def test_each_is_taken_once() -> None:
-    requests = SpoiledRequests()
+    requests = NoStoreRequests()
     requests.add([3, 5])
     requests.add([5])
     assert not requests.take(4)
@@ -23,12 +23,12 @@ def test_each_is_taken_once() -> None:
 
 @pytest.mark.parametrize("ascending", [True, False])
 def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool) -> None:
-    """What was added and not taken is spoiled for good; with ids that ascend nothing newer counts as spoiled."""
-    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
+    """What was added and not taken stays so for good; with ids that ascend nothing newer counts so."""
+    monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
     ids = list(range(100))
     if not ascending:
         random.Random(0).shuffle(ids)
-    requests = SpoiledRequests()
+    requests = NoStoreRequests()
     for first in range(0, 60, 3):
         requests.add(ids[first : first + 3])
         assert len(requests) <= 8
@@ -37,31 +37,31 @@ def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool
         assert not any(requests.take(request_id) for request_id in ids[60:])
 
 
-@pytest.mark.parametrize("dummy", [spoiled.FIRST_DUMMY, (1 << 64) - 1])
+@pytest.mark.parametrize("dummy", [no_store.FIRST_DUMMY, (1 << 64) - 1])
 def test_a_dummy_of_the_engine_spoils_no_request(monkeypatch: pytest.MonkeyPatch, dummy: int) -> None:
     """Its id is above all others: within their bound, nothing would ever be stored again."""
-    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
-    requests = SpoiledRequests()
+    monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
+    requests = NoStoreRequests()
     requests.add([dummy, *range(100)])
     assert len(requests) == 8
     assert requests.take(dummy), "forgotten by name, and not forgotten"
     assert all(requests.take(request_id) for request_id in range(100))
-    assert not any(requests.take(request_id) for request_id in (100, 1000, spoiled.FIRST_DUMMY - 1))
+    assert not any(requests.take(request_id) for request_id in (100, 1000, no_store.FIRST_DUMMY - 1))
 
 
 def test_the_bound_of_the_requests_spoils_no_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
-    requests = SpoiledRequests()
+    monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
+    requests = NoStoreRequests()
     requests.add(range(100))
-    assert not requests.take(spoiled.FIRST_DUMMY)
+    assert not requests.take(no_store.FIRST_DUMMY)
 
 
 def test_stores_that_the_bound_alone_drops_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spoiled, "MAX_SPOILED", 8)
+    monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
-    requests = SpoiledRequests()
+    requests = NoStoreRequests()
     requests.add(range(1, 100, 2))
     assert requests.take(99)
     assert requests.take(85)

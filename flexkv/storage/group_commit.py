@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-GATHER_S = 0.1
+GROUP_S = 0.1
 """How long a commit waits for more rows, seconds: ten syncs a second cost a busy disk next to nothing."""
 
 QUIET_S = 0.005
 """A commit does not wait when no row has come for so long, seconds: the burst is over."""
 
 
-def gather(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
-    """Returns QUIET_S after the last row of a burst, and GATHER_S after it was called at the latest.
+def await_group(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
+    """Returns QUIET_S after the last row of a burst, and GROUP_S after it was called at the latest.
 
     Args:
         clock: seconds, never running backwards.
         wait_for_more: waits so many seconds at most; whether another row has come, and there is no hurry.
     """
-    ends_s = clock() + GATHER_S
+    ends_s = clock() + GROUP_S
     while (left_s := ends_s - clock()) > 0 and wait_for_more(min(QUIET_S, left_s)):
         pass

@@ -8,18 +8,18 @@ from flexkv.observe import get_logger
 
 logger = get_logger(__name__)
 
-MAX_SPOILED = 4096
+MAX_NO_STORE = 4096
 """Ids that are known one by one. A request that ends with nothing to store is never heard of again, so they add up."""
 
 FIRST_DUMMY = 1 << 63
 """The engine's dummies, which pad its batches, have ids next to 2**64; its requests count up from the bottom."""
 
 
-class SpoiledRequests:
+class NoStoreRequests:
     """Remembers what must not be stored, in bounded memory.
 
-    The ids of the latest `MAX_SPOILED` are exact. Of older ones only the highest is kept, and every id up to it counts
-    as spoiled: engines number requests upwards, so that is old requests, whose stores are then dropped. A dropped store
+    The ids of the latest `MAX_NO_STORE` are exact. Of older ones only the highest is kept, and every id up to it counts
+    as not to be stored: engines number requests upwards, so these are old requests; their stores are dropped. A drop
     is a later miss. Ids from `FIRST_DUMMY` on have a bound of their own, which concerns no request below.
     """
 
@@ -36,7 +36,7 @@ class SpoiledRequests:
         for request_id in requests:
             self._latest.pop(request_id, None)
             self._latest[request_id] = None
-        while len(self._latest) > MAX_SPOILED:
+        while len(self._latest) > MAX_NO_STORE:
             oldest = next(iter(self._latest))
             del self._latest[oldest]
             if oldest < FIRST_DUMMY:
@@ -61,6 +61,6 @@ class SpoiledRequests:
                 "broken steps only the latest %d are known one by one (said once)",
                 request_id,
                 up_to,
-                MAX_SPOILED,
+                MAX_NO_STORE,
             )
         return True
