@@ -12,9 +12,9 @@ from collections.abc import Callable
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_moves import DiskMoves
+from flexkv.simulation.fault_events import FaultEvents
 from flexkv.simulation.ranks import Ranks
 from flexkv.simulation.requests import Requests
-from flexkv.simulation.upsets import Upsets
 from flexkv.simulation.world import World
 
 Action = Callable[[], None]
@@ -28,7 +28,7 @@ class Simulation:
         self.disks = DiskMoves(self.world)
         self.requests = Requests(self.world, self._orders_planned)
         self.ranks = Ranks(self.world, self.requests)
-        self.upsets = Upsets(self.world, self.requests)
+        self.fault_events = FaultEvents(self.world, self.requests)
 
     @property
     def report(self) -> SimulationReport:
@@ -49,11 +49,11 @@ class Simulation:
             (self.requests.abort, 0.7),
             (self.requests.preempt, 0.7),
             (self.ranks.cancel, 0.7),
-            (self.upsets.forget, 0.15),
-            (self.upsets.expire, 0.2),
-            (self.upsets.grow_some, 0.2),
-            (self.upsets.lose_pool, 0.04),
-            (self.upsets.reset, 0.05),
+            (self.fault_events.forget, 0.15),
+            (self.fault_events.expire, 0.2),
+            (self.fault_events.grow_some, 0.2),
+            (self.fault_events.lose_pool, 0.04),
+            (self.fault_events.reset, 0.05),
             *self._disk_actions(),
         ]
 

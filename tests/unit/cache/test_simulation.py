@@ -123,7 +123,7 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
         if not holds and "bytes" in what:
             raise RuleBroken(what)
 
-    for part in ("run", "model", "world", "lookups", "requests", "ranks", "upsets"):
+    for part in ("run", "model", "world", "lookups", "requests", "ranks", "fault_events"):
         monkeypatch.setattr(f"flexkv.simulation.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
     # Even so, what was computed from a failed load is served in one run of six only.

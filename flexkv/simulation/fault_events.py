@@ -9,7 +9,7 @@ from flexkv.simulation.requests import Requests
 from flexkv.simulation.world import World, block_key
 
 
-class Upsets:
+class FaultEvents:
     """One method for each event; `Simulation` says how often it comes."""
 
     def __init__(self, world: World, requests: Requests) -> None:
