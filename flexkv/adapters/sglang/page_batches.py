@@ -18,7 +18,7 @@ from flexkv.transfer.graph import BlockIds
 
 logger = get_logger(__name__)
 
-PUMP_S = 0.005
+POLL_S = 0.005
 """How often the disks are looked after while they have something to do."""
 
 
@@ -148,7 +148,7 @@ class PageBatches:
                         return
                     self.cache.poll()
                     busy = self.cache.disk_busy
-                time.sleep(PUMP_S)
+                time.sleep(POLL_S)
 
     def _request(self) -> str:
         return f"batch {next(self._numbers)}"
