@@ -187,7 +187,7 @@ class RankOp(Op):
                 ((causes == FailureCause.SOURCE) | (causes == FailureCause.TRANSPORT)).any()
             )
         elif result.status is not OpStatus.CANCELLED:
-            # Whoever is to blame, host memory has no other way to an engine: a page that stayed would fail again.
+            # Whatever the cause, host memory has no other route to an engine: a page that stayed would fail again.
             self.suspect |= bad
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")

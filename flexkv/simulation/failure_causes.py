@@ -1,4 +1,4 @@
-"""Whom ranks and disks of a simulation blame for the pages that failed."""
+"""Why pages fail in a simulation, as its ranks and disks report it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from flexkv.transfer.graph import NO_CAUSES, FailureCause, OpKind, OpResult, OpStatus, PageCauses
 
 UNSAID = 0.2
-"""Share of results that blame nobody page by page."""
+"""Share of results that name no cause page by page."""
 
 ANY = tuple(FailureCause)
 OF_MISSING = (FailureCause.UNKNOWN, FailureCause.CONTENT)
@@ -21,10 +21,10 @@ SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
 def causes_of(
     random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
 ) -> PageCauses:
-    """`FailureCause` of each page in `failed`; empty where nobody says.
+    """`FailureCause` of each page in `failed`; empty where the result names none.
 
     Args:
-        missing: those of them that are not where they were looked for. Of these none but the page itself is blamed.
+        missing: those of them that are not where the op looked for them. Their cause is CONTENT or unknown.
         source_error_rate: see `SimulationConfig`.
     """
     if random.random() < UNSAID:
@@ -41,7 +41,7 @@ def causes_of(
 
 
 def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
-    """Of a result that failed page by page, whom it blames for each page that failed."""
+    """Of a result that failed page by page, why each page failed."""
     if result.status is not OpStatus.FAILED:
         return {}
     causes = result.causes.tolist() or [FailureCause.UNKNOWN] * len(result.failed)

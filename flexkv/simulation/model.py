@@ -263,7 +263,7 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # From host memory there is no other way: whoever is to blame, a page that stayed would fail again.
+                # From host memory there is no other route: whatever the cause, a page that stayed would fail again.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:

@@ -209,8 +209,8 @@ class SymbolicVolumes(Volumes):
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """These pages of an op were there, and nobody blames them for what became of it."""
-        require(pages <= self.named(op), "a page that nobody blames was forgotten on disk")
+        """These pages of an op were there, and the content of none caused its failure."""
+        require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
         """These pages of an op did not hold what it asked for: nothing may say that they do."""

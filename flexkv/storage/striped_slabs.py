@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 NO_EVENTS = DiskEvents()
 
-OWED_LOOK_S = 0.005
+FLUSH_POLL_S = 0.005
 """How often a close looks whether a journal has room again; a group commit takes about as long."""
 
 
@@ -354,7 +354,7 @@ class StripedSlabs(Volumes):
             self._find_lost()
             for records in list(self._pending.values()):
                 records.flush()
-            time.sleep(OWED_LOOK_S)
+            time.sleep(FLUSH_POLL_S)
         all_done = not any(records.pages for records in self._pending.values())
         for disk, (volume, journal) in enumerate(zip(self._volumes, self._journals, strict=True)):
             if volume is None or journal is None:

@@ -92,16 +92,19 @@ class OpStatus(IntEnum):
 
 
 class FailureCause(IntEnum):
-    """What a page's failure says of the copy that was asked for; the same codes as `csrc/base/failure_cause.h`."""
+    """Why a page failed, and so whether its stored copy is worth reading again.
+
+    The same codes as `csrc/base/failure_cause.h`.
+    """
 
     UNKNOWN = 0
-    """Nobody said: taken for CONTENT, never a page too few."""
+    """Not reported: treated as CONTENT, which forgets the copy."""
     CONTENT = 1
-    """What is stored is not what was asked for."""
+    """The stored bytes are not the page that was asked for."""
     SOURCE = 2
-    """The disk did not give it, or gave less."""
+    """The disk refused the read or cut it short."""
     TRANSPORT = 3
-    """Memory, a device, its driver or the lane: no page would have fared better."""
+    """Memory, a device, its driver or the lane: any page would have failed."""
     NOT_EXECUTED = 4
     """Cancelled, late or not begun."""
 

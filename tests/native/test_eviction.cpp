@@ -1,4 +1,4 @@
-// What the block index and its eviction policies owe each other, for every policy, and for one that is made
+// The contract between the block index and its eviction policies, for every policy, and for one that is made
 // here.
 #include <doctest/doctest.h>
 

@@ -36,11 +36,11 @@ def cancel_and_drain(
     for ticket in tickets:
         lanes.cancel(ticket)
     # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
-    recall_s = 2 * config.transfer.stuck_s
-    if not wait_all(lanes, tickets, recall_s):
+    drain_s = 2 * config.transfer.stuck_s
+    if not wait_all(lanes, tickets, drain_s):
         section, name = limit.split(".")
         waited_s = float(getattr(getattr(config, section), name))
         raise ClosedError(
             f"{what} ended neither within {limit} ({waited_s:g} s) nor, recalled, within twice "
-            f"transfer.stuck_s ({recall_s:g} s); its blocks may be read or written at any time"
+            f"transfer.stuck_s ({drain_s:g} s); its blocks may be read or written at any time"
         )

@@ -123,7 +123,7 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
 
 
 def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
-    """A rank blames the disk for what it cannot read, so its own lane judges the pages first. Then writes make the file
+    """What a rank cannot read fails by SOURCE, so the manager's lane judges the pages first. Then writes make the file
     longer, and what was stored is there, byte for byte."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))

@@ -178,7 +178,7 @@ class ForgetsInHostAlone(LocalCacheManager):
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
-    """A page that failed is forgotten on disk, whoever was to blame for that."""
+    """A page that failed is forgotten on disk, whatever the cause."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

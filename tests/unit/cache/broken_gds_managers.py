@@ -88,7 +88,7 @@ class SealsFailedStripes(BrokenGdsStores):
         return self._end(op, good | op.failed)
 
 
-class SealsWhatWasBarred(BrokenGdsStores):
+class SealsRevokedPages(BrokenGdsStores):
     """Also what was computed from a load that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,8 +144,8 @@ class KeepsFailedSeals(BrokenGdsStores):
         )
 
 
-class KeepsWhatIsBlamed(LocalCacheManager):
-    """A page that did not hold what it should is taken for one that nobody blames."""
+class KeepsPagesWithBadContent(LocalCacheManager):
+    """A page that did not hold what it should is taken for one that failed by TRANSPORT."""
 
     def complete(self, rank: int, result: OpResult) -> Any:
         if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
@@ -155,7 +155,7 @@ class KeepsWhatIsBlamed(LocalCacheManager):
 
 BROKEN_GDS_STORES = [
     SealsFailedStripes,
-    SealsWhatWasBarred,
+    SealsRevokedPages,
     SealsWithDigestsOfAnotherPage,
     SealsWithRanksMixedUp,
     PublishesBeforeTheSeal,
@@ -165,7 +165,7 @@ BROKEN_GDS_STORES = [
 ]
 BROKEN_GDS_LOADS = [
     ForgetsWhatNobodyBlames,
-    KeepsWhatIsBlamed,
+    KeepsPagesWithBadContent,
     ReusesPlacesBeingLoaded,
     TakesFailedLoadsFromDiskAsGood,
     LoadsOnePageIntoAnothersBlock,

@@ -94,7 +94,7 @@ def test_group_policies_decide_which_lengths_are_restorable() -> None:
     assert len(graph.ops) == 3
 
 
-def test_request_looked_up_again_and_again_keeps_a_bounded_trail() -> None:
+def test_request_looked_up_again_and_again_keeps_a_bounded_access_order() -> None:
     manager, chain = make(), keys(6)
     store(manager, chain)
     manager.release("w")
@@ -122,7 +122,7 @@ def test_trail_has_what_a_lookup_found_and_what_was_stored() -> None:
     assert order.entries().tolist() == [1, 2, 8, 9]
 
 
-def test_blocks_stored_again_and_again_keep_a_bounded_trail() -> None:
+def test_blocks_stored_again_and_again_keep_a_bounded_access_order() -> None:
     order = AccessOrder()
     for number in range(1000):
         order.put_at(0, np.array([0, 1]), np.array([number, number + 1], np.uint32))

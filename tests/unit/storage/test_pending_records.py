@@ -30,7 +30,7 @@ def pending(world: DiskWorld) -> int:
     return world.unit.stats().pending_pages
 
 
-def write_owed(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
+def write_pending(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
     """Writes blocks that the journal then has no room for."""
     result, generations = world.write(numbers, numbers, publish=False)
     assert result.status is OpStatus.OK
@@ -59,7 +59,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    generations = write_owed(world, range(8))
+    generations = write_pending(world, range(8))
     assert pending(world) == 8
     assert world.unit.unflushed, "or nobody would ask for more"
     assert world.read(range(8), range(8), generations).status is OpStatus.OK
@@ -72,7 +72,7 @@ def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: M
 
 def test_a_close_waits_for_room(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    write_owed(world, range(8))
+    write_pending(world, range(8))
     assert world.close()
     assert blocks_after_restart(make_disks) == list(range(8))
 
@@ -119,7 +119,7 @@ def test_a_disk_that_hangs_takes_no_time_of_the_others(
 
 def test_what_left_the_disk_is_not_published(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    generations = write_owed(world, range(8))
+    generations = write_pending(world, range(8))
     world.unit.record_evict(0, ids([1, 2]), generations[1:3])
     world.unit.record_evict(0, ids([3]), generations[4:5])
     assert pending(world) == 6, "another generation than the one that is pending"
@@ -130,7 +130,7 @@ def test_what_left_the_disk_is_not_published(make_disks: MakeDisks) -> None:
 
 def test_a_place_that_was_written_again_owes_its_new_page_alone(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    first = write_owed(world, range(8))
+    first = write_pending(world, range(8))
     second = world.unit.next_generations(8)
     assert (second > first).all()
     assert not publish(world, range(8), second)
@@ -168,9 +168,9 @@ def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> Non
     assert pending(world) == 0
 
 
-def test_a_reset_forgets_what_is_owed(make_disks: MakeDisks) -> None:
+def test_a_reset_forgets_pending_records(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    write_owed(world, range(8))
+    write_pending(world, range(8))
     world.unit.reset(world.unit.epoch + 1)
     assert pending(world) == 0
     assert world.close()
@@ -179,7 +179,7 @@ def test_a_reset_forgets_what_is_owed(make_disks: MakeDisks) -> None:
 
 def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    generations = write_owed(world, range(8))
+    generations = write_pending(world, range(8))
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
     assert world.unit.unflushed
@@ -197,11 +197,11 @@ def test_an_eviction_that_is_owed_outlives_a_page_that_never_entered_the_journal
 ) -> None:
     held_up.set()
     world = make_disks(**FULL)
-    generations = write_owed(world, range(8))
+    generations = write_pending(world, range(8))
     world.wait_durable(range(8), generations)
     held_up.clear()
     world.unit.record_evict(0, ids(range(8)), generations)
-    later = write_owed(world, range(8))
+    later = write_pending(world, range(8))
     world.unit.record_evict(0, ids(range(8)), later)
     assert pending(world) == 0
     assert world.unit.unflushed
@@ -211,9 +211,9 @@ def test_an_eviction_that_is_owed_outlives_a_page_that_never_entered_the_journal
     assert blocks_after_restart(make_disks) == []
 
 
-def test_a_reset_forgets_evictions_that_are_owed(make_disks: MakeDisks) -> None:
+def test_a_reset_forgets_pending_evictions(make_disks: MakeDisks) -> None:
     world = make_disks(**FULL)
-    generations = write_owed(world, range(8))
+    generations = write_pending(world, range(8))
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(8)), generations)
     world.unit.reset(2)
