@@ -14,12 +14,23 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from build_support.ninja_file import NinjaFile, Variant
 
 TESTS = Path(__file__).resolve().parent / "tests"
+
+
+class FreshModules(build_py):
+    """Collects the package's modules anew: setuptools adds to what an earlier build has left under build/, so a module
+    that was renamed since would be in the wheel by its former name too."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "flexkv", ignore_errors=True)
+        super().run()
 
 
 class NinjaBuild(build_ext):
@@ -56,4 +67,7 @@ class NinjaBuild(build_ext):
             subprocess.run(["strip", "--strip-unneeded", str(target)], check=True)
 
 
-setup(ext_modules=[Extension("flexkv.c_ext", sources=[])], cmdclass={"build_ext": NinjaBuild})
+setup(
+    ext_modules=[Extension("flexkv.c_ext", sources=[])],
+    cmdclass={"build_ext": NinjaBuild, "build_py": FreshModules},
+)
