@@ -1,22 +1,25 @@
-"""What becomes of a plan that breaks off: an allocation failed, or a rule of the manager's own was broken.
+"""What becomes of a call that breaks off: an allocation failed, or a rule of the manager's own was broken.
 
 A plan leases entries, gives slots and enters ops in tables, one after the other, and an error may come between any two.
 So nothing is undone step by step: the tables are the truth, ops that nobody was given leave them, and every lease that
-no table names is ended.
+no table names is ended. The end of an op that breaks off is not tried again, as parts of it may have been done: the op
+has failed then, with all its pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
 
+from flexkv.cache.base import OpRole
 from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds
-from flexkv.cache.ops import FetchOp, OpTable, WriteOp
+from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.tier import Tier
+from flexkv.errors import ContractError
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
 
@@ -24,10 +27,14 @@ logger = get_logger(__name__)
 
 
 class BrokenPlans:
-    """Of one manager: what is planned `with` it is undone where it raises. Not to be entered twice at a time.
+    """Of one manager: what is planned or ended `with` it is undone where it raises. Not to be entered twice at a time.
 
     Args:
         tiers: by number.
+        ranks: that report each load and store.
+
+    Attributes:
+        recounts: are called where something was undone, by what counts for itself.
     """
 
     def __init__(
@@ -36,12 +43,22 @@ class BrokenPlans:
         ops: OpTable,
         outbox: Outbox,
         requests: RequestTable,
+        ranks: int,
     ) -> None:
         self._tiers = tiers
         self._ops = ops
         self._outbox = outbox
         self._requests = requests
+        self._ranks = ranks
+        self.recounts: list[Callable[[], object]] = []
         self._last = ops.last_id
+        self._ending: Op | None = None
+        self._rank = 0
+
+    def ending(self, op: Op, rank: int = 0) -> BrokenPlans:
+        """The same for the end of an op, or for one rank's report of it."""
+        self._ending, self._rank = op, rank
+        return self
 
     def __enter__(self) -> None:
         self._last = self._ops.last_id
@@ -49,8 +66,16 @@ class BrokenPlans:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not self._is_refusal(error):
             self.undo(self._last, error)
+        self._ending = None
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        """Whether the result did not fit its op, which goes on as if nothing had been reported."""
+        op = self._ending
+        if op is None or op.op_id not in self._ops or not isinstance(error, ContractError):
+            return False
+        return not isinstance(op, RankOp) or self._rank not in op.reported
 
     def leased(self) -> list[list[EntryIds]]:
         """Of each tier, the entries that leases, waits and ops in the tables name, each once a lease."""
@@ -68,15 +93,42 @@ class BrokenPlans:
         return pinned
 
     def undo(self, last: OpId, error: BaseException) -> None:
-        """Forgets what a plan made that began after op `last` and ended with `error`. O(all entries).
+        """Forgets what a call made that began after op `last` and ended with `error`. O(all entries).
 
         Fetches that wait to be handed out stay: they are whole, and what they bring is worth having.
         """
-        self._ops.drop_after(last, self._outbox.op_ids)
+        ended_op = self._failed_op()
+        self._ops.drop_after(last, self._outbox.op_ids, ended_op)
         self._requests.recount({op.op_id for op in self._ops})
         ended = 0
         for tier, entries in zip(self._tiers, self.leased(), strict=True):
             ended += tier.presence.keep_leases(np.concatenate(entries) if entries else NO_ENTRIES)
+        if isinstance(ended_op, FetchOp):
+            self._fail_coming(ended_op)
+        for recount in self.recounts:
+            recount()
         logger.warning(
-            "a plan broke off with %s: %s; %d leases of it were ended", type(error).__name__, error, ended
+            "a plan or the end of an op broke off with %s: %s; %d leases of it were ended",
+            type(error).__name__,
+            error,
+            ended,
         )
+
+    def _failed_op(self) -> Op | None:
+        """The op whose end broke off, all of whose pages have failed; None where other ranks have to report it yet."""
+        op = self._ending
+        if not isinstance(op, RankOp):
+            return op
+        op.failed[:] = True
+        op.reported.add(self._rank)
+        if op.role is OpRole.LOAD:
+            for store in self._ops.of_request(op.request_id, OpRole.STORE):
+                store.revoked[:] = True
+        return op if len(op.reported) == self._ranks else None
+
+    def _fail_coming(self, fetch: FetchOp) -> None:
+        """What a fetch was to bring and others wait for will not come."""
+        index = self._tiers[HUB].presence
+        lost = fetch.host[index.fillers(fetch.host) == fetch.op_id]
+        index.pin_coming(lost)
+        index.finish(lost, np.zeros(len(lost), np.uint8))

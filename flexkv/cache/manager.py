@@ -117,6 +117,7 @@ class LocalCacheManager(CacheManager):
             self.tiers.append(tier)
         self.hub.tracks_tokens = len(self.tiers) > 1
         walk = PageWalk(self.tiers, self.hub)
+        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests, limits.ranks)
         self._promotions = Promotions(
             self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
         )
@@ -128,6 +129,7 @@ class LocalCacheManager(CacheManager):
             self._promotions,
             self._requests,
             self._log,
+            self._broken_plans,
             len(groups),
             lambda: self._epoch,
         )
@@ -143,7 +145,6 @@ class LocalCacheManager(CacheManager):
             compute_if_faster,
             clock,
         )
-        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests)
         waits = FetchWaits(self.tiers, self.hub, self._ops, self._requests, clock)
         self._lookup = Lookup(
             self._specs,
@@ -250,19 +251,22 @@ class LocalCacheManager(CacheManager):
         return self._requests.is_waiting(request_id, self._clock())
 
     def release(self, request_id: str) -> None:
-        self._promises.release(request_id)
+        with self._broken_plans:
+            self._promises.release(request_id)
 
     def end_request(self, request_id: str) -> None:
-        self._promises.end_request(request_id)
+        with self._broken_plans:
+            self._promises.end_request(request_id)
 
     def abandon_loads(self, request_id: str) -> None:
         self._promises.abandon_loads(request_id)
 
     def expire(self) -> int:
-        expired = self._promises.expire()
-        self._log.flush()
-        for group in range(len(self._specs)):
-            self.hub.refill_reserve(group, REFILL_PAGES)
+        with self._broken_plans:
+            expired = self._promises.expire()
+            self._log.flush()
+            for group in range(len(self._specs)):
+                self.hub.refill_reserve(group, REFILL_PAGES)
         return expired
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
@@ -325,6 +329,12 @@ class LocalCacheManager(CacheManager):
         op = self._ops.get(result.op_id)
         if not isinstance(op, RankOp):
             raise ContractError(f"rank {rank} reported op {op.op_id}, which is a tier's own")
+        if rank in op.reported:
+            raise ContractError(f"op {op.op_id}: rank {rank} reported twice")
+        with self._broken_plans.ending(op, rank):
+            return self._complete(op, rank, result)
+
+    def _complete(self, op: RankOp, rank: int, result: OpResult) -> Completion | None:
         op.report(rank, result)
         if op.role is OpRole.LOAD:
             if op.source_failed:
@@ -376,15 +386,22 @@ class LocalCacheManager(CacheManager):
             self.hub.index.touch(order.entries())
 
     def discard_from(self, request_id: str, first_block: int) -> int:
+        stores = self._ops.of_request(request_id, OpRole.STORE)
         revoked = 0
-        for op in self._ops.of_request(request_id, OpRole.STORE):
-            pages = (op.block_numbers >= first_block) & ~op.revoked
-            count = int(np.count_nonzero(pages))
-            if not count:
-                continue
-            op.revoked |= pages
-            revoked += count
-            self._stores_of(op.tier).bar(op, pages)
+        try:
+            for op in stores:
+                pages = (op.block_numbers >= first_block) & ~op.revoked
+                count = int(np.count_nonzero(pages))
+                if not count:
+                    continue
+                op.revoked |= pages
+                revoked += count
+                self._stores_of(op.tier).bar(op, pages)
+        except BaseException:
+            # Rather a page too few than one that was computed from a failed load.
+            for op in stores:
+                op.revoked[:] = True
+            raise
         return revoked
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
@@ -404,15 +421,19 @@ class LocalCacheManager(CacheManager):
         return removed
 
     def reset(self) -> int:
-        self._promises.end_all()
-        self._access_orders.clear()
-        self.work.reset()
-        self._epoch += 1
-        for tier in self.tiers:
-            tier.begin_reset()
-        ends_s = time.monotonic() + RESET_S
-        for tier in self.tiers:
-            tier.finish_reset(ends_s)
+        # Stays set where this breaks off: pages from before may be there, and are not promised until a reset has ended.
+        self._promises.resetting = True
+        with self._broken_plans:
+            self._promises.end_all()
+            self._access_orders.clear()
+            self.work.reset()
+            self._epoch += 1
+            for tier in self.tiers:
+                tier.begin_reset()
+            ends_s = time.monotonic() + RESET_S
+            for tier in self.tiers:
+                tier.finish_reset(ends_s)
+        self._promises.resetting = False
         self._counts.resets += 1
         if self._listener:
             self._listener.on_reset(self._epoch)

@@ -166,18 +166,20 @@ class RankOp(Op):
         """Takes one rank's result.
 
         Raises:
-            ContractError: a second report of this rank, or a list of failed pages or causes that does not fit.
+            ContractError: a list of failed pages or causes that does not fit. Nothing has changed.
         """
-        if rank in self.reported:
-            raise ContractError(f"op {self.op_id}: rank {rank} reported twice")
         good = good_pages(result, len(self.entries), f"rank {rank}")
         causes = result.page_causes(len(self.entries)) if result.status is not OpStatus.OK else None
-        self.reported.add(rank)
         if result.digests.size:
             self.digests[rank] = result.digests
-        if causes is None:
-            return
-        bad = ~good
+        if causes is not None:
+            self._take_failures(rank, result, ~good, causes)
+        # Last: a report that breaks off must not count as a good one.
+        self.reported.add(rank)
+
+    def _take_failures(
+        self, rank: int, result: OpResult, bad: NDArray[np.bool_], causes: NDArray[np.uint8]
+    ) -> None:
         self.failed |= bad
         self.damaged |= bad & (causes <= FailureCause.CONTENT)
         if self.straight:
@@ -299,10 +301,10 @@ class OpTable:
             self._by_request.setdefault(op.request_id, {})[op.op_id] = op
             self._of_ranks += 1
 
-    def drop_after(self, last: OpId, handed_out: set[OpId]) -> None:
-        """Forgets the ops numbered above `last`, but for those `handed_out`, and counts all others anew: what added
-        them broke off, perhaps within `add`."""
-        kept = [op for op in self if op.op_id <= last or op.op_id in handed_out]
+    def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
+        """Forgets the ops numbered above `last`, but for those `handed_out`, and `ended`, and counts all others anew:
+        what added or removed them broke off, perhaps within `add` or `remove`."""
+        kept = [op for op in self if (op.op_id <= last or op.op_id in handed_out) and op is not ended]
         self._ops = {}
         self._clear_counts()
         for op in kept:

@@ -45,6 +45,7 @@ class Promises:
 
     Attributes:
         disabled: nothing is promised any more, nor prefetched.
+        resetting: the same until a reset has ended.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Promises:
         self._none_behind = (0,) * (len(tiers) - 1)
         self._routes = [tier.loads for tier in tiers if tier.loads is not None]
         self.disabled = False
+        self.resetting = False
 
     # --- lookups ---
 
@@ -94,9 +96,10 @@ class Promises:
         self.end_lease(request_id)
         asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self._failed_loads.of(request_id)
-        if failed is not None and not self.disabled:
+        silent = self.disabled or self.resetting
+        if failed is not None and not silent:
             keys, tail = failed.still_promised(keys, start_block), None
-        elif self.disabled or (self._failed_loads.rests and not promised):
+        elif silent or (self._failed_loads.rests and not promised):
             keys, tail = [group_keys[:start_block] for group_keys in keys], None
         straight = failed is None or not failed.straight
         if request_id in self._requests.prefetched:
@@ -184,7 +187,9 @@ class Promises:
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int) -> int:
         """As of `CacheManager`; the arguments are checked."""
         requests = self._requests
-        if self.disabled or self._failed_loads.rests or self._failed_loads.of(request_id) is not None:
+        if self.disabled or self.resetting or self._failed_loads.rests:
+            return 0
+        if self._failed_loads.of(request_id) is not None:
             return 0
         if requests.lease(request_id) is not None or request_id in requests.waits:
             return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexkv.cache.base import Keys
+from flexkv.cache.broken_plan import BrokenPlans
 from flexkv.cache.checks import good_pages
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import TierId
@@ -39,6 +40,7 @@ class TierWork:
         promotions: Promotions,
         requests: RequestTable,
         log: OpLog,
+        broken: BrokenPlans,
         groups: int,
         epoch: Callable[[], int],
     ) -> None:
@@ -49,6 +51,7 @@ class TierWork:
         self._promotions = promotions
         self._requests = requests
         self._log = log
+        self._broken = broken
         self._groups = groups
         self._epoch = epoch
         self._writes = {
@@ -56,6 +59,7 @@ class TierWork:
             for number, tier in enumerate(tiers)
             if tier.sink is not None
         }
+        broken.recounts.extend(queue.recount for queue in self._writes.values())
 
     @property
     def takes_pages(self) -> bool:
@@ -64,8 +68,9 @@ class TierWork:
 
     def poll(self) -> list[tuple[TierId, TransferGraph]]:
         """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
-        for queue in self._writes.values():
-            queue.poll(self._groups, self._epoch())
+        with self._broken:
+            for queue in self._writes.values():
+                queue.poll(self._groups, self._epoch())
         return self.take_planned()
 
     def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
@@ -81,6 +86,10 @@ class TierWork:
         op = self._ops.get(result.op_id)
         if isinstance(op, RankOp):
             raise ContractError(f"op {op.op_id} is the ranks', not a tier's own")
+        with self._broken.ending(op):
+            self._complete(op, result)
+
+    def _complete(self, op: Op, result: OpResult) -> None:
         failed = op.pages - int(np.count_nonzero(good_pages(result, op.pages)))
         self._ops.remove(op)
         if result.status is OpStatus.LANE_DOWN:
@@ -120,13 +129,15 @@ class TierWork:
 
     def offer_all(self) -> None:
         """What is in host memory, not leased and not in a tier that takes pages is to be written, whatever the mode."""
-        for queue in self._writes.values():
-            queue.offer_all(self._groups)
+        with self._broken:
+            for queue in self._writes.values():
+                queue.offer_all(self._groups)
 
     def flush(self) -> None:
         """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
-        for queue in self._writes.values():
-            queue.flush(self._epoch())
+        with self._broken:
+            for queue in self._writes.values():
+                queue.flush(self._epoch())
 
     def give_up(self) -> int:
         """Forgets what waits to be written; returns how many pages that are."""

@@ -45,7 +45,6 @@ class WriteQueue:
         self._outbox = outbox
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
-        self._leaving_pages: dict[int, int] = {}
 
     @property
     def waiting_pages(self) -> int:
@@ -133,10 +132,14 @@ class WriteQueue:
         self._tier.counts.written += int(np.count_nonzero(written))
         self._tier.counts.failed_writes += int(np.count_nonzero(~good))
         if op.leaving:
-            self._leaving_pages[op.group] -= op.pages
             self._leave(op.group, op.host)
         else:
             self._hub.index.unpin(op.host)
+
+    def recount(self) -> None:
+        """Counts what waits anew: what planned its writes broke off. Pages that it had taken from the queue are not
+        written."""
+        self._waiting_pages = sum(len(keys) for _, keys in self._waiting)
 
     def reset(self) -> None:
         """Forgets what waits; writes in flight end by themselves."""
@@ -218,9 +221,10 @@ class WriteQueue:
     def _make_room(self, group: int, epoch: int) -> None:
         """Writes what is to leave host memory next and is not in the tier, and releases what is."""
         index = self._hub.index
-        leaving = self._leaving_pages.get(group, 0)
-        missing = -(-index.up_slots(group) // LEAVE_SHARE) - index.free_slots(group) - leaving
-        count = min(missing, self._room(), LEAVE_PAGES)
+        missing = -(-index.up_slots(group) // LEAVE_SHARE) - index.free_slots(group)
+        if missing <= 0:
+            return
+        count = min(missing - self._leaving_pages(group), self._room(), LEAVE_PAGES)
         if count <= 0:
             return
         entries = index.take_coldest(group, count)
@@ -230,8 +234,15 @@ class WriteQueue:
         if len(entries):
             keys, slots = index.keys_of(entries), index.slots_of(entries)
             left = self._write(group, keys, entries, slots, epoch, leaving=True)
-            self._leaving_pages[group] = leaving + len(entries) - len(left)
             self._leave(group, left)
+
+    def _leaving_pages(self, group: int) -> int:
+        """With a write in flight, after which they leave host memory. O(ops in flight)."""
+        return sum(
+            op.pages
+            for op in self._ops
+            if isinstance(op, WriteOp) and op.leaving and (op.tier, op.group) == (self._tier_id, group)
+        )
 
     def _leave(self, group: int, entries: EntryIds) -> None:
         """Unpins pages and evicts those that nobody else leases."""
