@@ -61,6 +61,7 @@ class SimulationConfig:
         failure_rate: share of moved pages that fail.
         ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
             share engine blocks whose load has not been verified yet.
+        tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
         source_error_rate: share of failed pages of such loads that failed by SOURCE or TRANSPORT. After one of them the
             others go through host memory for a minute, which is 6,000 steps.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
@@ -98,6 +99,12 @@ class SimulationConfig:
     gds_loads: bool = False
     gds_stores: bool = False
     source_error_rate: float = 0.0
+    tier_places: int = 0
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is a tier behind host memory."""
+        return bool(self.disk_places or self.tier_places)
 
 
 @dataclass
@@ -113,7 +120,7 @@ class SimulationReport:
         lookups_after_failures: lookups of requests that a load has failed.
         stored_while_read: pages stored while they were on their way up from disk.
         actions: how often each action was taken, by its name.
-        stats: the manager's own totals; with those of its disk tier in `disk`.
+        stats: the manager's own totals; with those of its disk tier in `disk`, of a symbolic one in `symbolic`.
     """
 
     steps: int = 0
@@ -126,3 +133,4 @@ class SimulationReport:
     actions: dict[str, int] = field(default_factory=dict)
     stats: ManagerStats = field(default_factory=ManagerStats)
     disk: TierCounts = field(default_factory=TierCounts)
+    symbolic: TierCounts = field(default_factory=TierCounts)

@@ -10,6 +10,7 @@ from flexkv.simulation.base import Key, require
 from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.symbolic_volumes import identities
+from flexkv.simulation.tier_moves import TierMoves
 from flexkv.simulation.world import World, host_slots
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
@@ -22,6 +23,10 @@ class DiskMoves:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.tier_moves: TierMoves | None = None
+        """Carries out the ops of a symbolic tier."""
+        if world.symbolic_tier is not None:
+            self.tier_moves = TierMoves(world, world.symbolic_tier)
         self._started: set[int] = set()
         self._outbox: list[OpResult] = []
 
@@ -38,8 +43,11 @@ class DiskMoves:
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
         world = self.world
-        for _, graph in planned:
+        for tier, graph in planned:
             for op in graph.ops:
+                if self.tier_moves is not None and world.manager.tiers[tier] is self.tier_moves.tier:
+                    self.tier_moves.submit(op)
+                    continue
                 keys: list[Key] = [(op.group, identity[0]) for identity in identities(op)]
                 role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
                 model_op = ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
@@ -109,6 +117,8 @@ class DiskMoves:
     def lose(self) -> None:
         """A disk breaks for good; the manager hears of it. One is left whole, so that the run stays worth its while."""
         world = self.world
+        if not world.config.disk_places:
+            return
         alive = [disk for disk, is_alive in enumerate(world.disk.alive) if is_alive]
         if len(alive) < 2:
             return
@@ -122,11 +132,14 @@ class DiskMoves:
     @property
     def busy(self) -> bool:
         """Whether something moves, or ended and was not heard of."""
-        return bool(self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
+        moving = self.tier_moves is not None and self.tier_moves.busy
+        return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 
     def check(self) -> None:
         """What would be found after a crash now is what its key promises, on every rank."""
         world = self.world
+        if self.tier_moves is not None:
+            self.tier_moves.check()
         for group, rows in enumerate(world.disk.journal):
             for place, (key, generation, tokens, _) in rows.items():
                 content = world.disk.content[group].get(place)

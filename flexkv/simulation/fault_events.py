@@ -40,10 +40,11 @@ class FaultEvents:
 
     def _on_disk(self, group: int, keys: list[Key]) -> int:
         world = self.world
-        if not world.config.disk_places or not keys:
+        if not keys:
             return 0
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
-        return int(np.count_nonzero(world.disk_tier.known(group, array)))
+        sinks = [tier.sink for tier in world.manager.tiers[1:] if tier.sink is not None]
+        return sum(int(np.count_nonzero(sink.known(group, array))) for sink in sinks)
 
     def expire(self) -> None:
         world = self.world

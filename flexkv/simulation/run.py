@@ -36,7 +36,7 @@ class Simulation:
         return self.world.report
 
     def _orders_planned(self) -> None:
-        if self.world.config.disk_places:
+        if self.world.config.has_tiers:
             self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
@@ -58,7 +58,7 @@ class Simulation:
         ]
 
     def _disk_actions(self) -> list[tuple[Action, float]]:
-        if not self.world.config.disk_places:
+        if not self.world.config.has_tiers:
             return []
         disks = self.disks
         moves: list[tuple[Action, float]] = [
@@ -68,6 +68,9 @@ class Simulation:
             (disks.lose, 0.02),
             (self.requests.prefetch, 6),
         ]
+        if disks.tier_moves is not None:
+            tier = disks.tier_moves
+            moves += [(tier.move, 25), (tier.deliver, 15), (tier.cancel, 0.7), (tier.lose, 0.5)]
         return [*moves, (disks.measure_step, 2)] if self.world.config.measured_steps else moves
 
     def run(self) -> SimulationReport:
@@ -85,6 +88,8 @@ class Simulation:
             name = action.__name__
             if action.__qualname__.startswith("DiskMoves."):
                 name = f"disk_{name}"
+            if action.__qualname__.startswith("TierMoves."):
+                name = f"tier_{name}"
             world.report.actions[name] = world.report.actions.get(name, 0) + 1
             world.report.steps = step + 1
             world.now_s += 0.01
@@ -97,6 +102,8 @@ class Simulation:
         world.report.stored_while_read = world.model.taken_over
         if world.config.disk_places:
             world.report.disk = world.disk_tier.counts
+        if world.symbolic_tier is not None:
+            world.report.symbolic = world.symbolic_tier.counts
         return world.report
 
     def _drain(self) -> None:
@@ -110,9 +117,12 @@ class Simulation:
                 # Loads may wait for them.
                 self.disks.move()
                 self.disks.deliver()
-        while world.config.disk_places and self.disks.busy:
+        while world.config.has_tiers and self.disks.busy:
             self.disks.move()
             self.disks.deliver()
+            if self.disks.tier_moves is not None:
+                self.disks.tier_moves.move()
+                self.disks.tier_moves.deliver()
         for request_id in list(world.model.leases):
             world.manager.release(request_id)
             world.model.release(request_id)

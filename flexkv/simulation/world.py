@@ -8,7 +8,7 @@ from collections import deque
 
 from flexkv.cache.base import ManagerLimits, OpRole
 from flexkv.cache.ids import TierId
-from flexkv.cache.tier import TierFacts
+from flexkv.cache.tier import TierContext, TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
@@ -19,6 +19,7 @@ from flexkv.simulation.model import Model
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.recorder import Recorder
 from flexkv.simulation.request import SimRequest
+from flexkv.simulation.symbolic_tier import SymbolicTier
 from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
 
@@ -80,10 +81,13 @@ class World:
             policy=config.policy,
             clock=lambda: self.now_s,
             listener=self.recorder,
-            tiers=unit_tiers(self.disk if config.disk_places else None, traffic),
+            tiers=[
+                *unit_tiers(self.disk if config.disk_places else None, traffic),
+                *([self._symbolic_tier] if config.tier_places else []),
+            ],
         )
         self.model = Model(config.groups, limits)
-        if config.disk_places:
+        if config.has_tiers:
             self.model.waiting_slots = self._waiting_slots
         slots = [spec.slots for spec in config.groups]
         self.engine = SimEngine(config.ranks, len(config.groups), config.engine_blocks, slots)
@@ -101,6 +105,24 @@ class World:
     def _waiting_slots(self, group: int) -> set[int]:
         """Host slots that were filled from disk for requests which have not asked again."""
         return self.manager.held_slots(group)
+
+    def _symbolic_tier(self, context: TierContext) -> SymbolicTier:
+        facts = TierFacts(
+            "symbolic",
+            write=self.config.disk_mode,
+            write_pages=5,
+            fetch_pages=FETCH_PAGES,
+            waiting_pages=8,
+            fetch_ops=3,
+            copies_unchecked=False,
+        )
+        return SymbolicTier(context, self.config.tier_places, facts)
+
+    @property
+    def symbolic_tier(self) -> SymbolicTier | None:
+        """The manager's last tier, where it is symbolic."""
+        tier = self.manager.tiers[-1]
+        return tier if isinstance(tier, SymbolicTier) else None
 
     @property
     def disk_tier(self) -> DiskTier:

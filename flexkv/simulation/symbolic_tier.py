@@ -1,0 +1,119 @@
+"""A tier that no product has: the least that `flexkv.cache.tier` asks for, with symbols for pages.
+
+`SymbolicVolumes` stands below the disk tier and drives that; this stands beside it and drives the contract alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import Keys
+from flexkv.cache.ids import NO_ENTRY, EntryIds
+from flexkv.cache.tier import Sink, Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.simulation.base import Symbol
+from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
+
+Content = tuple[int, bytes, list[Symbol]]
+"""Of a place: epoch of the tier, key, and a symbol per rank."""
+
+
+class SymbolicTier(Tier, Source, Sink):
+    """Takes pages from host memory and gives them back; what carries its ops out moves the symbols.
+
+    Args:
+        places: of each group.
+
+    Attributes:
+        content: by group and place.
+        keys_of: keys of the pages of an op in flight.
+        epoch: resets so far; what older places hold is no page.
+    """
+
+    def __init__(self, context: TierContext, places: int, facts: TierFacts) -> None:
+        groups = len(context.specs)
+        self.facts, self.counts = facts, TierCounts()
+        self.source = self.sink = self
+        self.presence = BlockIndex([places] * groups, context.policy)
+        for group in range(groups):
+            self.presence.grow(group, places)
+        self.content: list[dict[int, Content]] = [{} for _ in range(groups)]
+        self.keys_of: dict[int, list[bytes]] = {}
+        self.epoch = 0
+        self._places = places
+
+    # --- lookups ---
+
+    def leading(self, group: int, keys: Keys) -> EntryIds:
+        return self.presence.match_prefix(group, keys)
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.presence.find(group, keys) != NO_ENTRY
+        return found
+
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.presence.find(group, keys, ready_only=False) != NO_ENTRY
+        return found
+
+    # --- fetches ---
+
+    def plan_fetch(
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
+    ) -> TransferOp:
+        self.keys_of[op_id] = [row.tobytes() for row in keys]
+        return TransferOp(op_id, OpKind.DISK_READ, group, Priority.LOAD, NO_BLOCKS, slots, places=places)
+
+    def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
+        self.presence.remove(entries[suspect])
+        self.presence.unpin(entries)
+
+    def tokens_of(self, plan: TransferOp) -> None:
+        return None
+
+    # --- writes ---
+
+    def plan_write(
+        self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
+    ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
+        positions, entries, places, evicted, *_ = self.presence.insert(group, keys, len(keys))
+        self.counts.evicted += len(evicted)
+        if not len(positions):
+            return positions, entries, None
+        self.keys_of[op_id] = [row.tobytes() for row in keys[positions]]
+        op = TransferOp(
+            op_id, OpKind.DISK_WRITE, group, Priority.STORE, NO_BLOCKS, slots[positions], places=places
+        )
+        return positions, entries, op
+
+    def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
+
+    def used(self, group: int, keys: Keys) -> None:
+        self.presence.touch(self.presence.find(group, keys))
+
+    def room(self, group: int) -> int:
+        return self._places
+
+    # --- ends ---
+
+    def forget(self, group: int, keys: Keys) -> int:
+        entries = self.presence.find(group, keys, ready_only=False)
+        return int(np.count_nonzero(self.presence.remove(entries[entries != NO_ENTRY])))
+
+    def begin_reset(self) -> None:
+        self.presence.clear()
+        self.epoch += 1
+
+    def finish_reset(self, ends_s: float) -> None:
+        """Older places are no pages since `begin_reset`."""
+
+    def poll(self, now_s: float) -> None:
+        """There is no news: what is lost shows when it is read."""

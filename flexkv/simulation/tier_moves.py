@@ -1,0 +1,172 @@
+"""What carries out the ops of a simulation's symbolic tier: pages fail, ops come late, in any order or never begin, and
+pages are lost behind the tier's back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexkv.cache.base import OpRole
+from flexkv.cache.ids import NO_ENTRY
+from flexkv.simulation.base import Key, Symbol, require
+from flexkv.simulation.failure_causes import causes_by_page, causes_of
+from flexkv.simulation.model_ops import ModelOp
+from flexkv.simulation.symbolic_tier import SymbolicTier
+from flexkv.simulation.world import World, host_slots
+from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferOp
+
+
+@dataclass
+class Moving:
+    """An op that was handed over; sets hold positions of pages.
+
+    Attributes:
+        epoch: of the tier, when it was handed over.
+        done: pages that have moved or failed.
+        missing: pages that failed because their place does not hold them.
+        result: once it has ended.
+    """
+
+    op: TransferOp
+    keys: list[bytes]
+    epoch: int
+    done: int = 0
+    failed: list[int] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    result: OpResult | None = None
+
+
+class TierMoves:
+    """Of one world with a symbolic tier."""
+
+    def __init__(self, world: World, tier: SymbolicTier) -> None:
+        self.world = world
+        self.tier = tier
+        self._moving: dict[int, Moving] = {}
+
+    def submit(self, op: TransferOp) -> None:
+        """Takes over an op that was planned just now."""
+        world = self.world
+        for other in self._moving.values():
+            if other.op.group == op.group and OpKind.DISK_WRITE in (op.kind, other.op.kind):
+                shared = set(op.places.tolist()) & set(other.op.places.tolist())
+                require(not shared, "a place of the tier was given away while an op uses it")
+        names = self.tier.keys_of.pop(op.op_id)
+        keys: list[Key] = [(op.group, name) for name in names]
+        role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
+        world.model.add_disk_op(
+            op.op_id, ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
+        )
+        self._moving[op.op_id] = Moving(op, names, self.tier.epoch)
+
+    # --- what happens ---
+
+    def move(self) -> None:
+        """Some pages of some op move or fail."""
+        world = self.world
+        moving = [each for each in self._moving.values() if each.result is None]
+        if not moving:
+            return
+        each = world.random.choice(moving)
+        for _ in range(world.random.randint(1, 5)):
+            self._move_page(each, world.random.random() < world.config.failure_rate)
+            if each.done == each.op.pages:
+                each.result = self._result(each)
+                return
+
+    def _move_page(self, each: Moving, fails: bool) -> None:
+        world, page, group = self.world, each.done, each.op.group
+        place, slot, key = int(each.op.places[page]), int(each.op.slots[page]), each.keys[page]
+        each.done += 1
+        if each.op.kind is OpKind.DISK_WRITE:
+            symbols = world.engine.slot_content(group, slot)
+            self.tier.content[group].pop(place, None)
+            if not fails:
+                self.tier.content[group][place] = (each.epoch, key, symbols)
+        else:
+            brought = None if fails else self.read(group, place, key, each.epoch)
+            if brought is None and not fails:
+                each.missing.add(page)
+            fails = brought is None
+            world.engine.fill_slot(group, slot, brought)
+        if fails:
+            each.failed.append(page)
+
+    def read(self, group: int, place: int, key: bytes, epoch: int) -> list[Symbol] | None:
+        """The page at a place, if it is the one that is asked for."""
+        found = self.tier.content[group].get(place)
+        return found[2] if found is not None and found[:2] == (epoch, key) else None
+
+    def _result(self, each: Moving) -> OpResult:
+        op = each.op
+        if not each.failed:
+            return OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32))
+        causes = causes_of(self.world.random, op.kind, each.failed, each.missing, 0.0)
+        failed = np.array(each.failed, np.int32)
+        return OpResult(op.op_id, OpStatus.FAILED, failed, "page failed", causes=causes)
+
+    def cancel(self) -> None:
+        """An op is never begun."""
+        waiting = [each for each in self._moving.values() if not each.done and each.result is None]
+        if waiting:
+            each = self.world.random.choice(waiting)
+            each.result = OpResult.cancelled(OpId(each.op.op_id), each.op.pages, "cancelled")
+
+    def lose(self) -> None:
+        """A page is lost, and the tier does not know it."""
+        random = self.world.random
+        group = random.randrange(len(self.tier.content))
+        written = {
+            int(place)
+            for each in self._moving.values()
+            if each.op.group == group and each.op.kind is OpKind.DISK_WRITE
+            for place in each.op.places
+        }
+        places = [place for place in self.tier.content[group] if place not in written]
+        if places:
+            del self.tier.content[group][random.choice(places)]
+
+    def deliver(self) -> None:
+        """The manager takes one of the results, not always the first."""
+        world = self.world
+        ended = [each for each in self._moving.values() if each.result is not None]
+        if not ended:
+            return
+        each = world.random.choice(ended)
+        result = each.result
+        assert result is not None
+        del self._moving[each.op.op_id]
+        world.manager.work.complete(result)
+        world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
+        if each.op.kind is OpKind.DISK_READ and each.epoch == self.tier.epoch:
+            self._check_forgotten(each, result)
+
+    def _check_forgotten(self, each: Moving, result: OpResult) -> None:
+        """Of pages that were not what was asked for, no entry is left at that place."""
+        for page, cause in causes_by_page(result).items():
+            if cause > FailureCause.SOURCE:
+                continue
+            key = np.frombuffer(each.keys[page], np.uint8).reshape(1, 16)
+            found = self.tier.presence.find(each.op.group, key)
+            places = self.tier.presence.slots_of(found[found != NO_ENTRY]).tolist()
+            require(
+                int(each.op.places[page]) not in places, "a page that could not be read is still in the tier"
+            )
+
+    # --- ends ---
+
+    @property
+    def busy(self) -> bool:
+        """Whether an op was handed over and its result was not taken."""
+        return bool(self._moving)
+
+    def check(self) -> None:
+        """What a fetch would bring now is what its key promises, on every rank."""
+        for places in self.tier.content:
+            for epoch, key, symbols in places.values():
+                require(
+                    epoch != self.tier.epoch
+                    or all(symbol == (self.world.engine.weights, key) for symbol in symbols),
+                    "a page of the tier holds another block's bytes",
+                )
