@@ -610,8 +610,12 @@ class BlockIndex:
         """
 
     def expiries(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]: ...
-    def count_ready(self, entries: NDArray[np.uint32]) -> int:
-        """How many of the leading entries are ready; the caller leases them."""
+    def count_ready(self, group: int, keys: NDArray[np.uint8], entries: NDArray[np.uint32]) -> int:
+        """How many of the leading entries are ready, leased, and the blocks of `keys`.
+
+        Raises:
+            ContractError: not one entry a key.
+        """
 
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
         """Evicts up to `count` blocks that nobody leases; returns their keys."""

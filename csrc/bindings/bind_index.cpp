@@ -184,10 +184,10 @@ void bind_index(py::module_& m) {
           py::arg("entries").noconvert())
       .def(
           "count_ready",
-          [](const BlockIndex& index, const Entries& entries) {
-            return index.count_ready(entries_of(entries));
+          [](const BlockIndex& index, uint32_t group, const Bytes& keys, const Entries& entries) {
+            return index.count_ready(group, keys_of(keys), entries_of(entries));
           },
-          py::arg("entries").noconvert())
+          py::arg("group"), py::arg("keys").noconvert(), py::arg("entries").noconvert())
       .def(
           "evict",
           [](BlockIndex& index, uint32_t group, size_t count) { return array_of(index.evict(group, count)); },

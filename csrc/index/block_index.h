@@ -76,6 +76,10 @@ class BlockIndex {
   // How many of the leading entries are ready. The caller leases them.
   size_t count_ready(std::span<const EntryId> entries) const;
 
+  // The same, as far as they also are the blocks of `keys` and leased: of what a caller leased for these keys
+  // before, the leading part that it may still promise. One entry a key.
+  size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
+
   // One more lease on an entry that `find` has just returned; its slot. Throws ContractError when it has too
   // many.
   int32_t pin_one(EntryId entry);

@@ -28,6 +28,24 @@ size_t BlockIndex::count_ready(std::span<const EntryId> entries) const {
   return count;
 }
 
+size_t BlockIndex::count_ready(uint32_t group, std::span<const BlockKey> keys,
+                               std::span<const EntryId> entries) const {
+  group_at(group);
+  if (keys.size() != entries.size()) {
+    throw ContractError("count_ready: " + std::to_string(keys.size()) + " keys and " +
+                        std::to_string(entries.size()) + " entries; one entry a key is needed");
+  }
+  const uint32_t wanted = Entry::pack(EntryState::kReady, group, 0);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_known(entries[i])) return i;
+    const Entry& entry = table_[entries[i]];
+    const uint64_t differs = (entry.key.low ^ keys[i].low) | (entry.key.high ^ keys[i].high) |
+                             ((entry.meta & ~Entry::kMaxPins) ^ wanted);
+    if (differs != 0 || entry.pins() == 0) return i;
+  }
+  return entries.size();
+}
+
 void BlockIndex::copy_fillers(std::span<const EntryId> entries, int64_t* out) const {
   for (size_t i = 0; i < entries.size(); ++i) {
     if (!is_known(entries[i])) {

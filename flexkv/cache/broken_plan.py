@@ -85,7 +85,7 @@ class BrokenPlans:
                 pinned[HUB].append(group.entries)
                 if group.straight is not None:
                     pinned[group.straight.tier].append(group.straight.entries)
-        pinned[HUB].extend(entries for _, entries in self._requests.held())
+        pinned[HUB].extend(held.entries for held in self._requests.held())
         for op in self._ops:
             pinned[op.tier].append(op.entries)
             if isinstance(op, FetchOp | WriteOp):

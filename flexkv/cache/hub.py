@@ -99,6 +99,10 @@ class Hub:
         ready[known] = self.index.ready(entries[known]).view(np.bool_)
         return ready
 
+    def holds(self, group: int, keys: Keys, entries: EntryIds) -> bool:
+        """Whether all entries, one a key, are still those of the keys, ready and leased."""
+        return self.index.count_ready(group, keys, entries) == len(entries)
+
     def published(self, group: int, entries: EntryIds) -> None:
         """Blocks became visible: stored, or brought from another tier."""
         if self._listener:

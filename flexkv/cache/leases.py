@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,19 @@ class StraightPages:
         return StraightPages(self.tier, self.entries[positions], self.places[positions], self.tags[positions])
 
 
+class HeldPages(NamedTuple):
+    """Pages of one group in host memory, or on their way there, each leased once for a request that waits.
+
+    Attributes:
+        entries: uint32 [pages].
+        slots: int32 [pages].
+    """
+
+    group: int
+    entries: EntryIds
+    slots: SlotIds
+
+
 @dataclass(slots=True)
 class GroupLease:
     """One group's share of a lease: whole blocks, then (in the same arrays) the partial tail if there is one.
@@ -61,6 +76,20 @@ class GroupLease:
     @property
     def has_tail(self) -> bool:
         return self.pages > self.blocks
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether these are whole blocks in host memory alone."""
+        return self.fetches is None and self.straight is None and not self.has_tail
+
+    def followed_by(self, held: HeldPages) -> GroupLease:
+        """Whole blocks in host memory alone, and those that follow."""
+        return GroupLease(
+            np.concatenate((self.entries, held.entries)),
+            np.concatenate((self.slots, held.slots)),
+            self.first_block,
+            self.blocks + len(held.entries),
+        )
 
 
 @dataclass(slots=True)
@@ -94,3 +123,23 @@ class Lease:
     def waits(self) -> bool:
         """Whether some of it may not be loaded yet."""
         return self.promised < self.blocks
+
+
+def joined_shares(
+    lease: Lease | None, held: Sequence[HeldPages], groups: int, start_block: int
+) -> tuple[GroupLease, ...]:
+    """Of each group, the whole blocks after `start_block` that a request's lease and what is held for it make up
+    together; empty where something else is leased, or from another block on."""
+    if lease is not None and (
+        lease.start_block != start_block or not all(share.is_prefix for share in lease.groups)
+    ):
+        return ()
+    if not held:
+        return () if lease is None else lease.groups
+    if [pages.group for pages in held] != list(range(groups)):
+        return ()
+    if lease is None:
+        return tuple(
+            GroupLease(pages.entries, pages.slots, start_block, len(pages.entries)) for pages in held
+        )
+    return tuple(share.followed_by(pages) for share, pages in zip(lease.groups, held, strict=True))

@@ -46,6 +46,7 @@ class Lookup:
         epoch: the manager's.
 
     Attributes:
+        all_prefix: every group restores whole prefixes.
         behind: the tiers that pages are fetched from.
     """
 
@@ -65,7 +66,7 @@ class Lookup:
         epoch: Callable[[], int],
     ) -> None:
         self._specs = specs
-        self._all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
+        self.all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
         self._tiers = tiers
         self._hub = hub
         self._ops = ops
@@ -95,7 +96,7 @@ class Lookup:
             straight: pages may be promised where they lie.
         """
         usable = self._usable(request_id) if self.behind else []
-        if self._all_prefix:
+        if self.all_prefix:
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
         return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
 
@@ -111,7 +112,7 @@ class Lookup:
             The fetches under way, also those that others have begun.
         """
         usable = [tier for tier in self.behind if not self._tiers[tier].down]
-        if not usable or not self._all_prefix or most_pages < len(self._specs):
+        if not usable or not self.all_prefix or most_pages < len(self._specs):
             return 0
         lease, rest = self._find_prefix(keys, start_block, room_pages, usable)
         first = lease.start_block + lease.blocks

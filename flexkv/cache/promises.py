@@ -16,8 +16,8 @@ from flexkv.cache.base import (
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB
-from flexkv.cache.leases import Lease
-from flexkv.cache.lookup import Lookup
+from flexkv.cache.leases import GroupLease, Lease, joined_shares
+from flexkv.cache.lookup import Looked, Lookup
 from flexkv.cache.op_log import OpLog
 from flexkv.cache.ops import FetchOp, OpTable
 from flexkv.cache.promotions import Promotions
@@ -92,9 +92,60 @@ class Promises:
         tail: Sequence[TailCandidates | None] | None,
     ) -> MatchResult:
         """As of `CacheManager`; the arguments are checked."""
+        asked = max(0, min(len(k) for k in keys) - start_block)
+        lease = self._lease_again(request_id, keys, start_block) if tail is None else None
+        fetches = 0
+        if lease is None:
+            looked = self._look(request_id, keys, start_block, tail)
+            lease, fetches = looked.lease, looked.fetches
+        if lease.pages:
+            self._requests.add_lease(request_id, lease)
+        self._note_use(request_id, keys, lease)
+        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
+        if fetches:
+            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
+        lease.by_tier = self._by_tier(request_id, lease)
+        result = _answer(request_id, lease, fetches)
+        self._log.looked_up(result, asked)
+        return result
+
+    def _lease_again(self, request_id: str, keys: Sequence[Keys], start_block: int) -> Lease | None:
+        """The lease of a request that has asked before, where that and what was fetched for it since are all that it
+        asks for; None where a lookup has to find out. Its former lease has ended, and nothing is held for it any more.
+
+        The pages are leased already, so what is compared is whether they are still those of the keys: a page whose
+        fetch failed, or that was cached before a reset, is not.
+        """
+        requests, former = self._requests, self._requests.lease(request_id)
+        held = requests.held_by(request_id)
+        if held is None or (former is None and not held) or not self._lookup.all_prefix:
+            return None
+        if self.disabled or self._failed_loads.of(request_id) is not None:
+            return None
+        if former is None and self._failed_loads.rests:
+            return None
+        groups, blocks = joined_shares(former, held, len(keys), start_block), len(keys[0]) - start_block
+        if not groups or any(share.blocks != blocks for share in groups):
+            return None
+        if any(len(k) != len(keys[0]) for k in keys) or not self._has_room(former, groups):
+            return None
+        for group, share in enumerate(groups):
+            if not self._hub.holds(group, keys[group][start_block:], share.entries):
+                return None
+        requests.pop_lease(request_id)
+        requests.take_held(request_id)
+        return Lease(groups, self._clock(), start_block, blocks, blocks)
+
+    def _look(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_block: int,
+        tail: Sequence[TailCandidates | None] | None,
+    ) -> Looked:
+        """A lookup in all tiers, as far as the request may be promised what it finds."""
         promised = self._requests.lease(request_id) is not None
         self.end_lease(request_id)
-        asked = max(0, min(len(k) for k in keys) - start_block)
         failed = self._failed_loads.of(request_id)
         silent = self.disabled or self.resetting
         if failed is not None and not silent:
@@ -107,19 +158,9 @@ class Promises:
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
         looked = self._lookup.look(request_id, keys, start_block, tail, self.room_for_loads(), straight)
-        for _, entries in held:
-            self._hub.index.unpin(entries)
-        lease = looked.lease
-        if lease.pages:
-            self._requests.add_lease(request_id, lease)
-        self._note_use(request_id, keys, lease)
-        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
-        if looked.fetches:
-            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
-        lease.by_tier = self._by_tier(request_id, lease)
-        result = _answer(request_id, lease, looked.fetches)
-        self._log.looked_up(result, asked)
-        return result
+        for pages in held:
+            self._hub.index.unpin(pages.entries)
+        return looked
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
         """What the engine has itself, and what it was promised, counts as used together."""
@@ -145,6 +186,11 @@ class Promises:
             counts[tier] += pages
         counts[HUB] = lease.blocks - sum(counts)
         return tuple(counts)
+
+    def _has_room(self, former: Lease | None, groups: Sequence[GroupLease]) -> bool:
+        """Whether so much may be promised to a request instead of its former lease."""
+        more = sum(group.pages for group in groups) - (0 if former is None else former.pages)
+        return more <= self.room_for_loads()
 
     def room_for_loads(self) -> int:
         """Pages that may be promised besides those that are promised or being loaded."""
@@ -212,8 +258,8 @@ class Promises:
 
     def held_slots(self, group: int) -> set[int]:
         """Host slots that are kept for requests which wait, besides those that are being filled."""
-        held = [entries for of, entries in self._requests.held() if of == group]
-        slots = {slot for entries in held for slot in self._hub.index.slots_of(entries).tolist()}
+        held = [pages for pages in self._requests.held() if pages.group == group]
+        slots = {slot for pages in held for slot in pages.slots.tolist()}
         fetches = [op for op in self._ops if isinstance(op, FetchOp) and op.group == group]
         return slots - {slot for op in fetches for slot in op.plan.slots.tolist()}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.cache.ids import EntryIds, TierId
-from flexkv.cache.leases import Lease
+from flexkv.cache.ids import TierId
+from flexkv.cache.leases import HeldPages, Lease
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpId
 
@@ -19,8 +19,7 @@ class Wait:
         since_s: the clock when it began to wait for each tier.
         ends_s: the clock until which it waits at most.
         ops: fetches that have not ended.
-        held: group and host entries that are fetched for it, or that follow them, pinned once each, until its next
-            lookup has leased them.
+        held: what is fetched for it, and what follows, until its next lookup has leased it.
         skipped: tiers that it goes on without: that took too long, or is computed sooner.
         ready_end: end of what was in host memory when it began to wait, in blocks of the request.
         fetched: blocks that were brought to host memory for it, by the tier that they came from.
@@ -29,7 +28,7 @@ class Wait:
     since_s: dict[TierId, float] = field(default_factory=dict)
     ends_s: float = 0.0
     ops: dict[OpId, TierId] = field(default_factory=dict)
-    held: list[tuple[int, EntryIds]] = field(default_factory=list)
+    held: list[HeldPages] = field(default_factory=list)
     skipped: set[TierId] = field(default_factory=set)
     ready_end: int | None = None
     fetched: dict[TierId, int] = field(default_factory=dict)
@@ -109,12 +108,19 @@ class RequestTable:
         wait = self.waits.get(request_id)
         return set() if wait is None else wait.skipped
 
-    def hold(self, request_id: str, group: int, entries: EntryIds) -> None:
-        """Entries of host memory, pinned once for the request, until `take_held`."""
-        if len(entries):
-            self.waits.setdefault(request_id, Wait()).held.append((group, entries))
+    def hold(self, request_id: str, pages: HeldPages) -> None:
+        """Leased once for the request, until `take_held`."""
+        if len(pages.entries):
+            self.waits.setdefault(request_id, Wait()).held.append(pages)
 
-    def take_held(self, request_id: str) -> Sequence[tuple[int, EntryIds]]:
+    def held_by(self, request_id: str) -> Sequence[HeldPages] | None:
+        """What is held for a request; None while it waits for a fetch, or before a lookup has asked for it."""
+        wait = self.waits.get(request_id)
+        if wait is None:
+            return ()
+        return None if wait.ops or request_id in self.prefetched else wait.held
+
+    def take_held(self, request_id: str) -> Sequence[HeldPages]:
         """What was held; the pins are the caller's to end."""
         wait = self.waits.get(request_id)
         if wait is None:
@@ -122,8 +128,8 @@ class RequestTable:
         held, wait.held = wait.held, []
         return held
 
-    def held(self) -> Iterator[tuple[int, EntryIds]]:
-        """All that is held, by group."""
+    def held(self) -> Iterator[HeldPages]:
+        """All that is held."""
         return (held for wait in self.waits.values() for held in wait.held)
 
     def is_waiting(self, request_id: str, now_s: float) -> bool:
@@ -150,7 +156,7 @@ class RequestTable:
     def prefetched_pages(self) -> int:
         """Pages of host memory that are held for prefetched requests."""
         return sum(
-            len(entries) for request_id in self.prefetched for _, entries in self.waits[request_id].held
+            len(held.entries) for request_id in self.prefetched for held in self.waits[request_id].held
         )
 
     def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import TierId
+from flexkv.cache.leases import HeldPages
 from flexkv.cache.ops import OpTable
 from flexkv.cache.promotions import FetchedPages, WantedPages
 from flexkv.cache.requests import RequestTable
@@ -51,7 +52,7 @@ class FetchWaits:
         """
         for part, fetched in zip(wanted, pages, strict=True):
             if ops:
-                self._requests.hold(request_id, part.group, fetched.entries)
+                self._requests.hold(request_id, HeldPages(part.group, fetched.entries, fetched.slots))
             else:
                 self._hub.index.unpin(fetched.entries)
         if not ops:
@@ -86,8 +87,8 @@ class FetchWaits:
 
     def end(self, request_id: str) -> None:
         """The request waits no more. The fetches go on: what they bring is worth having."""
-        for _, entries in self._requests.take_held(request_id):
-            self._hub.index.unpin(entries)
+        for held in self._requests.take_held(request_id):
+            self._hub.index.unpin(held.entries)
         wait = self._requests.drop_wait(request_id)
         if wait is not None:
             self._leave(request_id, wait.ops)

@@ -32,7 +32,8 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_blocks = world.model.restorable(request.request_id, request.keys, start)
-        if request.tail and world.random.random() < 0.8:
+        # One that has waited mostly asks for whole blocks first, as an engine does.
+        if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)
                 if world.random.random() < 0.9

@@ -172,6 +172,34 @@ TEST_CASE("what was found is leased as long as it is the same block, all of it o
   index.check_integrity({});
 }
 
+TEST_CASE("what was leased for keys counts as far as it is theirs, leased and ready") {
+  FullIndex index(16);
+  const auto wanted = keys(6, 1);
+  store(index, std::span(wanted).first(3));
+  auto entries = pin(index, std::span(wanted).first(3));
+  const Inserted coming = index.insert(0, std::span(wanted).subspan(3, 2), 2, 71, 1);
+  entries.insert(entries.end(), coming.entries.begin(), coming.entries.end());
+  const std::span asked = std::span(wanted).first(5);
+  CHECK(index.count_ready(0, asked, entries) == 3);
+  const std::vector<uint8_t> ok = {1, 1};
+  std::vector<uint8_t> changed(2);
+  index.finish(coming.entries, ok.data(), changed.data());
+  CHECK(index.count_ready(0, asked, entries) == 5);
+  std::vector<BlockKey> others(asked.begin(), asked.end());
+  others[2] = wanted[5];
+  CHECK(index.count_ready(0, others, entries) == 2);
+  entries[1] = kNoEntry;
+  CHECK(index.count_ready(0, asked, entries) == 1);
+  entries = pin(index, asked);
+  index.unpin(entries);
+  index.unpin(std::span(entries).subspan(4));
+  CHECK(index.count_ready(0, asked, entries) == 4);
+  index.remove(std::span(entries).first(1), changed.data());
+  CHECK(index.count_ready(0, asked, entries) == 0);
+  CHECK_THROWS_AS(index.count_ready(0, wanted, entries), ContractError);
+  CHECK_THROWS_AS(index.count_ready(1, asked, entries), BlockRangeError);
+}
+
 TEST_CASE("evictions that meet leased blocks pass them over, and what was leased counts as just used") {
   FullIndex index(6);
   const auto old = keys(3, 42), young = keys(3, 43), fresh = keys(6, 44);

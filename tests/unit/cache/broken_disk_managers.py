@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexkv.cache.ids import HUB
+from flexkv.cache.leases import HeldPages
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.ops import FetchOp, WriteOp
 from flexkv.simulation.world import DISK
@@ -149,9 +150,9 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
         super().__init__(*args, **kwargs)
         hold, index = self._requests.hold, self.hub.index
 
-        def held(request_id: str, group: int, entries: Any) -> None:
-            hold(request_id, group, entries)
-            index.unpin(entries)
+        def held(request_id: str, pages: HeldPages) -> None:
+            hold(request_id, pages)
+            index.unpin(pages.entries)
 
         def take_held(request_id: str) -> Any:
             if (wait := self._requests.waits.get(request_id)) is not None:
@@ -160,6 +161,14 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
         self._requests.hold = held  # type: ignore[method-assign]
         self._requests.take_held = take_held  # type: ignore[method-assign]
+
+
+class TakesHeldPagesForReady(LocalCacheManager):
+    """What a request has waited for counts as there when it asks again, whatever came of the fetch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hub.holds = lambda group, keys, entries: True  # type: ignore[method-assign]
 
 
 class FetchesTwice(LocalCacheManager):
@@ -204,6 +213,7 @@ BROKEN = [
     OverwritesUnannounced,
     UsesLostDisks,
     DropsWhatWasReadForAnother,
+    TakesHeldPagesForReady,
     FetchesTwice,
     ForgetsInHostAlone,
 ]

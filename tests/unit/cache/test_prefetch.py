@@ -254,8 +254,8 @@ class PrefetchDropsPins(LocalCacheManager):
     def prefetch(self, request_id: str, keys: object, start_block: int = 0) -> int:
         fetches = super().prefetch(request_id, keys, start_block)  # type: ignore[arg-type]
         if fetches:
-            for _, entries in self._requests.waits[request_id].held:
-                self.hub.index.unpin(np.repeat(entries, 2))
+            for pages in self._requests.waits[request_id].held:
+                self.hub.index.unpin(np.repeat(pages.entries, 2))
         return fetches
 
 

@@ -225,7 +225,7 @@ def test_pages_that_an_op_fills_are_found_with_its_number() -> None:
     assert lookup.count_ready(found) == 2
     assert host.fillers(entries).tolist() == [0, 0]
     assert host.pins_of(entries).tolist() == [3, 3]
-    assert host.count_ready(found.entries(0)) == 2
+    assert host.count_ready(0, chain[:3], found.entries(0)) == 2
 
 
 def test_a_filler_is_that_of_the_block_and_not_of_its_entry() -> None:

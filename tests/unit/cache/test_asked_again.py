@@ -1,0 +1,197 @@
+"""A request that asks again after its wait is answered from what is leased for it; all else is looked up anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexkv.cache.base import Keys, ManagerLimits, TailCandidates
+from flexkv.cache.manager import LocalCacheManager
+from tests.unit.cache.broken_disk_managers import TakesHeldPagesForReady
+from tests.unit.cache.disk_world import DiskWorld, chain, two_groups, written
+
+KEYS = chain(6)
+
+
+class LookupCount:
+    """How often a world's manager looks into its tiers."""
+
+    def __init__(self, world: DiskWorld) -> None:
+        self.lookups = 0
+        promises = world.manager._promises
+        look = promises._look
+
+        def counted(*args: Any) -> Any:
+            self.lookups += 1
+            return look(*args)
+
+        promises._look = counted  # type: ignore[assignment,method-assign]
+
+
+def waited(in_host: int, **kwargs: Any) -> tuple[DiskWorld, LookupCount]:
+    """A world in which request r has asked for KEYS, the first `in_host` in host memory, and its fetch has ended."""
+    world = written(KEYS, **kwargs)
+    if in_host:
+        assert world.hits(KEYS[:in_host], "before") == in_host
+    count = LookupCount(world)
+    assert world.match(KEYS).reads == 1
+    world.run()
+    assert count.lookups == 1
+    return world, count
+
+
+@pytest.mark.parametrize("in_host", [0, 2])
+def test_pages_waited_for_are_promised_without_a_lookup(in_host: int) -> None:
+    world, count = waited(in_host)
+    result = world.match(KEYS)
+    assert (result.blocks, result.reads, result.by_tier) == (6, 0, (in_host, 6 - in_host))
+    assert len(result.groups[0].slots) == 6
+    assert count.lookups == 1
+    assert world.manager.leased_pages("r") == 6
+    world.drop_host()
+    world.check_promise(result, KEYS)
+    world.load_ended(world.begin(list(range(6))))
+    assert world.manager.leased_pages("r") == 0
+    world.manager.end_request("r")
+    world.drop_host()
+    assert world.manager.free_slots(0) == 8
+
+
+def test_a_request_without_engine_blocks_asks_as_often_as_it_likes() -> None:
+    world, count = waited(2)
+    for _ in range(5):
+        assert world.match(KEYS).blocks == 6
+    assert count.lookups == 1
+    assert world.manager.stats().hit_blocks == 2 + 2 + 5 * 6
+
+
+def test_groups_are_answered_together() -> None:
+    world, keys = two_groups(4)
+    count = LookupCount(world)
+    assert world.manager.match("r", keys, 0).reads == 2
+    world.run()
+    result = world.manager.match("r", keys, 0)
+    world.manager.check_integrity()
+    assert ([len(group.slots) for group in result.groups], count.lookups) == ([4, 4], 1)
+    swapped = world.manager.match("r", keys[::-1], 0)
+    world.manager.check_integrity()
+    assert (swapped.blocks, count.lookups) == (0, 2)
+
+
+def test_a_page_that_failed_is_not_promised() -> None:
+    world = written(KEYS)
+    assert world.match(KEYS).reads == 1
+    world.run(fails=lambda page: page == 3)
+    assert world.match(KEYS).blocks == 3
+
+
+def test_a_page_that_failed_is_promised_where_nobody_compares() -> None:
+    world = written(KEYS, manager_class=TakesHeldPagesForReady)
+    assert world.match(KEYS).reads == 1
+    world.run(fails=lambda page: page == 3)
+    with pytest.raises(AssertionError):
+        world.match(KEYS)
+
+
+def test_a_reset_in_between_leaves_nothing() -> None:
+    world, count = waited(2)
+    world.manager.reset()
+    result = world.match(KEYS)
+    assert (result.blocks, result.reads, count.lookups) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(("compares", "promised"), [(True, 0), (False, 6)])
+def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
+    """The second of two guards: what was cleared is not ready. Without it the first is all there is."""
+    world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
+    world.manager._promises.end_all = lambda: None  # type: ignore[method-assign]
+    world.manager.reset()
+    assert world.manager.match("r", [KEYS], 0).blocks == promised
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "start"),
+    [
+        ("grown", chain(8), 0),
+        ("fewer", KEYS[:5], 0),
+        ("others", np.concatenate((KEYS[:5], chain(1, seed=9))), 0),
+        ("start", KEYS, 1),
+    ],
+)
+def test_another_question_is_looked_up(name: str, keys: Keys, start: int) -> None:
+    world, count = waited(2)
+    result = world.manager.match("r", [keys], start)
+    world.manager.check_integrity()
+    assert count.lookups == 2, name
+    assert result.blocks == {"grown": 6, "fewer": 5, "others": 5, "start": 5}[name]
+
+
+def test_a_question_for_the_same_pages_from_another_block_on_is_looked_up() -> None:
+    world, count = waited(2)
+    assert world.manager.match("r", [np.concatenate((chain(1, seed=9), KEYS))], 1).blocks == 6
+    world.manager.check_integrity()
+    assert count.lookups == 2
+
+
+def test_a_removed_page_ends_the_promise() -> None:
+    world, count = waited(2)
+    world.manager.forget(0, KEYS[4:5])
+    assert world.match(KEYS).blocks == 4
+    assert count.lookups == 2
+
+
+def test_a_prefetched_request_is_looked_up_first() -> None:
+    world = written(KEYS, slots=32)
+    count = LookupCount(world)
+    assert world.manager.prefetch("r", [KEYS]) == 1
+    world.run()
+    assert (world.match(KEYS).blocks, count.lookups) == (6, 1)
+    assert (world.match(KEYS).blocks, count.lookups) == (6, 1)
+
+
+def test_no_more_is_promised_than_may_be_loaded_at_once() -> None:
+    world, _ = waited(0, manager_limits=ManagerLimits(inflight_load_pages=8))
+    other = chain(4, seed=5)
+    world.store(other[:2])
+    assert world.match(other[:2], "other").blocks == 2
+    world.manager.check_integrity()
+    world.store(other[2:], "w2")
+    assert world.match(KEYS).blocks == 6
+    assert world.manager._promises.room_for_loads() == 0
+
+
+def test_a_request_whose_load_failed_is_looked_up() -> None:
+    world, count = waited(0)
+    assert world.match(KEYS).blocks == 6
+    world.end_load(world.load(6), failed=[2])
+    world.match(KEYS)
+    assert count.lookups == 2
+
+
+def test_a_tail_that_is_still_fetched_stays_leased() -> None:
+    """A lease of all whole blocks is no answer while the request waits for more."""
+    world = written(KEYS)
+    assert world.hits(KEYS, "before") == 6
+    tail = chain(1, seed=3)
+    world.store(tail, "t", tokens=2)
+    world.run()
+    world.manager.hub.remove(0, world.manager.hub.index.find(0, tail))
+    count = LookupCount(world)
+    candidates = TailCandidates(tail, np.array([2], np.int32), 6)
+    assert world.manager.match("r", [KEYS], 0, [candidates]).reads == 1
+    assert world.match(KEYS).blocks == 6
+    assert count.lookups == 2
+    world.run()
+    world.manager.end_request("r")
+    world.manager.check_integrity()
+
+
+@pytest.mark.parametrize("change", ["disable", "nothing"])
+def test_nothing_is_promised_when_disabled(change: str) -> None:
+    world, _ = waited(2)
+    changes: dict[str, Callable[[], object]] = {"disable": world.manager.disable, "nothing": lambda: None}
+    changes[change]()
+    assert world.match(KEYS).blocks == (0 if change == "disable" else 6)
