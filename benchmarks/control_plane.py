@@ -1,8 +1,9 @@
 """The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks a request (128k tokens).
 
-Prints a table; `--json PATH` writes it. Every figure is measured twice: wall time, and the thread's CPU time, which
-other programs on the machine disturb less. Medians and minima over rounds; each round works on other keys, so the index
-is as cold as the size of the caches makes it, unless the row says hot.
+Prints a table; `--json PATH` writes it, and `--check PATH` compares with one that was written so, on the same machine,
+and exits with status 1 where a row has become slower. Every figure is measured twice: wall time, and the thread's CPU
+time, which other programs on the machine disturb less. Medians and minima over rounds; each round works on other
+keys, so the index is as cold as the size of the caches makes it, unless the row says hot.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import os
 import pickle
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -52,6 +54,30 @@ class Row:
     wall_min_us: float
     cpu_median_us: float
     cpu_min_us: float
+
+
+SLOWER = 1.3
+"""A row's least CPU time may grow by this much before `--check` calls it slower: runs on a shared machine differ by
+some 15 %."""
+
+LEAST_US = 2.0
+"""Rows that take less are not compared: a cache line more or less decides them."""
+
+
+def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
+    """A line for each row that has become slower than in a saved run, or that the saved run lacks.
+
+    Args:
+        before: what `--json` has written.
+    """
+    saved = {row["name"]: float(row["cpu_min_us"]) for row in before["rows"]}
+    lines = [f"{row.name}: not in the saved run" for row in rows if row.name not in saved]
+    for row in rows:
+        was = saved.get(row.name, float("inf"))
+        if row.cpu_min_us > LEAST_US and row.cpu_min_us > SLOWER * was:
+            lines.append(f"{row.name}: {row.cpu_min_us:.1f} us, before {was:.1f}")
+    lines += [f"{name}: was not measured" for name in saved.keys() - {row.name for row in rows}]
+    return lines
 
 
 class Stopwatch:
@@ -365,6 +391,7 @@ def bench_keys(rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--check", type=Path, help="compare with the results in this file")
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     manager_rows, bytes_a_block = bench_manager(arguments.rounds)
@@ -390,6 +417,10 @@ def main() -> None:
             "load_average": load,
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.check:
+        slower = slower_rows(rows, json.loads(arguments.check.read_text()))
+        print("\n".join(["slower:", *slower] if slower else ["no row is slower"]))
+        sys.exit(1 if slower else 0)
 
 
 if __name__ == "__main__":
