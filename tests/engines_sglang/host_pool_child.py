@@ -16,15 +16,15 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_m
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from flexkv.adapters.sglang import hicache
-from flexkv.adapters.sglang.host_pool import LAYOUTS
 from flexkv.adapters.sglang.identity import Place
+from flexkv.adapters.sglang.pools import HOST_LAYOUTS
 from flexkv.errors import ContractError, DiskError, GeometryError
 from flexkv.unit.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Those that SGLang gives a latent; `page_head` splits heads, of which a latent has none."""
-POOLS = [(name, layout) for name in ("mha fp16", "mha fp8") for layout in LAYOUTS] + [
+POOLS = [(name, layout) for name in ("mha fp16", "mha fp8") for layout in HOST_LAYOUTS] + [
     (name, layout) for name in ("mla bf16", "mla fp8") for layout in LATENT_LAYOUTS
 ]
 numbers = count()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flexkv.adapters.sglang.linker import FlexKVLinker
-from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 

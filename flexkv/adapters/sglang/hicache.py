@@ -14,10 +14,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.sglang.engine_watch import watch_weights
-from flexkv.adapters.sglang.host_pool import view_of_host_pool
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.page_batches import PageBatches
-from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pages import pages_of
+from flexkv.adapters.sglang.pools import view_of_host_pool
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.errors import ContractError, GeometryError

@@ -15,7 +15,7 @@ from flexkv.adapters.sglang.engine_watch import watch_memory, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
-from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config

@@ -1,15 +1,26 @@
-"""SGLang's KV pools as views, and which of them are refused."""
+"""SGLang's KV pools as views, and which of them are refused: a device's pool, and HiCache's pool in host memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from flexkv.errors import GeometryError
-from flexkv.layout.format_id import FormatId
+from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.run_list import RunList
 from flexkv.layout.sglang import SglangHandler
+
+HOST_LAYOUTS = {
+    "layer_first": "sglang-host-layer-first",
+    "page_first": "sglang-host-page-first",
+    "page_first_direct": "sglang-host-page-first-direct",
+    "page_head": "sglang-host-page-head",
+}
+"""Layouts of host pools, and who can read a page of each: an interior of SGLang's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +76,36 @@ def view_of(pool: Any, page_size: int) -> PoolView:
         )
     view = handler.view()
     return PoolView(view, handler.format_id(), tensors, view.num_blocks, pool.layer_num, page_size, heads)
+
+
+def view_of_host_pool(pool: Any) -> PoolView:
+    """The view of a host pool: its pieces of a page lie where `get_page_buffer_meta` says, at one distance each.
+
+    Raises:
+        GeometryError: another layout, or pages that do not lie at equal distances.
+    """
+    if pool.layout not in HOST_LAYOUTS:
+        raise GeometryError(
+            f"the host pool's layout is {pool.layout!r}; allowed are {', '.join(HOST_LAYOUTS)}"
+        )
+    page_size, pages = pool.page_size, pool.size // pool.page_size
+    if pages < 2:
+        raise GeometryError(f"the host pool has {pages} pages; at least 2 are needed")
+    first, second, last = (_pieces(pool, page) for page in (0, 1, pages - 1))
+    strides = second[:, 0] - first[:, 0]
+    straight = first[:, 0] + (pages - 1) * strides
+    if np.any(strides <= 0) or np.any(last[:, 0] != straight) or np.any(second[:, 1] != first[:, 1]):
+        raise GeometryError(f"the pages of host pool {type(pool).__name__} do not lie at equal distances")
+    runs = RunList()
+    for layer, ((address, size), stride) in enumerate(zip(first.tolist(), strides.tolist(), strict=True)):
+        runs.add(address, stride, size, layer)
+    view = runs.view(pages)
+    format_id = FormatId.of_view(view, Interior.OPAQUE, page_size, 1, HOST_LAYOUTS[pool.layout])
+    return PoolView(view, format_id, (pool.kv_buffer,), pages, pool.layer_num, page_size)
+
+
+def _pieces(pool: Any, page: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Address and bytes of each piece of a page, int64 [pieces, 2]."""
+    slots = torch.arange(page * pool.page_size, (page + 1) * pool.page_size)
+    addresses, sizes = pool.get_page_buffer_meta(slots)
+    return np.array([addresses, sizes], np.int64).T

@@ -12,7 +12,7 @@ from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.adapters.common.rank_op import FAILURE_LABELS
-from flexkv.adapters.sglang.page_keys import GROUP, page_keys
+from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig

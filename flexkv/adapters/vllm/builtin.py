@@ -18,8 +18,8 @@ from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_engine, warn_of_policy
 from flexkv.adapters.vllm.engine_spec import SYNC_LOADS_NEED, EngineRole, EngineSpec
-from flexkv.adapters.vllm.fingerprint import check_hash
 from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, config_of_tensors
+from flexkv.adapters.vllm.identity import check_hash
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.scheduler import SchedulerSide

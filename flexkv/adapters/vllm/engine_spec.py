@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.identity import engine_namespace
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger

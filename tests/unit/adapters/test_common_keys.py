@@ -17,8 +17,8 @@ from flexkv.adapters.common.common_keys import SharedModel, common_namespace
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_of_tensorrt_llm
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, with_possible_modes
-from flexkv.adapters.vllm.fingerprint import engine_namespace as namespace_of_vllm
 from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.identity import engine_namespace as namespace_of_vllm
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.config import load_config
 from flexkv.errors import ConfigError

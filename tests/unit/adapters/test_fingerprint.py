@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.adapters.vllm.fingerprint import engine_namespace
 from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.identity import engine_namespace
 from flexkv.config import load_config
 from flexkv.errors import KeySchemeError
 

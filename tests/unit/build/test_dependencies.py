@@ -64,8 +64,8 @@ def test_every_import_from_elsewhere_has_a_reason() -> None:
 
 
 def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
-    """`torch` and what an engine brings are imported by adapters alone, but for OPTIONAL. An extra may be missing, and is
-    asked for."""
+    """`torch` and what an engine brings are imported by adapters alone, but for OPTIONAL. An extra may be missing, and
+    is asked for."""
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)
     (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.S | re.M)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexkv.adapters.common.prometheus_files import FOLDER_VARIABLE
+from flexkv.adapters.common.metric_report import FOLDER_VARIABLE
 from flexkv.config.model import setting_fields
 from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
@@ -28,7 +28,7 @@ ANY_READ = re.compile(r"\b(?:os\.environ|os\.getenv|(?:secure_)?getenv)\b(?!`)")
 READERS = {
     "flexkv/config/load.py": "the settings",
     "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
-    "flexkv/adapters/common/prometheus_files.py": "`FOLDER_VARIABLE`",
+    "flexkv/adapters/common/metric_report.py": "`FOLDER_VARIABLE`",
 }
 """Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md; the
 third one that prometheus_client reads as well, docs/metrics.md."""

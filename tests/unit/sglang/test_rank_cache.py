@@ -15,8 +15,7 @@ import torch
 from flexkv import c_ext
 from flexkv.adapters.sglang import load_batches, rank_cache
 from flexkv.adapters.sglang.load_batches import QueuedLoad
-from flexkv.adapters.sglang.page_keys import page_keys
-from flexkv.adapters.sglang.page_numbers import pages_of
+from flexkv.adapters.sglang.pages import page_keys, pages_of
 from flexkv.cache.base import Completion
 from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
 from flexkv.observe import FailedOps

@@ -1,14 +1,19 @@
-"""SGLang's page hashes as index keys. They are chained SHA-256 over tokens, seeded with extra key, salt and LoRA."""
+"""SGLang's pages: which of the pool an allocation fills, and the index keys of their hashes.
+
+SGLang's page hashes are chained SHA-256 over tokens, seeded with extra key, salt and LoRA.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain
-from flexkv.errors import KeySchemeError
+from flexkv.errors import GeometryError, KeySchemeError
+from flexkv.transfer.graph import BlockIds
 
 HASH_BYTES = 32
 """Of one page: SHA-256."""
@@ -37,3 +42,23 @@ def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:
     chain = EngineKeyChain(namespace, GROUP)
     chain.extend(np.frombuffer(joined, np.uint8).reshape(-1, HASH_BYTES))
     return chain.keys
+
+
+def pages_of(slots: Any, page_size: int) -> BlockIds:
+    """The pages that token slots fill, in order, int32 [slots / page_size].
+
+    Args:
+        slots: integer tensor [tokens] on any device: whole pages, each with its slots in a row.
+
+    Raises:
+        GeometryError: the slots are no whole pages.
+    """
+    table = np.asarray(slots.cpu(), np.int64)
+    if len(table) % page_size:
+        raise GeometryError(f"{len(table)} token slots are no whole pages of {page_size}")
+    firsts, lasts = table[::page_size], table[page_size - 1 :: page_size]
+    if np.any(firsts % page_size) or np.any(lasts - firsts != page_size - 1):
+        raise GeometryError(
+            f"token slots do not fill pages of {page_size} in order: {table[:8].tolist()}, ..."
+        )
+    return np.ascontiguousarray(firsts // page_size, np.int32)
