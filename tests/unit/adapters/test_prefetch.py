@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_spec import EngineRole
+from flexkv.cache.base import Keys
 from flexkv.simulation.world import DISK
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -56,6 +59,63 @@ def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
     engine.unit.manager.hub.evicted(0, engine.unit.manager.hub.index.evict(0, 100))
     engine.side.prefetch(make_request(PROMPT, "long"))
     assert (read, prefetched(engine)) == (3, 2), "three of five blocks are in the engine's own cache"
+
+
+class Prefetched:
+    """What a manager is asked to prefetch: request, key bytes and start block of each call."""
+
+    def __init__(self, engine: MiniEngine) -> None:
+        self.calls: list[tuple[str, list[bytes], int]] = []
+        manager = engine.unit.manager
+        prefetch = manager.prefetch
+
+        def noted(request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+            self.calls.append((request_id, [group.tobytes() for group in keys], start_block))
+            return prefetch(request_id, keys, start_block)
+
+        manager.prefetch = noted  # type: ignore[method-assign]
+
+
+def connector_of(engine: MiniEngine) -> FlexKVConnector:
+    """The scheduler's connector in front of an engine's scheduler side."""
+    connector = FlexKVConnector.__new__(FlexKVConnector)
+    connector.scheduler = engine.side
+    return connector
+
+
+def test_the_connector_prefetches_a_new_request_by_its_keys(make_disk_engine: Make) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    request, asked = make_request(PROMPT, "two"), Prefetched(engine)
+    connector_of(engine).on_new_request(request)
+    assert asked.calls == [("two", [MiniEngine.keys_of(request).tobytes()], 0)]
+    assert prefetched(engine) == 5
+
+
+def test_control_a_connector_without_the_hook_prefetches_nothing(
+    make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FlexKVConnector, "on_new_request")
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine()
+    asked = Prefetched(engine)
+    connector_of(engine).on_new_request(make_request(PROMPT, "two"))
+    assert (asked.calls, prefetched(engine)) == ([], 0)
+
+
+@pytest.mark.parametrize("kind", ["reads no cache", "goes on", "engine loads nothing", "cache is disabled"])
+def test_the_connector_prefetches_nothing_for_a_request_that_may_not_load(
+    make_disk_engine: Make, kind: str
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(role=EngineRole(loads=kind != "engine loads nothing"))
+    request, asked = make_request(PROMPT, "two"), Prefetched(engine)
+    request.skip_reading_prefix_cache = kind == "reads no cache"
+    request.num_computed_tokens = 4 if kind == "goes on" else 0
+    if kind == "cache is disabled":
+        engine.unit.disable(0, "the rank cannot use the pool")
+    connector_of(engine).on_new_request(request)
+    assert (asked.calls, prefetched(engine)) == ([], 0)
 
 
 @pytest.mark.parametrize("kind", ["limit", "producer", "skips", "no disk"])
