@@ -14,7 +14,7 @@ PACKAGE_OF_MODULE = {"yaml": "pyyaml"}
 OPTIONAL = {"opentelemetry": {"flexkv/observe/spans.py"}}
 """What engines bring and is used where it is there: modules, and the files outside adapters that try to import them."""
 
-OURS = {"flexkv", "demo", "benchmarks", "build_support", "tests"}
+OURS = {"flexkv", "demo", "benchmarks", "build_support", "examples", "tests"}
 NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")
 
 
@@ -56,7 +56,7 @@ def third_party(*folders: str) -> dict[str, set[str]]:
 
 def test_every_import_from_elsewhere_has_a_reason() -> None:
     text = (ROOT / "docs" / "dependencies.md").read_text()
-    found = third_party("flexkv", "benchmarks", "demo", "build_support")
+    found = third_party("flexkv", "benchmarks", "demo", "build_support", "examples")
     assert {"numpy", "pydantic", "yaml", "click", "rich", "vllm", "torch"} <= set(found)
     for module, files in found.items():
         name = PACKAGE_OF_MODULE.get(module, module)
