@@ -54,6 +54,7 @@ format: env-test  ## formats Python and C++
 
 # Files that run in seconds and touch every part: layouts, settings, keys, lookups, tiers, lanes, import rules, docs.
 QUICK = $(addprefix tests/unit/,layout observe config/test_load_config.py build/test_import_rules.py build/test_readme.py \
+        build/test_generated_docs.py \
         $(addprefix cache/test_,keys.py lookup.py manager.py host_loads.py host_stores.py tier_seam.py) \
         $(addprefix transfer/test_engine_,submit.py waits.py))
 check: build-test lint  ## lint and the quick unit tests, in less than a minute once all is built

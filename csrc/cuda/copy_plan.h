@@ -18,10 +18,10 @@ enum class Path {
 inline constexpr int kPaths = 4;
 const char* to_string(Path path);
 
-// Unit: bytes. Runs shorter than this go by kernel: one copy-engine call costs about 2 us whatever its
-// length, which is the time PCIe 5 takes for 100 KiB. Source: published block-copy rates on an H100 (PCIe 5),
-// where 64 KiB runs reach 14.5 GB/s by single calls and 42 by kernel, and 512 KiB runs 39.5 and 47. Not
-// measured on our own hardware.
+// Unit: bytes. Where calls are single, views of shorter runs (the mean) go by kernel: one copy-engine call
+// costs about 2 us whatever its length, which is the time PCIe 5 takes for 100 KiB. Source: published
+// block-copy rates on an H100 (PCIe 5), where 64 KiB runs reach 14.5 GB/s by single calls and 42 by kernel,
+// and 512 KiB runs 39.5 and 47. Not measured on our own hardware.
 inline constexpr int64_t kKernelBelowBytes = 256 << 10;
 // The same where calls come in batches, which pay the call once: the kernel takes multiprocessors from the
 // engine (6 % of its throughput in the same source), so the copy engine is preferred early. A choice, not a

@@ -45,7 +45,7 @@ class WriteMode(Enum):
     EVICT = "evict"
     """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
     OFF = "off"
-    """Never by way of host memory."""
+    """Pages are not written here from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class TierCounts:
         lost: pages that left host memory before they were written.
         read: pages brought to host memory and verified.
         failed_reads: pages that were not: damaged, torn, of another write, or the tier failed.
-        unread: pages whose fetch was planned and never begun, failed by no fault of theirs or the tier's, or whose
+        unread: pages whose fetch was planned and never begun, through no fault of theirs or the tier's, or whose
             weights are gone.
         expired: pages found past their time to live.
         evicted: pages that left the tier to make room.

@@ -96,7 +96,8 @@ class StoreConfig(Section):
 
     mode: Literal["eager", "lazy", "layerwise"] = Field(
         "eager",
-        description="`eager` stores a block as soon as its KV is certain; `layerwise` too, but each layer while the "
+        description="`eager` stores a block as soon as its KV is certain, so that the next turn finds it, and a "
+        "restart what a disk has, however the engine ends; `layerwise` too, but each layer while the "
         "forward computes the next (vLLM only; elsewhere as `eager`); `lazy` stores what the engine is about to "
         "evict, which moves fewer bytes and loses what is in the engine when it stops.",
     )

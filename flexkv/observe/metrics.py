@@ -87,10 +87,14 @@ _TABLE = (
         (("tier", ("host", "disk", "peers")),),
     ),
     Metric(
-        "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes moved and verified.", (_DIRECTION,)
+        "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes of pages that arrived.", (_DIRECTION,)
     ),
     Metric(
-        "flexkv_moved_pages_total", MetricKind.COUNTER, "pages", "Pages moved and verified.", (_DIRECTION,)
+        "flexkv_moved_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that arrived; from disk, and with `host.verify`, verified.",
+        (_DIRECTION,),
     ),
     Metric(
         "flexkv_transfer_seconds",

@@ -42,7 +42,7 @@ RETRY_S = 0.2
 
 FULL_PAUSE_S = 2.0
 """A commit that found the disk full is tried again so much later, for as long as the disk is full: its pages are served
-meanwhile, and only survive no crash yet."""
+meanwhile, but a crash would lose them."""
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # Uses wait for something that cannot: waking a thread costs who does it.
+            # A use goes with the next record that is none: waking the thread costs the caller time.
             if not is_use:
                 self._lock.notify()
         return True

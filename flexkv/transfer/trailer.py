@@ -1,4 +1,4 @@
-"""Where the run digests of each rank lie in a slot image's trailer."""
+"""Where the run digests of each rank lie in a slot image without a disk tier; with one, its format says where."""
 
 from __future__ import annotations
 

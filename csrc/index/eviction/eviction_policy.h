@@ -2,7 +2,7 @@
 // policy in this folder. One policy object serves one group of one tier. Lookups never call it: it hears of a
 // block when the block's last lease ends, and when its slot is needed.
 //
-// To add a policy: a file here, and its line in eviction_policy.cpp.
+// To add a policy: docs/contributing/add-an-eviction-policy.md.
 #pragma once
 #include <cstddef>
 #include <cstdint>

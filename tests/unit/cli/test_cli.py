@@ -15,10 +15,8 @@ import pytest
 from demo.model import PRESETS, model_config
 from flexkv.c_ext import eviction_policies
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cli.config_command import markdown_reference
 from flexkv.cli.main import COMMANDS, main
 from flexkv.errors import ContractError
-from flexkv.observe.metrics import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -417,11 +415,3 @@ def test_simulate_names_seed_and_step_of_a_broken_rule(
     monkeypatch.setattr(LocalCacheManager, "release", broken)
     assert main(["simulate", "--seed", "7", "--steps", "2000"]) == 1
     assert re.search(r"seed 7, after step \d+ of 2000.*broken on purpose", capsys.readouterr().err)
-
-
-def test_documentation_holds_the_generated_tables() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    assert markdown_reference() in text, "paste the output of `flexkv config docs` into docs/configuration.md"
-    assert markdown_table() in (ROOT / "docs" / "metrics.md").read_text(), (
-        "update the table in docs/metrics.md"
-    )
