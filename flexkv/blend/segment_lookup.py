@@ -32,7 +32,7 @@ class Asked:
 
     @property
     def tail_request(self) -> str:
-        """Of its own: what follows the whole blocks comes up from disk as a whole, these while they are loaded."""
+        """Of its own: what follows the whole blocks is read from disk as a whole, these while they are loaded."""
         return f"{self.request}-tail"
 
 
@@ -50,7 +50,7 @@ class SegmentLookup:
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
         """Of what is cached of each segment, the load; None is looked up for nothing.
 
-        Waits for the tokens after whole blocks that come up from disk, up to `deadline_s` seconds. After an error
+        Waits for the tokens after whole blocks that are read from disk, up to `deadline_s` seconds. After an error
         nothing stays taken but what moves already, until it has ended.
         """
         asked = [
@@ -101,7 +101,7 @@ class SegmentLookup:
         )
 
     def _match_tail(self, asked: Asked) -> int:
-        """Tokens after the whole blocks that can be loaded; what is on disk of them is being brought up."""
+        """Tokens after the whole blocks that can be loaded; what is on disk of them is being read."""
         keys = asked.keys
         if keys.tail is None:
             return 0

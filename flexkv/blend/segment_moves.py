@@ -1,4 +1,4 @@
-"""What moves between the staging pool and the host pool: begun, heard of, and let go of when it has ended."""
+"""What moves between the staging pool and the host pool: begun, polled, and unpinned when it has ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SegmentMoves:
     """The transfers of one segment cache. Driven by the thread that drives the cache.
 
     Args:
-        unit: whose tiers bring up pages that loads wait for.
+        unit: whose tiers read the pages that loads wait for.
         engine: between the two pools.
     """
 

@@ -1,4 +1,4 @@
-"""The pages in host memory: which keys are in which slots, which are on their way there, and who hears of it."""
+"""The pages in host memory: which keys are in which slots, which are on their way there, and whom the hub notifies."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class LoadConfig(Section):
     lookup_wait_s: Seconds = Field(
         1.0,
         description="An engine that cannot be asked to come back (SGLang's linker) waits so long within its lookup for "
-        "pages to come up from disk; what has not come by then is computed.",
+        "pages to be read from disk; what has not come by then is computed.",
     )
     inflight_pages: Count = Field(
         65_536,
@@ -236,12 +236,12 @@ class DiskConfig(Section):
     )
     wait_s: Seconds = Field(
         30.0,
-        description="A request waits so long for its blocks to come up from disk, then computes them: a slow disk must "
+        description="A request waits so long for its blocks to be read from disk, then computes them: a slow disk must "
         "not hold a request for good.",
     )
     prefetch_requests: CountOrNone = Field(
         16,
-        description="Requests in the engine's queue whose blocks come up from disk before the engine first asks for "
+        description="Requests in the engine's queue whose blocks are read from disk before the engine first asks for "
         "them; 0: reads begin when it asks. They are kept a quarter of host memory at most. Only with vLLM.",
     )
     compute_if_faster: bool = Field(

@@ -155,7 +155,7 @@ _TABLE = (
         "flexkv_disk_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages written to disk, or brought up from it and verified.",
+        "Pages written to disk, or read from it and verified.",
         (("direction", ("read", "write")),),
     ),
     Metric(

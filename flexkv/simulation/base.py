@@ -71,7 +71,7 @@ class SimulationConfig:
         disk_places: places on disk of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
         disks: that the places are striped over.
-        measured_steps: the manager hears how long the engine computes, now slow and now fast, so that it leaves pages
+        measured_steps: the manager sees how long the engine computes, now slow and now fast, so that it leaves pages
             on disk to the engine.
         stream: blocks are promised while they are on their way up from disk.
         gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with

@@ -89,7 +89,7 @@ class DiskMoves:
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:
-        """The manager hears of an op that has ended, not always of the first."""
+        """The manager takes the result of an op that has ended, not always of the first."""
         world = self.world
         if not self._outbox:
             return
@@ -115,7 +115,7 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """A disk breaks for good; the manager hears of it. One is left whole, so that the run stays worth its while."""
+        """A disk breaks for good, and the manager learns of it. One is left whole, so that the run stays worthwhile."""
         world = self.world
         if not world.config.disk_places:
             return
@@ -131,7 +131,7 @@ class DiskMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether something moves, or ended and was not heard of."""
+        """Whether something moves, or ended and was not reported."""
         moving = self.tier_moves is not None and self.tier_moves.busy
         return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 

@@ -198,7 +198,7 @@ class SymbolicVolumes(Volumes):
                     del self.journal[group][place]
 
     def check_places(self, places: Places) -> None:
-        """No place of a disk whose loss the manager has heard of may be used again."""
+        """No place of a disk whose loss was reported to the manager may be used again."""
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 

@@ -275,7 +275,7 @@ class Journal:
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
-            # Before those that wait for a reset hear of its end: it has not been carried out.
+            # Before those that wait for a reset go on: it has not been carried out.
             self.failure = self.failure or str(error)
             raise
         finally:

@@ -119,7 +119,7 @@ class FlexKVHiCache(HiCacheStorage):
     # --- what SGLang asks ---
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Pages from the first on that can be had; what is on disk comes up for that."""
+        """Pages from the first on that can be had; what is on disk is promoted for that."""
         return self._ready.exists(keys)
 
     def exists(self, key: str) -> bool:

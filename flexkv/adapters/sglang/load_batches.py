@@ -36,7 +36,7 @@ class LoadBatch:
 
     Attributes:
         ends_s: when a layer that has not come is given up, on the monotonic clock.
-        tickets: of each op that was submitted and not heard to have ended. The lanes forget graphs that ended long ago.
+        tickets: of each submitted op whose result was not taken. The lanes forget graphs that ended long ago.
         pages: that it loads.
         failed: of those, as far as their ops say.
         layers: that are in place.

@@ -1,4 +1,4 @@
-"""Offloads in the order in which the engine gave them, which is the order in which it hears of them."""
+"""Offloads in the order in which the engine gave them, which is the order in which their ends are reported to it."""
 
 from __future__ import annotations
 

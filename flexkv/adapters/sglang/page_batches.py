@@ -44,7 +44,7 @@ class PageBatches:
         NamedThread("flexkv-hicache", self._write_to_disk).start()
 
     def exists(self, hashes: Sequence[str]) -> int:
-        """Pages from the first on that can be had; what is on disk comes up for that.
+        """Pages from the first on that can be had; what is on disk is promoted for that.
 
         Raises:
             ClosedError: it was closed before.

@@ -116,7 +116,7 @@ def _same_user(connection: socket.socket) -> bool:
 class Listener:
     """The scheduler's end. Only processes of the same user on this machine may connect.
 
-    A connection is a stranger until `admit`: it is heard, but nothing is sent to it and its end means nothing.
+    A connection is a stranger until `admit`: it is received from, but nothing is sent to it and its end means nothing.
     """
 
     def __init__(self) -> None:
@@ -143,12 +143,14 @@ class Listener:
                 connection.close()
         for wire in self._strangers[:-MAX_STRANGERS]:
             wire.close("too many connections that never joined")
-        heard = [(wire, message) for wire in (*self._wires, *self._strangers) for message in wire.receive()]
+        received = [
+            (wire, message) for wire in (*self._wires, *self._strangers) for message in wire.receive()
+        ]
         self._strangers = [wire for wire in self._strangers if not wire.closed]
-        return heard
+        return received
 
     def admit(self, wire: Wire) -> None:
-        """The connection is a rank's, also one that has hung up since it was heard: `broken` names it then."""
+        """The connection is a rank's, also one that has hung up since its message came: `broken` names it then."""
         if wire in self._strangers:
             self._strangers.remove(wire)
         self._wires.append(wire)

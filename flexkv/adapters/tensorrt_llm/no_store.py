@@ -9,7 +9,7 @@ from flexkv.observe import get_logger
 logger = get_logger(__name__)
 
 MAX_NO_STORE = 4096
-"""Ids that are known one by one. A request that ends with nothing to store is never heard of again, so they add up."""
+"""Ids that are known one by one. A request that ends with nothing to store is never named again, so they add up."""
 
 FIRST_DUMMY = 1 << 63
 """The engine's dummies, which pad its batches, have ids next to 2**64; its requests count up from the bottom."""

@@ -49,7 +49,7 @@ class Promises:
     def match(self, joined: Joined, request: Any, computed_tokens: int) -> int:
         """Tokens that can be loaded beyond `computed_tokens`.
 
-        Only what is verified in host memory. What lies on disk is brought up meanwhile, for whoever asks next: the
+        Only what is verified in host memory. What lies on disk is promoted meanwhile, for whoever asks next: the
         engine cannot be told to ask again. Nothing where ranks may have to do with an earlier load of the request yet:
         see `Tracked.spent`.
         """

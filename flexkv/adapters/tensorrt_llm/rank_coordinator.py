@@ -38,7 +38,7 @@ class Joined:
 
 
 class RankCoordinator:
-    """Hears the ranks, makes the unit of them, and sends them orders. Never waits for one.
+    """Takes the messages of the ranks, makes the unit of them, and sends them orders. Never waits for one.
 
     Attributes:
         unit: of the engine; one that has nothing until every rank has joined, and where they cannot be served.
@@ -74,7 +74,7 @@ class RankCoordinator:
 
     def poll(self) -> None:
         """Takes what the ranks said, and gives the disks what there is to do."""
-        self.hear()
+        self.receive()
         if self._listener.broken and self.unit.usable:
             self.unit.disable(-1, f"a rank is gone: {self._listener.broken}")
         self.unit.poll()
@@ -82,7 +82,7 @@ class RankCoordinator:
         if self._report is not None:
             self._report.report_if_due()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Takes what the ranks said."""
         for wire, report in self._listener.poll():
             if refusal := self._refusal(wire, report):
@@ -182,7 +182,7 @@ class RankCoordinator:
         """Ends disks and host pool; says what the cache has done. Idempotent."""
         if self.joined is not None:
             # What has ended on all ranks is stored, and so goes to disk.
-            self.hear()
+            self.receive()
             unit = self.joined.unit
             if self._report is not None:
                 self._report.close()

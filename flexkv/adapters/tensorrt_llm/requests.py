@@ -48,7 +48,7 @@ class Tracked:
         computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
         load: op of a load between steps that has not ended well on all ranks.
         loading: tokens that it loads and that the engine still takes.
-        spent: of a load between steps ranks may have an order that the engine never names, or hear late that it was
+        spent: of a load between steps ranks may have an order that the engine never names, or learn late that it was
             taken back. The engine names a load by this id alone, so the order of a second one could be mistaken for
             that of the first on a rank that lags: there is no second.
         unsettled: the engine was promised a load between steps that was never ordered. It may wait for its end, and
@@ -153,7 +153,7 @@ class RequestTable:
             self._unsettled.discard(request_id)
 
     def pop(self, request_id: int) -> None:
-        """The request has ended, and its id is not heard of again."""
+        """The request has ended, and its id is not named again."""
         self._tracked.pop(request_id, None)
         self._spent.discard(request_id)
         self._unsettled.discard(request_id)

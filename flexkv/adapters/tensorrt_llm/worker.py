@@ -299,7 +299,7 @@ class WorkerSide(RankWorker):
             self._dropped(order.job.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
-            # The engine may name the request later than we hear of its end.
+            # The engine may name the request later than its end was reported.
             self._cancelled.add(request_id)
             return
         # An order that has not come by now never will: nothing is sent for an id after this.

@@ -150,7 +150,7 @@ def _shares(settings: FlexKVConfig) -> tuple[tuple[str, bool], ...]:
 
 
 SYNC_LOADS_NEED = (
-    "with async scheduling the next step is under way before a failed load is heard of, and vLLM would keep the token "
+    "with async scheduling the next step is under way before a failed load is reported, and vLLM would keep the token "
     "which that step sampled; sync loads need --no-async-scheduling"
 )
 

@@ -57,7 +57,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     Attributes:
         unit: that ordered what this reports; NO_UNIT of ranks that serve none yet.
-        step: of the orders that were carried out, where it had a forward. Who hears it has heard how that forward
+        step: of the orders that were carried out, where it had a forward. Once it is reported, so is how that forward
             ended, also of loads that were not ours.
         results: (rank, terminal result of an op on that rank), in the order in which they came.
         ready: host slots that a rank can use, sent when the number changed.

@@ -155,7 +155,7 @@ class SchedulerSide:
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
 
-        (None, False) while more comes up from disk: the engine asks again with its next step.
+        (None, False) while more is read from disk: the engine asks again with its next step.
         """
         if not self.unit.usable or not self._spec.role.loads:
             return 0, False

@@ -44,7 +44,7 @@ class StepTimes:
         self._begun.append((step, self._clock(), total))
 
     def ended(self, step: int) -> None:
-        """The outcome of `step`, and so of all before it, was heard."""
+        """The outcome of `step`, and so of all before it, was reported."""
         now_s = self._clock()
         while self._begun and self._begun[0][0] <= step:
             number, begun_s, tokens = self._begun.popleft()

@@ -95,7 +95,7 @@ class LoadPipeline(Pipeline):
                     self._take_step(step, (yield None))
                 elif step == layers:
                     yield None
-            # The last scatter waited for everything before it, so it has heard of every failure.
+            # The last scatter waited for everything before it, so it carries every failure.
             report = self._report(self._scattered[layers - 1])
             reported = True
             yield report

@@ -131,7 +131,7 @@ class Pipeline(ABC):
             raise PipelineError(f"a pipeline that was closed still moves bytes after {self._deadline_s:g} s")
 
     def _report(self, last: Event) -> PipelineReport:
-        """`last`: the event that has heard of every failure."""
+        """`last`: the event that carries every failure."""
         quiet = self.quiet(self._deadline_s)
         error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
         failed = dict(self._failed)

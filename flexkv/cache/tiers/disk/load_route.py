@@ -137,7 +137,7 @@ class GdsLoads(StraightLoads):
             self._context.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
-        # What a disk does not give is kept: the manager's own lane judges the disk. The operator hears of it at once.
+        # What a disk does not give is kept: the manager's own lane judges the disk. The log names the failure at once.
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
