@@ -98,7 +98,7 @@ void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>
   }
   const std::vector<int32_t> chosen(slots.data(), slots.data() + slots.size());
   for (const int32_t slot : chosen) pool.slot(slot);  // throws where there is none
-  for (const int32_t slot : chosen) pool.slot_states().settle(slot, read, verified);
+  for (const int32_t slot : chosen) pool.slot_arrivals().settle(slot, read, verified);
 }
 
 }  // namespace

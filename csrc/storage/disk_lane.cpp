@@ -226,12 +226,12 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
 // Loads may wait for the page, of this process and of others.
 void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
   const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
-  pool.slot_states().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
+  pool.slot_arrivals().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
 }
 
 void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
   const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
-  pool.slot_states().advance(op.slots[static_cast<size_t>(page)], op.op_id, layers);
+  pool.slot_arrivals().advance(op.slots[static_cast<size_t>(page)], op.op_id, layers);
 }
 
 void DiskLane::join() {

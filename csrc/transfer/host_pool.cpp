@@ -31,9 +31,9 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
-// Unit: bytes. Of the memfd before its first slot: header, states of the slots.
+// Unit: bytes. Of the memfd before its first slot: header, arrivals of the slots.
 int64_t head_bytes(const PoolGeometry& geometry) {
-  return kIoAlignBytes + SlotStates::bytes_for(geometry.slots);
+  return kIoAlignBytes + SlotArrivals::bytes_for(geometry.slots);
 }
 
 PoolToken random_token() {
@@ -141,15 +141,16 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
       registered_(new std::atomic<bool>[static_cast<size_t>(table_.count)]()) {
   if (!shared()) {
     own_header_ = std::make_unique<PoolHeader>();
-    own_states_ = std::make_unique<SlotStates::Word[]>(static_cast<size_t>(geometry.slots));
+    own_arrivals_ = std::make_unique<SlotArrivals::Word[]>(static_cast<size_t>(geometry.slots));
     header_ = own_header_.get();
-    states_ = own_states_.get();
+    arrivals_ = own_arrivals_.get();
   } else if (!attached_) {
     header_ = new (mapping_.base()) PoolHeader();
-    states_ = new (mapping_.base() + kIoAlignBytes) SlotStates::Word[static_cast<size_t>(geometry.slots)]();
+    arrivals_ =
+        new (mapping_.base() + kIoAlignBytes) SlotArrivals::Word[static_cast<size_t>(geometry.slots)]();
   } else {
     header_ = reinterpret_cast<PoolHeader*>(mapping_.base());
-    states_ = reinterpret_cast<SlotStates::Word*>(mapping_.base() + kIoAlignBytes);
+    arrivals_ = reinterpret_cast<SlotArrivals::Word*>(mapping_.base() + kIoAlignBytes);
   }
   if (!attached_) {
     header_->token = random_token();

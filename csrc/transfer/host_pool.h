@@ -20,7 +20,7 @@
 #include "transfer/pool_mapping.h"
 #include "transfer/process_watch.h"
 #include "transfer/registrar.h"
-#include "transfer/slot_states.h"
+#include "transfer/slot_arrivals.h"
 
 namespace flexkv {
 
@@ -110,7 +110,7 @@ class HostPool {
   }
 
   // Of the reads that fill slots; shared by all processes that map the pool.
-  SlotStates slot_states() const { return SlotStates(states_); }
+  SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
   // Throws ContractError for a private pool, which no other process can map.
@@ -144,10 +144,10 @@ class HostPool {
   const int32_t numa_node_;
   const std::function<MemoryLimit()> memory_;
   ProcessWatch creator_;
-  std::unique_ptr<PoolHeader> own_header_;          // of a private pool
-  std::unique_ptr<SlotStates::Word[]> own_states_;  // the same
+  std::unique_ptr<PoolHeader> own_header_;              // of a private pool
+  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // the same
   PoolHeader* header_ = nullptr;
-  SlotStates::Word* states_ = nullptr;
+  SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;
   std::unique_ptr<std::atomic<bool>[]> registered_;  // an extent
   std::atomic<int64_t> pinned_slots_{0};

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "transfer/slot_states.h"
+#include "transfer/slot_arrivals.h"
 
 namespace flexkv {
 

@@ -1,6 +1,6 @@
 // The first page of a shared pool's memfd: how another process knows that it mapped the right pool, and how
-// far the creator has got. The states of the slots follow it (slot_states.h). A private pool has both too, on
-// the heap, so that both kinds wait the same way.
+// far the creator has got. The arrivals of the slots follow it (slot_arrivals.h). A private pool has both
+// too, on the heap, so that both kinds wait the same way.
 #pragma once
 #include <array>
 #include <atomic>

@@ -77,13 +77,13 @@ void Scheduler::revive() {
 bool Scheduler::look_for_arrivals(Coming& coming) {
   OpState& op = *coming.op;
   if (op.ended) return false;
-  const SlotStates states = op.view()->pool().slot_states();
+  const SlotArrivals arrivals = op.view()->pool().slot_arrivals();
   std::vector<int32_t> waiting;
   for (const int32_t page : coming.pages) {
     if (!is_open(op.state(page))) continue;  // cancelled, or its copy failed
     const auto at = static_cast<size_t>(page);
     const int64_t read = op.spec().reads[at];
-    const SlotArrival arrival = states.look(op.spec().slots[at], read);
+    const SlotArrival arrival = arrivals.look(op.spec().slots[at], read);
     if (!arrival.failed) {
       op.arrive(page, arrival.layers);
       make_ready(op, page);

@@ -120,7 +120,7 @@ class Promises:
         held = requests.held_by(request_id)
         if held is None or (former is None and not held) or not self._lookup.all_prefix:
             return None
-        if self.disabled or self._failed_loads.of(request_id) is not None:
+        if self.disabled or self.resetting or self._failed_loads.of(request_id) is not None:
             return None
         if former is None and self._failed_loads.rests:
             return None

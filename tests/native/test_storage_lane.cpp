@@ -194,9 +194,9 @@ TEST_CASE("reads that no disk takes fail the loads that wait for them") {
   world.submit(OpKind::kDiskRead, 0, 2, 0);
   CHECK(world.results(1).front().failed.size() == 2);
   for (int32_t slot = 0; slot < 2; ++slot) {
-    CHECK(world.pool->slot_states().look(slot, read).failed);
-    CHECK(world.pool->slot_states().look(slot, read + 1).layers == 0);
-    CHECK(!world.pool->slot_states().look(slot, read + 1).failed);
+    CHECK(world.pool->slot_arrivals().look(slot, read).failed);
+    CHECK(world.pool->slot_arrivals().look(slot, read + 1).layers == 0);
+    CHECK(!world.pool->slot_arrivals().look(slot, read + 1).failed);
   }
 }
 

@@ -52,10 +52,10 @@ struct SlotWorld : TransferWorld {
     return spec;
   }
   void settle(int32_t slot, int64_t read, bool verified) const {
-    pool->slot_states().settle(slot, read, verified);
+    pool->slot_arrivals().settle(slot, read, verified);
   }
   void advance(int32_t slot, int64_t read, int32_t layers) const {
-    pool->slot_states().advance(slot, read, layers);
+    pool->slot_arrivals().advance(slot, read, layers);
   }
   bool layer_holds(int32_t block, int32_t layer) const {
     const auto* bytes =

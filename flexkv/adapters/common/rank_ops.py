@@ -12,8 +12,8 @@ import numpy as np
 
 from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
-from flexkv.adapters.common.rank_op import PAST_DEADLINE, RankOp
 from flexkv.adapters.common.rank_reports import RankReports
+from flexkv.adapters.common.submitted_op import PAST_DEADLINE, SubmittedOp
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters
@@ -63,7 +63,7 @@ class RankOps:
         self.gds_refusal = ""
         self.stripe_bytes = 0
         self.stores = True
-        self._ops: dict[OpId, RankOp] = {}
+        self._ops: dict[OpId, SubmittedOp] = {}
         self._waiting: list[WaitingLoad] = []
         self.step = 0
         self.reports = RankReports()
@@ -102,7 +102,7 @@ class RankOps:
             self._waiting.append(load)
             return
         for op in job.ops:
-            self._ops[op.op_id] = RankOp(ticket, op.pages, started_s, self.step, job, load.deadline_s)
+            self._ops[op.op_id] = SubmittedOp(ticket, op.pages, started_s, self.step, job, load.deadline_s)
         for op in without_lane:
             every = np.arange(op.pages, dtype=np.int32)
             self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
@@ -132,7 +132,7 @@ class RankOps:
                 reason = self.released or self.refusal or "the store lane's queue is full"
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
-                self._ops[op.op_id] = RankOp(ticket, op.pages, started_s, self.step)
+                self._ops[op.op_id] = SubmittedOp(ticket, op.pages, started_s, self.step)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
         """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""
@@ -303,7 +303,7 @@ class RankOps:
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.ops:
             started_s = time.monotonic()
-            self._ops[op.op_id] = RankOp(NO_TICKET, op.pages, started_s, self.step, job, given_up=reason)
+            self._ops[op.op_id] = SubmittedOp(NO_TICKET, op.pages, started_s, self.step, job, given_up=reason)
         for op in job.ops:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
@@ -312,7 +312,7 @@ class RankOps:
             for result in results:
                 self._end(result)
 
-    def _wait(self, op: RankOp, ends_s: float) -> bool:
+    def _wait(self, op: SubmittedOp, ends_s: float) -> bool:
         return bool(self.engine.wait(op.ticket, max(0.0, ends_s - time.monotonic())))
 
     def _end(self, result: OpResult) -> None:

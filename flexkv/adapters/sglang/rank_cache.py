@@ -11,7 +11,7 @@ from typing import Any
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
-from flexkv.adapters.common.rank_op import FAILURE_LABELS
+from flexkv.adapters.common.submitted_op import FAILURE_LABELS
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest

@@ -195,3 +195,15 @@ def test_nothing_is_promised_when_disabled(change: str) -> None:
     changes: dict[str, Callable[[], object]] = {"disable": world.manager.disable, "nothing": lambda: None}
     changes[change]()
     assert world.match(KEYS).blocks == (0 if change == "disable" else 6)
+
+
+def test_a_reset_that_broke_off_promises_nothing_of_a_lease_that_it_left() -> None:
+    world, _ = waited(2)
+
+    def broken() -> None:
+        raise RuntimeError("broken on purpose")
+
+    world.manager._promises.end_all = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        world.manager.reset()
+    assert world.manager.match("r", [KEYS], 0).blocks == 0

@@ -27,7 +27,7 @@ FAILURE_LABELS = {
 
 
 @dataclass(slots=True)
-class RankOp:
+class SubmittedOp:
     """An op submitted here and not yet reported.
 
     Attributes:

@@ -22,14 +22,14 @@ struct SlotArrival {
 
 // One word a slot, in memory that every process of the unit maps; all zero at first. Reads are numbered
 // upwards over the pool's life, and a slot is given to one read at a time.
-class SlotStates {
+class SlotArrivals {
  public:
   using Word = std::atomic<uint64_t>;
   static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "shared between processes");
 
   static constexpr int64_t bytes_for(int64_t slots) { return slots * static_cast<int64_t>(sizeof(Word)); }
 
-  explicit SlotStates(Word* words) : words_(words) {}
+  explicit SlotArrivals(Word* words) : words_(words) {}
 
   // The page that `read` was to bring to `slot` has ended. After its last byte, and before anybody else may
   // be given the slot.
