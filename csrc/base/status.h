@@ -1,4 +1,5 @@
-// How an operation on pages ended. One line a code says what the caller may do next.
+// How an operation on pages ended, and why pages of it failed. One line per code says what the caller may do
+// next.
 #pragma once
 #include <cstdint>
 
@@ -10,6 +11,15 @@ enum class Status : int32_t {
   kCancelled = 2,  // never issued: no byte moved, nothing to release but the leases
   kSkipped = 3,    // a predecessor failed, so this op (or page) was not issued
   kLaneDown = 4,   // the lane was taken out of service; try another tier, not this one
+};
+
+// Whether a page's stored copy is worth reading again.
+enum class FailureCause : uint8_t {
+  kUnknown = 0,      // not reported: treated as kContent, which forgets the copy
+  kContent = 1,      // the stored bytes are not the page that was asked for
+  kSource = 2,       // the disk refused the read or cut it short
+  kTransport = 3,    // memory, a device, its driver or the lane: any page would have failed
+  kNotExecuted = 4,  // cancelled, late or not begun
 };
 
 }  // namespace flexkv

@@ -19,7 +19,7 @@
 #include "bindings/text.h"
 #include "gds/gds_manager.h"
 #include "gds/io_choice.h"
-#include "gds/raw_transfer.h"
+#include "gds/raw/raw_transfer.h"
 #include "gds/transform_timing.h"
 
 namespace py = pybind11;

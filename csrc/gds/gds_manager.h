@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "base/export.h"
-#include "gds/raw_file.h"
 #include "gds/raw_files.h"
 #include "gds/staged_transfer.h"
 #include "io/io_queue.h"

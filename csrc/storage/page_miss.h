@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "base/failure_cause.h"
+#include "base/status.h"
 
 namespace flexkv {
 

@@ -1,6 +1,6 @@
 // Which disk and which slot of it a place of the disk tier is: places go round the disks, one each.
 //
-// The rule of raw files (gds/raw_file.h) with one block a turn; a test holds both together.
+// The rule of raw files (gds/raw/raw_file.h) with one block a turn; a test holds both together.
 #pragma once
 #include <cstdint>
 

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "base/failure_cause.h"
 #include "base/status.h"
 #include "transfer/stream_event.h"
 

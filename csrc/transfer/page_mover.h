@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/failure_cause.h"
 #include "base/status.h"
 #include "transfer/attached_view.h"
 #include "transfer/op.h"

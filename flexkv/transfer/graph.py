@@ -94,7 +94,7 @@ class OpStatus(IntEnum):
 class FailureCause(IntEnum):
     """Why a page failed, and so whether its stored copy is worth reading again.
 
-    The same codes as `csrc/base/failure_cause.h`.
+    The same codes as `csrc/base/status.h`.
     """
 
     UNKNOWN = 0

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "gds/tensor_transfer.h"
+#include "gds/raw/tensor_transfer.h"
 #include "gds_world.h"
 
 using namespace flexkv;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "gds/raw_file.h"
+#include "gds/raw/raw_file.h"
 #include "gds/transform_device.h"
 #include "gds/transform_tables.h"
 #include "storage/striping.h"

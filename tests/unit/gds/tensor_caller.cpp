@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gds/io_choice.h"
-#include "gds/tensor_transfer.h"
+#include "gds/raw/tensor_transfer.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "gds/raw_transfer.h"
+#include "gds/raw/raw_transfer.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "gds/raw/raw_file.h"
 #include "layout/overlap.h"
 
 namespace flexkv {

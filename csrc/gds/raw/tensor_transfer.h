@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "base/error.h"
-#include "gds/raw_transfer.h"
+#include "gds/raw/raw_transfer.h"
 
 namespace flexkv {
 

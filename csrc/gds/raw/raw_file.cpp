@@ -1,4 +1,4 @@
-#include "gds/raw_file.h"
+#include "gds/raw/raw_file.h"
 
 #include <string>
 
