@@ -10,16 +10,13 @@ import numpy as np
 from flexkv.c_ext import Found, TierLookup
 from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
 from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, TierId
 from flexkv.cache.leases import GroupLease, Lease
-from flexkv.cache.ops import OpTable
 from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
 from flexkv.cache.promotions import Promotions, WantedPages, extend_lease, wanted_pages
-from flexkv.cache.requests import RequestTable
 from flexkv.cache.restore import first_needed, longest_restorable
+from flexkv.cache.tables import CacheTables
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
-from flexkv.cache.tier import Tier
 from flexkv.cache.waits import FetchWaits
 
 
@@ -40,8 +37,7 @@ class Lookup:
     """The core of `match`.
 
     Args:
-        tiers: of the manager, by number.
-        clock: seconds, never running backwards; ages of leases are measured with it.
+        tables: of the manager; ages of leases are measured with their clock.
         unix_s: wall clock for times to live.
         epoch: the manager's.
 
@@ -53,33 +49,29 @@ class Lookup:
     def __init__(
         self,
         specs: tuple[GroupSpec, ...],
-        tiers: Sequence[Tier],
-        hub: Hub,
-        ops: OpTable,
-        requests: RequestTable,
+        tables: CacheTables,
         waits: FetchWaits,
         walk: PageWalk,
         promotions: Promotions,
         choice: FetchChoice,
-        clock: Callable[[], float],
         unix_s: Callable[[], float],
         epoch: Callable[[], int],
     ) -> None:
         self._specs = specs
         self.all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
-        self._tiers = tiers
-        self._hub = hub
-        self._ops = ops
-        self._requests = requests
+        self._tiers = tables.tiers
+        self._hub = tables.hub
+        self._ops = tables.ops
+        self._requests = tables.requests
         self._waits = waits
         self._walk = walk
         self._promotions = promotions
         self._choice = choice
-        self._clock = clock
+        self._clock = tables.clock
         self._epoch = epoch
         self._unix_s = unix_s
-        self._native = TierLookup([tier.presence for tier in tiers], len(specs))
-        self.behind = [TierId(n) for n in range(1, len(tiers)) if tiers[n].source is not None]
+        self._native = TierLookup([tier.presence for tier in tables.tiers], len(specs))
+        self.behind = [TierId(n) for n in range(1, len(tables.tiers)) if tables.tiers[n].source is not None]
 
     def look(
         self,

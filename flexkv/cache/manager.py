@@ -44,6 +44,7 @@ from flexkv.cache.requests import RequestTable
 from flexkv.cache.reserve import REFILL_PAGES
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
+from flexkv.cache.tables import CacheTables
 from flexkv.cache.tier import Tier, TierContext, TierFactory
 from flexkv.cache.tier_work import TierWork
 from flexkv.cache.waits import FetchWaits
@@ -145,26 +146,20 @@ class LocalCacheManager(CacheManager):
             compute_if_faster,
             clock,
         )
-        waits = FetchWaits(self.tiers, self.hub, self._ops, self._requests, clock)
+        tables = CacheTables(self.tiers, self.hub, self._ops, self._requests, clock)
+        waits = FetchWaits(tables)
         self._lookup = Lookup(
             self._specs,
-            self.tiers,
-            self.hub,
-            self._ops,
-            self._requests,
+            tables,
             waits,
             walk,
             self._promotions,
             self.choice,
-            clock,
             unix_s,
             lambda: self._epoch,
         )
         self._promises = Promises(
-            self.tiers,
-            self.hub,
-            self._ops,
-            self._requests,
+            tables,
             waits,
             self._access_orders,
             self._lookup,
@@ -173,7 +168,6 @@ class LocalCacheManager(CacheManager):
             limits,
             self._counts,
             self._log,
-            clock,
         )
 
     def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import (
@@ -14,16 +14,14 @@ from flexkv.cache.base import (
     TailCandidates,
 )
 from flexkv.cache.failed_loads import FailedLoads
-from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB
 from flexkv.cache.leases import GroupLease, Lease, joined_shares
 from flexkv.cache.lookup import Looked, Lookup
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, OpTable
+from flexkv.cache.ops import FetchOp
 from flexkv.cache.promotions import Promotions
-from flexkv.cache.requests import RequestTable
 from flexkv.cache.stats import ManagerStats
-from flexkv.cache.tier import Tier
+from flexkv.cache.tables import CacheTables
 from flexkv.cache.waits import FetchWaits
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -39,9 +37,7 @@ class Promises:
     """Leases and waits by request, of one manager.
 
     Args:
-        tiers: by number.
-        counts: of the manager.
-        clock: seconds, never running backwards.
+        tables, counts: of the manager.
 
     Attributes:
         disabled: nothing is promised any more, nor prefetched.
@@ -50,10 +46,7 @@ class Promises:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
-        hub: Hub,
-        ops: OpTable,
-        requests: RequestTable,
+        tables: CacheTables,
         waits: FetchWaits,
         access_orders: AccessOrders,
         lookup: Lookup,
@@ -62,12 +55,11 @@ class Promises:
         limits: ManagerLimits,
         counts: ManagerStats,
         log: OpLog,
-        clock: Callable[[], float],
     ) -> None:
-        self._tiers = tiers
-        self._hub = hub
-        self._ops = ops
-        self._requests = requests
+        self._tiers = tables.tiers
+        self._hub = tables.hub
+        self._ops = tables.ops
+        self._requests = tables.requests
         self._waits = waits
         self._access_orders = access_orders
         self._lookup = lookup
@@ -76,9 +68,9 @@ class Promises:
         self._limits = limits
         self._counts = counts
         self._log = log
-        self._clock = clock
-        self._none_behind = (0,) * (len(tiers) - 1)
-        self._routes = [tier.loads for tier in tiers if tier.loads is not None]
+        self._clock = tables.clock
+        self._none_behind = (0,) * (len(tables.tiers) - 1)
+        self._routes = [tier.loads for tier in tables.tiers if tier.loads is not None]
         self.disabled = False
         self.resetting = False
 

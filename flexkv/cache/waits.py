@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from flexkv.cache.hub import Hub
 from flexkv.cache.ids import TierId
 from flexkv.cache.leases import HeldPages
-from flexkv.cache.ops import OpTable
 from flexkv.cache.promotions import FetchedPages, WantedPages
-from flexkv.cache.requests import RequestTable
-from flexkv.cache.tier import Tier
+from flexkv.cache.tables import CacheTables
 from flexkv.transfer.graph import OpId
 
 
@@ -18,24 +15,18 @@ class FetchWaits:
     """Of one manager. A request's time to wait is kept by tier, and begins with its first lookup that waits for it.
 
     Args:
-        tiers: by number.
-        requests: where the waits are entered.
-        clock: seconds, never running backwards.
+        tables: of the manager; the waits are entered in its requests.
     """
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
-        hub: Hub,
-        ops: OpTable,
-        requests: RequestTable,
-        clock: Callable[[], float],
+        tables: CacheTables,
     ) -> None:
-        self._tiers = tiers
-        self._hub = hub
-        self._ops = ops
-        self._requests = requests
-        self._clock = clock
+        self._tiers = tables.tiers
+        self._hub = tables.hub
+        self._ops = tables.ops
+        self._requests = tables.requests
+        self._clock = tables.clock
 
     def join(
         self,
