@@ -30,7 +30,7 @@ class LoadRoute(ABC):
     ) -> list[TransferOp]:
         """Plans the load of its part, and enters the ops as in flight.
 
-        The ops take over the lease of what is loaded; what no engine block takes is let go of.
+        The ops take over the lease of what is loaded; what no engine block takes is unpinned.
 
         Args:
             targets: per group, the engine blocks of the promise's leading pages; NO_BLOCK for pages not wanted.

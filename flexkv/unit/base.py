@@ -101,7 +101,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def grow(self) -> None:
-        """Lets the manager use what has come up since."""
+        """Lets the manager use the memory that is there since."""
 
     @abstractmethod
     def disable(self, rank: int, error: str) -> None:
@@ -121,7 +121,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Ends the tiers, and gives the memory back once the last worker has let go of it. Idempotent.
+        """Ends the tiers, and gives the memory back once the last worker has unmapped it. Idempotent.
 
         False: not all that was to be written was, or is durable.
         """

@@ -92,7 +92,7 @@ class RankOps:
         graph = job.graph
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # Planned before the scheduler's side had heard of it. The ops of a load wait for no other.
+            # Planned before it was reported to the scheduler's side. The ops of a load wait for no other.
             without_lane = [op for op in job.ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in job.ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(job.ops)

@@ -39,7 +39,7 @@ Pause = Callable[[float], None]
 
 
 class RankCache:
-    """The manager of one rank and its transfers. One thread calls it; completions are heard inside `take_results`.
+    """The manager of one rank and its transfers. One thread calls it; completions are handled inside `take_results`.
 
     Args:
         view: `KvView` of the pool that pages are loaded to and stored from.
@@ -117,7 +117,7 @@ class RankCache:
     def match(self, request_id: str, keys: Keys, wait_s: float, pause: Pause = time.sleep) -> int:
         """Pages from the first on that are in host memory and verified; they are leased for `request_id`.
 
-        What is on disk is brought up first, for up to `wait_s` seconds: SGLang cannot be asked to come back. Between
+        What is on disk is read first, for up to `wait_s` seconds: SGLang cannot be asked to come back. Between
         two looks at the disk `pause` is called; meanwhile others may use this cache. What it raises ends the lookup.
         """
         ends_s = time.monotonic() + wait_s
@@ -145,7 +145,7 @@ class RankCache:
     # --- transfers ---
 
     def submit(self, graph: TransferGraph, watcher: Watcher, stream: int | None = None) -> Ticket | None:
-        """Starts what the manager planned; `watcher` hears of each op once. None: the lane's queue is full.
+        """Starts what the manager planned; `watcher` is called for each op once. None: the lane's queue is full.
 
         A graph that found no place stays planned: submit it again, or `drop` it.
         """
@@ -177,7 +177,7 @@ class RankCache:
         return plan
 
     def finish(self, graph: TransferGraph) -> None:
-        """Waits until nothing of the graph moves any more; its watchers have then heard of every op.
+        """Waits until nothing of the graph moves any more; its watchers have been called for every op then.
 
         Past `load.deadline_s` the pages that no lane has taken are dropped, and count as failed.
 
