@@ -4,7 +4,7 @@ by name, which package of this name runs, and the time of day.
 A leaf: every package may use it, it uses none.
 """
 
-from flexkv.observe.counters import Counters
+from flexkv.observe.counters import Counters, merge_values
 from flexkv.observe.failed_ops import FailedOps
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
@@ -23,6 +23,7 @@ __all__ = [
     "configure_logging",
     "get_logger",
     "log_package",
+    "merge_values",
     "name_this_thread",
     "unix_now_ms",
     "unix_now_s",

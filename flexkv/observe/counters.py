@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
@@ -36,12 +38,13 @@ class Counters:
         Raises:
             ValueError: no such counter, wrong labels, or a negative amount.
         """
-        metric = _metric(name, MetricKind.COUNTER)
+        series = _COUNTERS.get((name, *labels.items()))
+        if series is None:
+            series = _metric(name, MetricKind.COUNTER).series(labels)
         if amount < 0:
             raise ValueError(f"{name}: a counter only grows, got {amount}")
-        series = metric.series(labels)
         if amount:
-            values = self._numbers(name)
+            values = self.data.setdefault(name, {})
             values[series] = values.get(series, 0) + amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
@@ -50,8 +53,10 @@ class Counters:
         Raises:
             ValueError: no such gauge, or wrong labels.
         """
-        series = _metric(name, MetricKind.GAUGE).series(labels)
-        self._numbers(name)[series] = value
+        series = _GAUGES.get((name, *labels.items()))
+        if series is None:
+            series = _metric(name, MetricKind.GAUGE).series(labels)
+        self.data.setdefault(name, {})[series] = value
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Records one observation of a histogram.
@@ -59,26 +64,18 @@ class Counters:
         Raises:
             ValueError: no such histogram, or wrong labels.
         """
-        self._extend(name, _metric(name, MetricKind.HISTOGRAM).series(labels), [value])
+        series = _HISTOGRAMS.get((name, *labels.items()))
+        if series is None:
+            series = _metric(name, MetricKind.HISTOGRAM).series(labels)
+        kept = self.data.setdefault(name, {}).setdefault(series, [])
+        if len(kept) < MAX_SAMPLES:
+            kept.append(value)
+        else:
+            self.add(LOST_SAMPLES)
 
-    def merge(self, other: Counters) -> Counters:
-        """Takes in `other`, which is as new or newer; returns self."""
-        for name, values in other.data.items():
-            kind = METRICS[name].kind
-            for series, value in values.items():
-                if kind is MetricKind.HISTOGRAM:
-                    self._extend(name, series, value)
-                elif kind is MetricKind.COUNTER:
-                    mine = self._numbers(name)
-                    mine[series] = mine.get(series, 0) + value
-                else:
-                    self._numbers(name)[series] = value
-        return self
-
-    def take(self) -> Counters:
-        """Moves the values out: returns them and starts again empty."""
-        taken = Counters()
-        taken.data, self.data = self.data, {}
+    def take(self) -> dict[str, Any]:
+        """Moves the values out: returns what was `data` and starts again empty."""
+        taken, self.data = self.data, {}
         return taken
 
     def value(self, name: str, **labels: str) -> float:
@@ -108,15 +105,30 @@ class Counters:
                     numbers[f"{short}{label}"] = value
         return numbers
 
-    def _numbers(self, name: str) -> dict[str, float]:
-        return cast("dict[str, float]", self.data.setdefault(name, {}))
 
-    def _extend(self, name: str, series: str, values: list[float]) -> None:
-        kept: list[float] = self.data.setdefault(name, {}).setdefault(series, [])
-        room = MAX_SAMPLES - len(kept)
-        kept.extend(values[:room])
-        if len(values) > room:
-            self.add(LOST_SAMPLES, len(values) - room)
+def merge_values(into: dict[str, Any], newer: Mapping[str, Any]) -> None:
+    """Adds the `data` of other counters, which are as new or newer, to the `data` of some.
+
+    Raises:
+        ValueError: `newer` names a metric that does not exist.
+    """
+    lost = 0
+    for name, values in newer.items():
+        metric = METRICS.get(name) or _metric(name)
+        mine = into.setdefault(name, {})
+        for series, value in values.items():
+            if metric.kind is MetricKind.COUNTER:
+                mine[series] = mine.get(series, 0) + value
+            elif metric.kind is MetricKind.GAUGE:
+                mine[series] = value
+            else:
+                kept = mine.setdefault(series, [])
+                room = MAX_SAMPLES - len(kept)
+                kept.extend(value[:room])
+                lost += max(0, len(value) - room)
+    if lost:
+        counts = into.setdefault(LOST_SAMPLES, {})
+        counts[""] = counts.get("", 0) + lost
 
 
 def _metric(name: str, kind: MetricKind | None = None) -> Metric:
@@ -125,3 +137,22 @@ def _metric(name: str, kind: MetricKind | None = None) -> Metric:
         wanted = [m.name for m in METRICS.values() if kind is None or m.kind is kind]
         raise ValueError(f"{name!r} is no {kind.value if kind else 'metric'}: there are {', '.join(wanted)}")
     return metric
+
+
+def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
+    """The series of every metric of a kind, by the metric's name and its labels in the table's order."""
+    found: dict[tuple[Any, ...], str] = {}
+    for metric in METRICS.values():
+        if metric.kind is kind:
+            names = [name for name, _ in metric.labels]
+            for series in metric.all_series():
+                labels = zip(names, metric.label_values(series), strict=True)
+                key = (metric.name, *labels)
+                found[key] = series
+    return MappingProxyType(found)
+
+
+# Looked up at each step of an engine. What is not here is refused by name, or has its labels in another order.
+_COUNTERS = _series_of(MetricKind.COUNTER)
+_GAUGES = _series_of(MetricKind.GAUGE)
+_HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

@@ -157,6 +157,11 @@ class HostPool:
         return pinned
 
     @property
+    def settled(self) -> bool:
+        """Whether no more slots will come up, and a look at the slots has logged what did."""
+        return self._logged
+
+    @property
     def stopped_reason(self) -> str:
         """Why no more slots will come up: bring-up ended short, or the pool's process did. Empty if all came up."""
         return self.native.stopped_reason

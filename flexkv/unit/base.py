@@ -61,25 +61,25 @@ class EngineUnit(ABC):
     Attributes:
         unit_id: see `UnitId`; `NO_UNIT` of a unit without ranks.
         state: see `UnitState`.
+        usable: whether anything is promised or stored: it is so in the state of that name.
         reason: why it is not usable; empty while it is.
         manager: the control plane.
         slots: of the host pool, once all of it is up.
-        has_tiers: there is a tier behind host memory: only fetching from one competes with computing.
+        growing: some of the pool's memory is yet to come up, or to be used: `grow` takes it.
+        has_tiers: there is a tier behind host memory, which is to be polled; only fetching from one competes with
+            computing.
         grant: what workers in other processes need to map the pool; None once all have it, and where none needs it.
     """
 
     unit_id: UnitId = NO_UNIT
     state: UnitState
+    usable: bool = False
     reason: str = ""
     manager: CacheManager
     slots: int = 0
+    growing: bool = False
     has_tiers: bool = False
     grant: PoolGrant | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Whether anything is promised or stored."""
-        return self.state is UnitState.USABLE
 
     @property
     @abstractmethod

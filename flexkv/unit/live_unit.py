@@ -43,12 +43,13 @@ class LiveUnit(EngineUnit):
         close_s: float,
     ) -> None:
         self.unit_id = UnitId(random_id())
-        self.state = UnitState.USABLE
+        self.state, self.usable = UnitState.USABLE, True
         self.pool = pool
         self.manager: LocalCacheManager = manager
         self.places = places
         self.slabs = slabs
         self.slots = pool.slots
+        self.growing = True
         self.driver = UnitDriver(manager, fail_read=pool.fail_read)
         self.has_tiers = len(manager.tiers) > 1
         self.pools = tuple(pools)
@@ -78,7 +79,7 @@ class LiveUnit(EngineUnit):
             self.grant = None
 
     def grow(self) -> None:
-        if self.state is UnitState.CLOSED:
+        if not self.growing:
             return
         up = self.pool.ready_slots
         if self._workers_pin:
@@ -88,12 +89,14 @@ class LiveUnit(EngineUnit):
         if up > self._up:
             self._up = up
             self.manager.grow(0, up)
+        # Until its end is logged, too.
+        self.growing = self._up < self.slots or not self.pool.settled
 
     def disable(self, rank: int, error: str) -> None:
         if self.state is not UnitState.USABLE:
             return
         logger.error("nothing is cached any more: rank %d: %s", rank, error)
-        self.state = UnitState.DISABLED
+        self.state, self.usable = UnitState.DISABLED, False
         self.reason = f"rank {rank}: {error}"
         self.grant = None
         self.manager.disable()
@@ -136,6 +139,7 @@ class LiveUnit(EngineUnit):
         if self._closed is None:
             self._closed = self.driver.close(self._close_s)
             self.state, self.reason = UnitState.CLOSED, self.reason or "closed"
+            self.usable = self.growing = False
             self.manager.disable()
             self.manager.flush_log()
             self.pool.close()

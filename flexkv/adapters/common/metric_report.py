@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flexkv.observe import METRICS, Counters, Metric, MetricKind, get_logger
+from flexkv.observe import METRICS, Counters, Metric, MetricKind, get_logger, merge_values
 
 logger = get_logger(__name__)
 
@@ -90,7 +90,7 @@ class MetricReport:
                 self._seen.data[name] = dict(values)
         if self._files is not None:
             self._files.add(new)
-        self._interval.merge(Counters(new))
+        merge_values(self._interval.data, new)
 
     def _log(self, when: str, counters: Counters) -> None:
         numbers = ", ".join(f"{name}={value:g}" for name, value in counters.summary().items())

@@ -31,6 +31,7 @@ class RankWorker:
         device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
         view: of the engine's pool, and `format_id` that of its pages; None before `take_pool`.
         pool_id: of the engine's pool; NO_POOL before `take_pool`.
+        slots: of the host pool; -1 before it is attached.
         unit: that this rank serves, from its grant on and for good; NO_UNIT before.
     """
 
@@ -42,6 +43,7 @@ class RankWorker:
         self.format_id: Any = None
         self.pool_id: PoolId = NO_POOL
         self.unit: UnitId = NO_UNIT
+        self.slots = -1
         self._config = config
         self._current_stream = current_stream
         self._owners: Sequence[OnDevice] = ()
@@ -134,6 +136,7 @@ class RankWorker:
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
         self._place, self._view_attached = place, True
+        self.slots = pool.slots
 
     def take_grant(self, grant: PoolGrant) -> None:
         """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal.

@@ -126,9 +126,12 @@ class FlexKVConnector(KVConnectorBase_V1):
         return "layerwise" in (settings.load.mode, settings.store.mode)
 
     def get_kv_connector_stats(self) -> FlexKVStats | None:
-        side = self.worker if self.role is KVConnectorRole.WORKER else self.scheduler
-        counters = side.take_counters()
-        return FlexKVStats(data=counters.data) if counters is not None else None
+        if self.role is KVConnectorRole.WORKER:
+            counters = self.worker.counters
+            data = counters.take() if counters.data else None
+        else:
+            data = self.scheduler.take_counters()
+        return FlexKVStats(data=data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlexKVStats | None:

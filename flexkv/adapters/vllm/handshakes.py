@@ -53,11 +53,8 @@ class Handshakes:
             raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
 
     def refuses(self, report: WorkerMetadata, own: UnitId) -> bool:
-        """Whether the report is of another unit than `own`, or of another engine's rank: it is dropped and counted, and
-        the first one is logged."""
-        if report.unit == own != NO_UNIT:
-            # Also of a rank whose engine has registered another pool, which reports so itself.
-            return False
+        """Whether a report that is not of the unit `own` is of another unit, or of another engine's rank: it is dropped
+        and counted, and the first one is logged."""
         reason = self._foreign_pool(report.handshakes)
         if not reason and report.unit != NO_UNIT:
             # Its ops have the numbers of ours, and say nothing of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.completions import CompletionHandler
@@ -23,6 +23,7 @@ from flexkv.cache.base import CacheListener
 from flexkv.cache.listeners import Listeners
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
+from flexkv.transfer.graph import OpId
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
@@ -148,7 +149,8 @@ class SchedulerSide:
         """Reads of what tiers behind host memory have of a request begin while it waits in the engine's queue."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
             return
-        self.unit.grow()
+        if self.unit.growing:
+            self.unit.grow()
         if self._loads.prefetch(self.requests.of(request), self._watch.has_cached):
             self._poll()
 
@@ -157,18 +159,22 @@ class SchedulerSide:
 
         (None, False) while more is read from disk: the engine asks again with its next step.
         """
-        if not self.unit.usable or not self._spec.role.loads:
+        unit = self.unit
+        if not unit.usable or not self._spec.role.loads:
             return 0, False
         self._completions.collect_early()
-        self._poll()
-        self.unit.grow()
+        if unit.has_tiers:
+            self._poll()
+        if unit.growing:
+            unit.grow()
         tracker = self.requests.of(request)
         self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
         tracker.own_from = computed_tokens // self._spec.geometry.block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
-        # What the lookup found on disk is asked for at once.
-        self._poll()
+        if unit.has_tiers:
+            # What the lookup found on disk is asked for at once.
+            self._poll()
         if tokens is None:
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
@@ -199,13 +205,16 @@ class SchedulerSide:
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
         self.orders.step = self._forward_step
-        unit.grow()
+        if unit.growing:
+            unit.grow()
         if unit.usable:
             self._stores.plan_step(output, self._step, self.orders)
-        self._watch_reuse(output)
-        self._poll()
+        if reused := self._watch.take_reused():
+            self._order_ends(reused, output)
+        if unit.has_tiers:
+            self._poll()
         unit.expire_if_due(self.counters)
-        self.orders.disk_busy = unit.busy
+        self.orders.disk_busy = unit.has_tiers and unit.busy
         self.orders.grant = unit.grant
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
@@ -261,31 +270,28 @@ class SchedulerSide:
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
-            if self.handshakes.refuses(part, self.unit.unit_id):
-                continue
-            if part.unit != NO_UNIT:
-                self._take_report(part)
-            elif self.unit.unit_id == NO_UNIT and part.handshakes:
+            own = self.unit.unit_id
+            if part.unit == own != NO_UNIT:
+                # Also of a rank whose engine has registered another pool, which reports so itself.
+                self._completions.take(part)
+                if self._steps is not None and part.step:
+                    self._steps.ended(part.step)
+            elif not self.handshakes.refuses(part, own) and own == NO_UNIT and part.handshakes:
                 self.take_handshake(part.handshakes)
-
-    def _take_report(self, report: WorkerMetadata) -> None:
-        self._completions.take(report)
-        if self._steps is not None and report.step:
-            self._steps.ended(report.step)
-        self._poll()
+        if self.unit.has_tiers:
+            self._poll()
 
     def _poll(self) -> None:
-        """Gives the tiers what there is to do, and takes what they have done."""
+        """Gives the tiers of the unit what there is to do, and takes what they have done."""
         if self.unit.poll():
             self._completions.changed = True
 
-    def _watch_reuse(self, output: SchedulerOutput) -> None:
-        reused = self._watch.take_reused()
-        if reused:
-            self.orders.reused = reused
-            for op_id in reused if output.kv_cache_block_copies or output.new_block_ids_to_zero else ():
-                # Some model runners copy into and clear new blocks before they call the connector.
-                self.orders.void.append(op_id)
+    def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
+        """Orders the copies out of blocks that the engine has handed out again to end before the step writes them."""
+        self.orders.reused = reused
+        if output.kv_cache_block_copies or output.new_block_ids_to_zero:
+            # Some model runners copy into and clear new blocks before they call the connector.
+            self.orders.void += reused
 
     # --- state ---
 
@@ -293,10 +299,11 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
         self._completions.collect_early()
-        self._poll()
         unit = self.unit
-        if unit.busy:
-            return True
+        if unit.has_tiers:
+            self._poll()
+            if unit.busy:
+                return True
         if not unit.usable:
             # A rank that cannot use the pool may never report its ops.
             return False
@@ -374,12 +381,12 @@ class SchedulerSide:
         """KV cache events since the last call."""
         return self.events.take()
 
-    def take_counters(self) -> Counters | None:
-        """Values of the metrics since the last call; None when nothing happened."""
+    def take_counters(self) -> dict[str, Any] | None:
+        """Values of the metrics since the last call, as plain data; None when nothing happened."""
         if self._completions.changed:
             self._completions.changed = False
             self.unit.count(self.counters)
-        return self.counters.take() if self.counters else None
+        return self.counters.take() if self.counters.data else None
 
     def close(self) -> None:
         """Ends tiers and host pool; the workers' lanes have ended, or end by themselves. Idempotent."""

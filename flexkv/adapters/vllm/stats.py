@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from flexkv.observe import METRICS, Counters, Metric, MetricKind
+from flexkv.observe import METRICS, Counters, Metric, MetricKind, merge_values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +31,7 @@ class FlexKVStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> FlexKVStats:
         """Adds what another rank or interval reports."""
-        self.data = Counters(self.data).merge(Counters(other.data)).data
+        merge_values(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -17,7 +17,7 @@ from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicat
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
 from flexkv.transfer.graph import OpResult, TransferGraph
@@ -226,10 +226,6 @@ class WorkerSide(RankWorker):
 
     # --- reports ---
 
-    def take_counters(self) -> Counters | None:
-        """Values of the metrics since the last call; None when nothing happened."""
-        return self.counters.take() if self.counters.data else None
-
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
         return self._reports.take_finished()
@@ -246,7 +242,7 @@ class WorkerSide(RankWorker):
         if self._ops.step != self._reported_step:
             report.step = self._reported_step = self._ops.step
         report.results = [(self.rank, result) for result in self._ops.reports.take_results()]
-        if self._pool is not None and (ready := self.usable_slots) != self._reported_slots:
+        if self._reported_slots < self.slots and (ready := self.usable_slots) != self._reported_slots:
             report.ready[self.rank] = self._reported_slots = ready
         if (
             self._ops.engine is None

@@ -23,7 +23,7 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
-from flexkv.observe import Counters
+from flexkv.observe import Counters, merge_values
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.ranks import UnitOwner
@@ -349,7 +349,7 @@ class MiniEngine:
             )
         )
         if (counters := self.side.take_counters()) is not None:
-            self.counters.merge(counters)
+            merge_values(self.counters.data, counters)
         for name in done:
             del self._pending[name]
             self.finished_loads.append(name)

@@ -107,7 +107,7 @@ def test_counters_of_ranks_and_scheduler_add_up(make_engine: Make) -> None:
     engine.run(make_request(PROMPT, "two"))
     stats = FlexKVStats(data=engine.counters.data)
     for worker in engine.workers:
-        stats = stats.aggregate(FlexKVStats(data=worker.counters.take().data))
+        stats = stats.aggregate(FlexKVStats(data=worker.counters.take()))
     reduced = stats.reduce()
     assert reduced["moved_pages[store]"] == 2 * 3
     assert reduced["moved_pages[load]"] == 2 * 3

@@ -9,6 +9,7 @@ import pytest
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import CapacityError, GeometryError
+from flexkv.observe import Counters
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.full_queue import four_loads
@@ -178,7 +179,7 @@ def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine:
     assert slow.movers[0].wait_stalled(1, 10.0)
     engine.until(lambda: len(engine.finished_loads) == 3)
     assert sorted(engine.finished_loads) == names[1:]
-    counters = engine.workers[0].counters.take()
+    counters = Counters(engine.workers[0].counters.take())
     assert counters.value("flexkv_failed_pages_total", direction="load", reason="deadline") == 3 * 5
     slow.movers[0].release()
     engine.until(lambda: sorted(engine.finished_loads) == names)

@@ -185,7 +185,7 @@ def test_a_report_of_another_unit_frees_and_publishes_nothing(
     assert errors(logged, "reached the scheduler's side of unit") == (0 if own else 1)
     counters = engine.side.take_counters()
     assert counters is not None
-    assert counters.data.get(MESSAGES, {}).get("reports", 0) == (0 if own else 2)
+    assert counters.get(MESSAGES, {}).get("reports", 0) == (0 if own else 2)
 
 
 def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:

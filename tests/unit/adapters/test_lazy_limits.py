@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from flexkv.observe import Counters
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -116,7 +117,6 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
     engine.side.take_counters()
     for _ in range(3):
         assert engine.side.match(request, 0) == (20, True)
-    counters = engine.side.take_counters()
-    assert counters is not None
+    counters = Counters(engine.side.take_counters())
     assert counters.value("flexkv_lookup_tokens_total") == len(PROMPT) - 1
     assert counters.value("flexkv_hit_tokens_total") == 0

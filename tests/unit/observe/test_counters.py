@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from flexkv.observe import METRICS, Counters, MetricKind
+from flexkv.observe import METRICS, Counters, MetricKind, merge_values
 from flexkv.observe.counters import MAX_SAMPLES
 
 
@@ -18,7 +18,7 @@ def test_ranks_add_up_and_levels_are_replaced() -> None:
         counters.add("flexkv_moved_bytes_total", n, direction="load")
         counters.set("flexkv_host_slots_used", n)
         counters.observe("flexkv_transfer_seconds", n / 10, direction="store")
-    first.merge(second)
+    merge_values(first.data, second.data)
     assert first.value("flexkv_hit_tokens_total") == 30
     assert first.value("flexkv_moved_bytes_total", direction="load") == 3
     assert first.value("flexkv_moved_bytes_total", direction="store") == 0
@@ -42,10 +42,9 @@ def test_take_leaves_nothing_and_untouched_counters_are_false() -> None:
     counters.add("flexkv_resets_total", 0)
     assert not counters
     counters.add("flexkv_resets_total")
-    taken = counters.take()
-    assert taken
+    assert counters.take() == {"flexkv_resets_total": {"": 1}}
     assert not counters
-    assert taken.value("flexkv_resets_total") == 1
+    assert counters.take() == {}
 
 
 def test_too_many_samples_are_counted_instead() -> None:
@@ -53,9 +52,16 @@ def test_too_many_samples_are_counted_instead() -> None:
     for _ in range(MAX_SAMPLES):
         counters.observe("flexkv_transfer_seconds", 0.1, direction="load")
     more.observe("flexkv_transfer_seconds", 0.1, direction="load")
-    counters.merge(more)
+    merge_values(counters.data, more.data)
     assert len(counters.samples("flexkv_transfer_seconds", direction="load")) == MAX_SAMPLES
     assert counters.value("flexkv_lost_samples_total") == 1
+
+
+def test_labels_may_come_in_any_order() -> None:
+    counters = Counters()
+    counters.add("flexkv_failed_pages_total", 1, direction="load", reason="failed")
+    counters.add("flexkv_failed_pages_total", 2, reason="failed", direction="load")
+    assert counters.data == {"flexkv_failed_pages_total": {"load,failed": 3}}
 
 
 def test_what_the_table_does_not_name_is_refused() -> None:
@@ -70,8 +76,14 @@ def test_what_the_table_does_not_name_is_refused() -> None:
         counters.add("flexkv_moved_bytes_total", 1, direction="up")
     with pytest.raises(ValueError, match="only grows"):
         counters.add("flexkv_resets_total", -1)
+    with pytest.raises(ValueError, match="no counter"):
+        counters.add("flexkv_host_slots")
+    with pytest.raises(ValueError, match="takes the labels"):
+        counters.add("flexkv_moved_bytes_total", 1, way="load")
     with pytest.raises(ValueError, match="no metric"):
         Counters({"flexkv_nonsense": {}})
+    with pytest.raises(ValueError, match="no metric"):
+        merge_values(counters.data, {"flexkv_nonsense": {}})
     assert not counters
 
 
