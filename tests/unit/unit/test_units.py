@@ -133,6 +133,35 @@ def test_every_call_is_allowed_in_every_state(state: UnitState, build: Build) ->
     assert unit.state is UnitState.CLOSED
 
 
+def until_all_is_up(unit: LiveUnit) -> None:
+    ends_s = time.monotonic() + DEADLINE_S
+    while unit.growing:
+        assert time.monotonic() < ends_s
+        unit.grow()
+
+
+def test_the_pool_is_polled_until_all_of_it_is_up_and_logged(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def half(pool: HostPool) -> int:
+        looks.append(pool.slots // 2)
+        return looks[-1]
+
+    monkeypatch.setattr(HostPool, "ready_slots", property(half))
+    unit = build()
+    unit.grow()
+    assert (len(looks), unit.manager.free_slots(0)) == (2, unit.slots // 2)
+    monkeypatch.undo()
+    until_all_is_up(unit)
+    assert unit.pool.settled
+    assert unit.manager.free_slots(0) == unit.slots
+    monkeypatch.setattr(HostPool, "ready_slots", property(half))
+    unit.grow()
+    assert len(looks) == 2
+
+
 @EVERY_STATE
 def test_what_is_under_way_ends(state: UnitState, build: Build) -> None:
     if state is UnitState.AWAITING_RANKS:
