@@ -37,21 +37,21 @@ class Hub:
     Args:
         policy: which pages are evicted first; allowed are `c_ext.eviction_policies()`.
         counts: of the manager; evictions are counted there.
-        listener: is told what becomes visible and what leaves.
 
     Attributes:
         index: keys to slots. Whoever changes it tells the hub what became visible and what was evicted.
         tokens: per group, valid tokens of the page in each slot, int32 [slots]; right only where `tracks_tokens`.
         tracks_tokens: other tiers want to know the tokens of pages.
         any_partial: some page may have other than `block_tokens` tokens.
-        on_evicted: is told of blocks that were evicted to make room, before the listener.
+        on_evicted: is told of blocks that were evicted to make room, before the listeners.
+        listeners: are told what becomes visible and what leaves, in this order.
 
     Raises:
         ConfigError: no such policy.
     """
 
     def __init__(
-        self, specs: Sequence[GroupSpec], policy: str, counts: ManagerStats, listener: CacheListener | None
+        self, specs: Sequence[GroupSpec], policy: str, counts: ManagerStats, listeners: list[CacheListener]
     ) -> None:
         self.index = BlockIndex([spec.slots for spec in specs], policy)
         self.tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in specs]
@@ -60,7 +60,7 @@ class Hub:
         self.any_partial = False
         self.on_evicted: Callable[[int, Keys], object] | None = None
         self._counts = counts
-        self._listener = listener
+        self.listeners = listeners
 
     # --- what is on its way ---
 
@@ -105,8 +105,10 @@ class Hub:
 
     def published(self, group: int, entries: EntryIds) -> None:
         """Blocks became visible: stored, or brought from another tier."""
-        if self._listener:
-            self._listener.on_publish(group, self.index.keys_of(entries))
+        if self.listeners:
+            keys = self.index.keys_of(entries)
+            for listener in self.listeners:
+                listener.on_publish(group, keys)
 
     def evicted(self, group: int, keys: Keys) -> None:
         """Blocks left to make room."""
@@ -115,16 +117,17 @@ class Hub:
         self._counts.evicted_blocks += len(keys)
         if self.on_evicted is not None:
             self.on_evicted(group, keys)
-        if self._listener:
-            self._listener.on_evict(group, keys)
+        for listener in self.listeners:
+            listener.on_evict(group, keys)
 
     def remove(self, group: int, entries: EntryIds) -> int:
         """Makes blocks misses, visible or not; leased slots are freed with their last lease. Returns how many."""
-        was_ready = self.index.ready(entries) if self._listener else None
+        was_ready = self.index.ready(entries) if self.listeners else None
         keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
         removed = int(np.count_nonzero(self.index.remove(entries)))
-        if self._listener and keys is not None and len(keys):
-            self._listener.on_evict(group, keys)
+        if keys is not None and len(keys):
+            for listener in self.listeners:
+                listener.on_evict(group, keys)
         return removed
 
     def refill_reserve(self, group: int, most: int) -> None:

@@ -100,7 +100,6 @@ class LocalCacheManager(CacheManager):
         self._limits = limits
         self._clock = clock
         self._unix_s = unix_s
-        self._listener = listener
         self._counts = ManagerStats()
         self._requests = RequestTable()
         self._ops = OpTable(clock)
@@ -109,7 +108,7 @@ class LocalCacheManager(CacheManager):
         self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._epoch = 0
         self.cost = CostModel()
-        self.hub = Hub(self._specs, policy, self._counts, listener)
+        self.hub = Hub(self._specs, policy, self._counts, [] if listener is None else [listener])
         self.tiers: list[Tier] = []
         self._log = OpLog(clock, self.tiers)
         for number, make in enumerate(tiers):
@@ -429,8 +428,8 @@ class LocalCacheManager(CacheManager):
                 tier.finish_reset(ends_s)
         self._promises.resetting = False
         self._counts.resets += 1
-        if self._listener:
-            self._listener.on_reset(self._epoch)
+        for listener in self.hub.listeners:
+            listener.on_reset(self._epoch)
         return self._epoch
 
     def disable(self) -> None:

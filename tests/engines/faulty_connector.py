@@ -82,7 +82,7 @@ class ImpatientWorker(FaultyWorker):
     """Says that it waited for a layer, and has not."""
 
     def wait_for_layer(self, name: str) -> None:
-        self._layer_loads._waited.add(self._layer_numbers[name])
+        self.layer_loads._waited.add(self._layer_numbers[name])
 
 
 class ImpatientConnector(FaultyConnector):
@@ -96,7 +96,7 @@ class HastyWorker(FaultyWorker):
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
-        self._layer_stores.finish()
+        self.layer_stores.finish()
         for op in (op for graph in orders.stores for op in graph.ops):
             if (mine := self._ops._ops.get(op.op_id)) is not None:
                 self._ops.engine.wait(mine.ticket, 10.0)
@@ -108,15 +108,10 @@ class HastyConnector(FaultyConnector):
     worker_class = HastyWorker
 
 
-class SecretiveWorker(FaultyWorker):
-    """Keeps to itself which blocks a load did not fill."""
-
-    def take_failed_blocks(self) -> set[int]:
-        super().take_failed_blocks()
-        return set()
-
-
 class SecretiveConnector(FaultyConnector):
-    """Lets the engine go on with KV that never came: the control of the tests of loads that are cut short."""
+    """Keeps to itself which blocks a load did not fill, so that the engine goes on with KV that never came: the control
+    of the tests of loads that are cut short."""
 
-    worker_class = SecretiveWorker
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        super().get_block_ids_with_load_errors()
+        return set()

@@ -89,19 +89,19 @@ class RankOps:
         if started_s > load.deadline_s:
             self._refuse(job, PAST_DEADLINE)
             return
-        graph = job.graph
+        graph, ops = job.graph, job.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
             # Planned before it was reported to the scheduler's side. The ops of a load wait for no other.
-            without_lane = [op for op in job.ops if op.kind is OpKind.GDS_READ]
-            graph = TransferGraph(tuple(op for op in job.ops if op.kind is not OpKind.GDS_READ))
-        only_those = len(without_lane) == len(job.ops)
+            without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
+            graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
+        only_those = len(without_lane) == len(ops)
         ticket = NO_TICKET if only_those else self.engine.submit(graph)
         if ticket is None:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
             self._waiting.append(load)
             return
-        for op in job.ops:
+        for op in ops:
             self._ops[op.op_id] = SubmittedOp(ticket, op.pages, started_s, self.step, job, load.deadline_s)
         for op in without_lane:
             every = np.arange(op.pages, dtype=np.int32)
@@ -262,7 +262,7 @@ class RankOps:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Collects ended ops; waits for one up to `wait_s` if any is under way. Ends the wait for late loads."""
-        if self.engine is None:
+        if self.engine is None or not (self._ops or self._waiting):
             return
         waiting, self._waiting = self._waiting, []
         for load in waiting:
@@ -308,7 +308,7 @@ class RankOps:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _collect(self) -> None:
-        while results := self.engine.poll():
+        while self._ops and (results := self.engine.poll()):
             for result in results:
                 self._end(result)
 
@@ -317,7 +317,8 @@ class RankOps:
 
     def _end(self, result: OpResult) -> None:
         op = self._ops.pop(result.op_id)
-        result = op.outcome(result)
+        if op.given_up or op.torn:
+            result = op.outcome(result)
         self.reports.add(result, op.step, op.load)
         op.count(result, self.stripe_bytes, self._counters)
         job = op.load

@@ -148,7 +148,7 @@ class FlexKVConnectorV1Impl:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
-        return self._worker.take_failed_blocks()
+        return self._worker.reports.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> None:
         """vLLM's class cannot rebuild statistics of ours, and would warn of every report."""
@@ -188,7 +188,7 @@ class FlexKVConnectorV1Impl:
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         side = self._side()
-        return side.take_events() if side is not None else ()
+        return side.events.take() if side is not None and side.events is not None else ()
 
     @log_refusal(logger)
     def _side(self) -> SchedulerSide | None:

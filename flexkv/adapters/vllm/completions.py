@@ -57,7 +57,7 @@ class CompletionHandler:
         stores: StoreMode,
         watch: StoreWatch,
         counters: Counters,
-        events: EventLog,
+        events: EventLog | None,
     ) -> None:
         self._unit = unit
         self._workers = workers
@@ -84,7 +84,8 @@ class CompletionHandler:
             self._unit.disable(rank, error)
         for rank, reason in report.no_gds.items():
             self._unit.stop_straight_loads(rank, reason)
-        self._unit.rank_ready(report.ready)
+        if report.ready:
+            self._unit.rank_ready(report.ready)
         for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
             self._complete(rank, result)
         if report.step:
@@ -133,7 +134,8 @@ class CompletionHandler:
     def _end_store(self, completion: Completion) -> None:
         self._watch.end(completion.op_id)
         self._counters.add("flexkv_unpublished_pages_total", len(completion.failed_blocks))
-        self._events.ended(completion.op_id)
+        if self._events is not None:
+            self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)
 
 

@@ -179,12 +179,14 @@ class FlexKVConnector(KVConnectorBase_V1):
         self.worker.start_loads(cast("ConnectorMetadata", self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self.worker.wait_for_layer(layer_name)
+        if self.worker.layer_loads.busy:
+            self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        self.worker.layer_written(layer_name)
+        if self.worker.layer_stores.busy:
+            self.worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
@@ -192,10 +194,10 @@ class FlexKVConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
-        return None, self.worker.take_finished() or None
+        return None, self.worker.reports.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_failed_blocks()
+        return self.worker.reports.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return self.worker.take_metadata()
@@ -242,7 +244,8 @@ class FlexKVConnector(KVConnectorBase_V1):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self.scheduler.take_events()
+        events = self.scheduler.events
+        return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_work

@@ -32,13 +32,12 @@ LOCAL = "LOCAL"
 
 
 class EventLog(CacheListener):
-    """Collects events until the engine takes them. Does nothing, and costs nothing, when the engine wants none.
+    """Collects events until the engine takes them. There is none where the engine wants none.
 
     Partial tails have no hash in the engine's words, so nothing is said of them.
     """
 
-    def __init__(self, enabled: bool, geometry: BlockGeometry) -> None:
-        self.enabled = enabled
+    def __init__(self, geometry: BlockGeometry) -> None:
         self._geometry = geometry
         self._events: list[KVCacheEvent] = []
         self._planned: dict[bytes, BlockStored] = {}
@@ -47,7 +46,7 @@ class EventLog(CacheListener):
 
     def planned(self, tracker: RequestTracker, plan: StorePlan, first_block: int) -> None:
         """Remembers what a store's blocks are; the request may be gone when they become visible."""
-        if not self.enabled or plan.graph is None:
+        if plan.graph is None:
             return
         numbers = [first_block + position for position in plan.stored.tolist()]
         keys = [tracker.keys()[number].tobytes() for number in numbers]
@@ -57,7 +56,7 @@ class EventLog(CacheListener):
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
         """The same for blocks of which only their hash is left (lazy stores)."""
-        if not self.enabled or plan.graph is None:
+        if plan.graph is None:
             return
         positions = plan.stored.tolist()
         for position in positions:
@@ -87,8 +86,6 @@ class EventLog(CacheListener):
             self._planned.pop(key, None)
 
     def on_publish(self, group: int, keys: Keys) -> None:
-        if not self.enabled:
-            return
         for row in keys:
             key = row.tobytes()
             event = self._planned.pop(key, None)
@@ -97,8 +94,6 @@ class EventLog(CacheListener):
                 self._events.append(event)
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        if not self.enabled:
-            return
         gone = [block_hash for row in keys for block_hash in self._announced.pop(row.tobytes(), ())]
         if gone:
             self._events.append(
@@ -106,9 +101,8 @@ class EventLog(CacheListener):
             )
 
     def on_reset(self, epoch: int) -> None:
-        if self.enabled:
-            self._announced.clear()
-            self._events.append(AllBlocksCleared())
+        self._announced.clear()
+        self._events.append(AllBlocksCleared())
 
     def take(self) -> Iterable[KVCacheEvent]:
         """The events since the last call."""

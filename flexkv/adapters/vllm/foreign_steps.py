@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_reports import RankReports
-from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import TransferGraph
@@ -35,27 +34,23 @@ class ForeignSteps:
         self._ops = RankOps(config, rank, counters)
         self._ordered_by: UnitId | None = None
         self._logged = False
-        self._counted: ConnectorMetadata | None = None
         self.unit: UnitId | None = None
         self.reason = ""
 
-    def begin(self, orders: ConnectorMetadata, own: UnitId) -> RankReports:
-        """A step of another unit than `own`.
+    def begin(self, unit: UnitId, own: UnitId) -> RankReports:
+        """A step that another unit than `own` has ordered.
 
         Returns:
             What is to be reported to the unit that ordered it.
         """
-        self.unit = orders.unit
-        if orders is not self._counted:
-            # Every hook of a step begins with it.
-            self._counted = orders
-            self._counters.add("flexkv_refused_messages_total", kind="orders")
-        if self._ordered_by != orders.unit:
-            self._ordered_by = orders.unit
+        self.unit = unit
+        self._counters.add("flexkv_refused_messages_total", kind="orders")
+        if self._ordered_by != unit:
+            self._ordered_by = unit
             # What is left of another unit's step, which broke off before its report, is none of this one's ops.
             self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
-                f"a step of {_name(orders.unit)} reached rank {self._rank} of {_name(own)}"
+                f"a step of {_name(unit)} reached rank {self._rank} of {_name(own)}"
             )
             if not self._logged:
                 self._logged = True

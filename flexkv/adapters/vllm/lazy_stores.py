@@ -50,7 +50,7 @@ class LazyStores(RequestStores, CacheListener):
         requests: RequestTable,
         watch: StoreWatch,
         counters: Counters,
-        events: EventLog,
+        events: EventLog | None,
     ) -> None:
         super().__init__(unit, spec, requests, watch, counters, events)
         self._namespace = spec.namespace
@@ -186,7 +186,8 @@ class LazyStores(RequestStores, CacheListener):
                 self._withdraw(block.block_id)
                 self._offered[block.block_id] = (block.block_hash, key.tobytes())
                 self._block_of_key[key.tobytes()] = block.block_id
-        self._events.planned_by_hash(plan, keys, hashes)
+        if self._events is not None:
+            self._events.planned_by_hash(plan, keys, hashes)
         self._manager.release(LAZY_REQUEST)
         if plan.graph is not None:
             for op in plan.graph.ops:

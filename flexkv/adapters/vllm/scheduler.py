@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
 from flexkv.adapters.vllm.stores import EagerStores, NoStores, StoreMode
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
-from flexkv.cache.listeners import Listeners
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import OpId
@@ -31,7 +30,6 @@ from flexkv.unit.null_unit import NullUnit
 from flexkv.unit.ranks import NO_UNIT
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,6 +48,7 @@ class SchedulerSide:
 
     Attributes:
         requests: the live requests.
+        events: KV cache events that the engine has not taken yet; None where it publishes none.
         orders: what has been ordered since the last step.
         unit: one that has nothing until every rank has shaken hands.
         workers: all ranks' worker sides if they live in this process, else none.
@@ -68,7 +67,7 @@ class SchedulerSide:
         self._forward_step = 0
         self.counters = Counters()
         self.handshakes = Handshakes(spec.ranks, self.counters)
-        self.events = EventLog(with_events, spec.geometry)
+        self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False
         self._serve(NullUnit(), (), NoStores())
 
@@ -101,7 +100,7 @@ class SchedulerSide:
     def _build(self) -> None:
         """Makes the unit, and what serves the engine with it."""
         assert self._watch_bound, "the engine binds its block pool before the handshake"
-        spec, listeners = self._spec, Listeners(self.events)
+        spec = self._spec
         self.handshakes.check_blocks(spec.geometry.num_blocks)
         workers = local_engines.workers_of_pools(self.handshakes.pools)
         unit = build_unit(
@@ -110,7 +109,7 @@ class SchedulerSide:
             self.handshakes.of_rank,
             spec.owner,
             spec.cache_role(shared=not workers),
-            listeners,
+            self.events,
             spec.prompt_limit,
         )
         with ExitStack() as on_error:
@@ -121,7 +120,7 @@ class SchedulerSide:
                 unit.grant = unit.make_grant(not current_device_is_host())
             stores = self._make_stores(unit)
             if isinstance(stores, CacheListener):
-                listeners.add(stores)
+                unit.manager.hub.listeners.append(stores)
             self._serve(unit, workers, stores)
             on_error.pop_all()
 
@@ -376,10 +375,6 @@ class SchedulerSide:
                 ended = False
         self._completions.collect_early()
         return ended
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV cache events since the last call."""
-        return self.events.take()
 
     def take_counters(self) -> dict[str, Any] | None:
         """Values of the metrics since the last call, as plain data; None when nothing happened."""

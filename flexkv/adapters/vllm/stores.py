@@ -97,7 +97,7 @@ class RequestStores(StoreMode):
         requests: RequestTable,
         watch: StoreWatch,
         counters: Counters,
-        events: EventLog,
+        events: EventLog | None,
     ) -> None:
         self._manager = unit.manager
         self._requests = requests
@@ -161,7 +161,7 @@ class EagerStores(RequestStores):
         requests: RequestTable,
         watch: StoreWatch,
         counters: Counters,
-        events: EventLog,
+        events: EventLog | None,
     ) -> None:
         super().__init__(unit, spec, requests, watch, counters, events)
         self._with_tails = spec.config.store.partial_blocks
@@ -225,7 +225,8 @@ class EagerStores(RequestStores):
             tracker.retry_step = step + RETRY_STEPS
         else:
             tracker.cursor = end
-        self._events.planned(tracker, plan, first)
+        if self._events is not None:
+            self._events.planned(tracker, plan, first)
         return self._watched(plan)
 
     def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:

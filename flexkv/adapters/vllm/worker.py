@@ -47,6 +47,8 @@ class WorkerSide(RankWorker):
 
     Attributes:
         kv_config: the engine's KV cache configuration; None before its tensors are registered.
+        layer_loads, layer_stores: of the step under way, where they go by layer: `busy` while there are any.
+        reports: to the unit that ordered the step under way; what the engine's hooks carry is taken from there.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int) -> None:
@@ -54,11 +56,11 @@ class WorkerSide(RankWorker):
         self._ranks = ranks
         self.kv_config: KVCacheConfig | None = None
         self._layer_numbers: dict[str, int] = {}
-        self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
-        self._layer_stores = LayerStores(self._ops)
+        self.layer_loads = LayerLoads(self._ops, config.load.deadline_s)
+        self.layer_stores = LayerStores(self._ops)
         self._foreign = ForeignSteps(config, rank, self.counters)
-        self._reports = self._ops.reports
-        """Of the unit that ordered the step under way."""
+        self.reports = self._ops.reports
+        self._orders: ConnectorMetadata | None = None
         self._settled_step = 0
         self._reported_step = 0
         self._reported_slots = -1
@@ -88,7 +90,7 @@ class WorkerSide(RankWorker):
         Raises:
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
         """
-        self._layer_stores.abandon()
+        self.layer_stores.abandon()
         self.release_pool(ASLEEP)
 
     def restore_kv_caches(self) -> None:
@@ -105,7 +107,7 @@ class WorkerSide(RankWorker):
         Raises:
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
         """
-        self._layer_stores.abandon()
+        self.layer_stores.abandon()
         try:
             self._ops.release(reason)
         finally:
@@ -138,11 +140,13 @@ class WorkerSide(RankWorker):
         the step's stores that go by layer: nothing of them is copied before the forward has written it."""
         if orders.grant is not None:
             self.take_grant(orders.grant)
-        if self._is_foreign(orders):
+        if orders is not self._orders:
+            self._begin_step(orders)
+        if self._foreign.unit is not None:
             self._foreign.refuse(stores=orders.early)
             return
-        if self._layer_stores.busy and orders.step > self._ops.step:
-            self._layer_stores.abandon()
+        if self.layer_stores.busy and orders.step > self._ops.step:
+            self.layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
             # A forward is waiting for this copy, so it goes before the other stores.
@@ -155,51 +159,55 @@ class WorkerSide(RankWorker):
         if orders.reused:
             self._ops.end_before_reuse(orders.reused, REUSE_WAIT_S)
         if by_layer := [graph for graph in orders.stores if graph.is_layerwise]:
-            self._layer_stores.begin(by_layer, self.view.num_layers)
+            self.layer_stores.begin(by_layer, self.view.num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads from its start."""
         # Not every connector class forwards the hook that comes before.
-        if self._is_foreign(orders):
+        if orders is not self._orders:
+            self._begin_step(orders)
+        if self._foreign.unit is not None:
             self._foreign.refuse(loads=orders.loads)
             return
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job)
             # vLLM may begin a load between steps, and reset before the step that orders it.
-            if any(op.op_id in orders.void for op in job.ops):
+            if orders.void and any(op.op_id in orders.void for op in job.ops):
                 self._ops.invalidate(job, RESET)
         for job in orders.loads:
             if job.sync and not job.by_layer:
                 self._ops.finish_load(job)
-        by_layer = [job for job in orders.loads if job.by_layer]
-        if by_layer or self._layer_loads.busy:
-            self._layer_loads.begin(by_layer, self.view.num_layers)
+        by_layer = [job for job in orders.loads if job.sync and job.by_layer]
+        if by_layer or self.layer_loads.busy:
+            self.layer_loads.begin(by_layer, self.view.num_layers)
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward is about to read this attention layer: returns when the step's loads have filled it.
+        """The forward is about to read this attention layer: returns when the `layer_loads` have filled it.
 
         An attention layer without KV in the pool, as an encoder has them, is of no load.
         """
-        if not self._layer_loads.busy or (number := self._layer_numbers.get(name)) is None:
+        if (number := self._layer_numbers.get(name)) is None:
             return
         stream = None if self.device is None else _current_stream(self.device)
-        self._layer_loads.wait(number, stream)
+        self.layer_loads.wait(number, stream)
 
     def layer_written(self, name: str) -> None:
-        """The forward has written this attention layer's KV: its copies may start."""
-        if self._layer_stores.busy and (number := self._layer_numbers.get(name)) is not None:
-            self._layer_stores.written(number)
+        """The forward has written this attention layer's KV: the copies of the `layer_stores` may start."""
+        if (number := self._layer_numbers.get(name)) is not None:
+            self.layer_stores.written(number)
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
         """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
-        if self._is_foreign(orders):
+        if orders is not self._orders:
+            self._begin_step(orders)
+        if self._foreign.unit is not None:
             self._foreign.refuse(stores=orders.stores)
             return
-        if self._layer_loads.busy:
-            self._layer_loads.finish()
-        if self._layer_stores.busy:
-            self._layer_stores.finish()
+        if self.layer_loads.busy:
+            self.layer_loads.finish()
+        if self.layer_stores.busy:
+            self.layer_stores.finish()
         for graph in orders.stores:
             if not graph.is_layerwise:
                 self._ops.submit_store(graph)
@@ -210,13 +218,13 @@ class WorkerSide(RankWorker):
         if self._foreign.unit is None:
             self._ops.finish_stores(orders.stores)
 
-    def _is_foreign(self, orders: ConnectorMetadata) -> bool:
-        """Whether another unit has ordered the step; from here on the reports are those of the step's unit."""
+    def _begin_step(self, orders: ConnectorMetadata) -> None:
+        """The first hook of a step: from here on the reports are those of the unit that has ordered it."""
+        self._orders = orders
         if orders.unit == self.unit:
-            self._foreign.unit, self._reports = None, self._ops.reports
-            return False
-        self._reports = self._foreign.begin(orders, self.unit)
-        return True
+            self._foreign.unit, self.reports = None, self._ops.reports
+        else:
+            self.reports = self._foreign.begin(orders.unit, self.unit)
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
         """Collects ended ops. With `idle`, waits a moment for one if any is under way, here or on the disks."""
@@ -225,14 +233,6 @@ class WorkerSide(RankWorker):
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
 
     # --- reports ---
-
-    def take_finished(self) -> set[str]:
-        """Requests whose async load has ended on this rank, each exactly once."""
-        return self._reports.take_finished()
-
-    def take_failed_blocks(self) -> set[int]:
-        """Engine blocks that a load should have filled and did not."""
-        return self._reports.take_failed_blocks()
 
     def take_metadata(self) -> WorkerMetadata | None:
         """The step's report to the scheduler's side; None when there is nothing to report."""
@@ -261,7 +261,7 @@ class WorkerSide(RankWorker):
 
     def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
         report = WorkerMetadata(unit=unit)
-        report.results = [(self.rank, result) for result in self._reports.take_results()]
+        report.results = [(self.rank, result) for result in self.reports.take_results()]
         if self._reported_foreign != unit:
             self._reported_foreign = unit
             report.errors[self.rank] = self._foreign.reason
@@ -274,7 +274,7 @@ class WorkerSide(RankWorker):
         connector beside us, and what was computed from it must not be published before the engine has gone back. With
         two batches in flight a step is reported when the next one has run.
         """
-        self.poll()
+        self._ops.poll()
         return self._ops.reports.take_settled(self._settled_step)
 
     def settle(self, step: int) -> None:

@@ -305,7 +305,7 @@ class MiniEngine:
         self._forward(worker, scheduled, any(graph.is_layerwise for graph in orders.stores))
         worker.submit_stores(orders)
         worker.poll(orders.idle, orders.disk_busy)
-        return worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+        return worker.reports.take_finished(), worker.reports.take_failed_blocks(), worker.take_metadata()
 
     def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
         """Writes what the step computes; with `by_layer` one layer after the other, and says so of each."""

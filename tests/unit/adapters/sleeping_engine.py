@@ -74,7 +74,7 @@ class SleepingEngine(MiniEngine):
         if self._early_save:
             worker.finish_stores(orders)
         worker.poll(orders.idle, orders.disk_busy)
-        report = worker.take_finished(), worker.take_failed_blocks(), worker.take_metadata()
+        report = worker.reports.take_finished(), worker.reports.take_failed_blocks(), worker.take_metadata()
         for _ in writes:  # the draft model's layer
             pass
         if not self._early_save:

@@ -21,6 +21,7 @@ from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
+from flexkv.unit.live_unit import LiveUnit
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import image, make_request
 from tests.unit.cache.disk_world import chain
@@ -29,19 +30,25 @@ Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 112))
 
 
+def taken(engine: MiniEngine) -> list[Any]:
+    """KV cache events since the last call."""
+    assert engine.side.events is not None
+    return list(engine.side.events.take())
+
+
 def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Make) -> None:
     engine = make_engine(with_events=True)
     request = make_request(PROMPT, "one", cache_salt="s", mm_features=[image("cat", 5, 2)])
     engine.run(request)
     names = list(map(maybe_convert_block_hash, request.block_hashes))
-    events = list(engine.side.take_events())
+    events = taken(engine)
     assert [type(event) for event in events] == [BlockStored] * 3
     assert [event.block_hashes for event in events] == [[h] for h in names]
     assert [event.parent_block_hash for event in events] == [None, *names[:2]]
     assert [event.token_ids for event in events] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:]]
     assert {(event.medium, event.block_size) for event in events} == {("CPU", 4)}
     assert [event.extra_keys for event in events] == [[("s",)], [(("cat", 1),)], None]
-    assert list(engine.side.take_events()) == []
+    assert taken(engine) == []
 
 
 def test_an_evicted_block_is_announced(make_engine: Make) -> None:
@@ -49,7 +56,7 @@ def test_an_evicted_block_is_announced(make_engine: Make) -> None:
     first = make_request(PROMPT, "one")
     engine.run(first)
     engine.run(make_request(range(8), "two"))
-    removed = [event for event in engine.side.take_events() if isinstance(event, BlockRemoved)]
+    removed = [event for event in taken(engine) if isinstance(event, BlockRemoved)]
     assert removed
     assert {event.medium for event in removed} == {"CPU"}
     assert {h for event in removed for h in event.block_hashes} <= set(
@@ -61,14 +68,16 @@ def test_a_reset_is_announced(make_engine: Make) -> None:
     engine = make_engine(with_events=True)
     engine.run(make_request(PROMPT, "one"))
     engine.side.reset()
-    assert isinstance(list(engine.side.take_events())[-1], AllBlocksCleared)
+    assert isinstance(taken(engine)[-1], AllBlocksCleared)
 
 
 def test_without_subscribers_nothing_is_collected(make_engine: Make) -> None:
     engine = make_engine()
     engine.run(make_request(PROMPT, "one"))
     engine.side.reset()
-    assert list(engine.side.take_events()) == []
+    assert engine.side.events is None
+    assert isinstance(engine.side.unit, LiveUnit)
+    assert engine.side.unit.manager.hub.listeners == []
 
 
 def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
@@ -79,13 +88,13 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
     engine.run(request)
     engine.step({})
     engine.drain()
-    announced = [event.block_hashes[0] for event in engine.side.take_events()]
+    announced = [event.block_hashes[0] for event in taken(engine)]
     assert sorted(announced) == sorted(map(maybe_convert_block_hash, request.block_hashes))
 
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
     """A store of which one op goes to disk, and is not announced, and the other to host memory."""
-    log, keys = EventLog(True, BlockGeometry(4, 4, 16, ("layer",))), chain(4)
+    log, keys = EventLog(BlockGeometry(4, 4, 16, ("layer",))), chain(4)
     hashes = [BlockHash(bytes(key)) for key in keys]
     slots = np.arange(2, dtype=np.int32)
     ops = [

@@ -355,15 +355,14 @@ def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())
     left = 0
     for unit in (one, one, two):
-        reports = foreign.begin(ConnectorMetadata(unit), own)
+        reports = foreign.begin(unit, own)
         if unit == one:
             left += 1
             foreign.refuse(loads=[LoadJob(f"load {left}", None, False, lost=(left,))])
-            # `begin` once more, as each hook of a step does.
-            assert foreign.begin(ConnectorMetadata(unit), own) is reports
+            assert foreign.begin(unit, own) is reports
             assert reports._failed_blocks == set(range(1, left + 1))
     assert reports.take_failed_blocks() == set()
     assert reports.take_finished() == set()
     assert two.hex() in foreign.reason
-    foreign.begin(ConnectorMetadata(one), own)
+    foreign.begin(one, own)
     assert errors(logged, "nothing of such steps is loaded or stored") == 1

@@ -83,7 +83,7 @@ class HastyWorker(WorkerSide):
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
-        self._layer_stores.finish()
+        self.layer_stores.finish()
         for graph in orders.stores:
             for op in graph.ops:
                 if (mine := self._ops._ops.get(op.op_id)) is not None:

@@ -144,8 +144,8 @@ def test_refusals_name_the_sleep(make_sleeping: Make) -> None:
     worker.start_loads(engine.side.build(SchedulerOutput.make_empty()))
     [result] = worker._ops.reports.take_results()
     assert (result.status, result.reason) == (OpStatus.CANCELLED, ASLEEP)
-    assert worker.take_finished() == {"two"}
-    assert worker.take_failed_blocks() == set(ids[:5])
+    assert worker.reports.take_finished() == {"two"}
+    assert worker.reports.take_failed_blocks() == set(ids[:5])
 
 
 def test_the_hooks_may_come_twice_and_before_there_is_a_pool(make_sleeping: Make) -> None:
@@ -322,7 +322,7 @@ class BuiltinEngine(MiniEngine):
         self._connector._worker = worker
         self._connector._orders = lambda: orders  # type: ignore[method-assign]
         self._connector.wait_for_save()
-        return set(), worker.take_failed_blocks(), worker.take_metadata()
+        return set(), worker.reports.take_failed_blocks(), worker.take_metadata()
 
 
 @pytest.fixture

@@ -173,8 +173,8 @@ class PublishesAfterReset(LocalCacheManager):
         for op in self._ops:
             if op.op_id in pending:
                 op.epoch = self._epoch
-        if self._listener:
-            self._listener.on_reset(self._epoch)
+        for listener in self.hub.listeners:
+            listener.on_reset(self._epoch)
         return self._epoch
 
     @property
