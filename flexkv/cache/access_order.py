@@ -120,6 +120,8 @@ class AccessOrders:
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
         """A lookup used, per group, blocks that the engine has itself and those that it was promised; what an earlier
         lookup of the request found is forgotten."""
+        if not before and not promised and request_id not in self._access_orders:
+            return
         for group, order in enumerate(self.of(request_id)):
             found = promised[group] if promised else None
             order.put_lookup(

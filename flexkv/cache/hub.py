@@ -60,7 +60,14 @@ class Hub:
         self.any_partial = False
         self.on_evicted: Callable[[int, Keys], object] | None = None
         self._counts = counts
+        self._reserve = [0] * len(specs)
+        """Slots to keep free, by group."""
         self.listeners = listeners
+
+    def grow(self, group: int, slots: int) -> None:
+        """The slots up to number `slots` may be used from now on."""
+        self.index.grow(group, slots)
+        self._reserve[group] = reserve_pages(self.index.up_slots(group))
 
     # --- what is on its way ---
 
@@ -132,6 +139,6 @@ class Hub:
 
     def refill_reserve(self, group: int, most: int) -> None:
         """Evicts up to `most` blocks where fewer slots are free than `reserve_pages` says."""
-        missing = reserve_pages(self.index.up_slots(group)) - self.index.free_slots(group)
+        missing = self._reserve[group] - self.index.free_slots(group)
         if missing > 0:
             self.evicted(group, self.index.evict(group, min(missing, most)))

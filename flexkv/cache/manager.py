@@ -241,7 +241,7 @@ class LocalCacheManager(CacheManager):
             return self._promises.prefetch(request_id, keys, start_block)
 
     def waits(self, request_id: str) -> bool:
-        return self._requests.is_waiting(request_id, self._clock())
+        return request_id in self._requests.waits and self._requests.is_waiting(request_id, self._clock())
 
     def release(self, request_id: str) -> None:
         with self._broken_plans:
@@ -439,7 +439,7 @@ class LocalCacheManager(CacheManager):
         self._check_group(group)
         if slots < 0:
             raise BlockRangeError(f"grow of group {group} to {slots} slots; allowed are 0 and more")
-        self.hub.index.grow(group, slots)
+        self.hub.grow(group, slots)
 
     def inflight_ops(self) -> int:
         return self._ops.of_ranks

@@ -35,6 +35,8 @@ class Op:
         tier: whose pages `entries` are.
         entries: its pages' index entries in that tier, each pinned once by the op.
         epoch: the manager's epoch when it was planned.
+        op_id, group: of the plan.
+        pages: how many it moves.
         begun_s: the clock when it was added to the table.
         ahead: pages that were in flight in its way then.
     """
@@ -44,24 +46,18 @@ class Op:
     tier: TierId = HUB
     entries: EntryIds
     epoch: int
+    op_id: OpId = field(init=False)
+    group: int = field(init=False)
+    pages: int = field(init=False)
     begun_s: float = field(default=0.0, init=False)
     ahead: int = 0
 
-    @property
-    def op_id(self) -> OpId:
-        return self.plan.op_id
+    def __post_init__(self) -> None:
+        self.op_id, self.group, self.pages = self.plan.op_id, self.plan.group, len(self.entries)
 
     @property
     def kind(self) -> OpKind:
         return self.plan.kind
-
-    @property
-    def group(self) -> int:
-        return self.plan.group
-
-    @property
-    def pages(self) -> int:
-        return len(self.entries)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +122,7 @@ class RankOp(Op):
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        Op.__post_init__(self)  # `super()` does not know a class that slots have made anew
         marks = np.zeros((5, len(self.entries)), np.bool_)
         self.failed, self.suspect, self.revoked, self.damaged, self.withheld = marks
 
@@ -151,13 +148,14 @@ class RankOp(Op):
 
     def completion(self, failed: NDArray[np.bool_], published: NDArray[np.int32]) -> Completion:
         """What is said of its end; `failed` marks the pages whose engine blocks are named."""
+        blocks = self.plan.blocks
         return Completion(
             op_id=self.op_id,
             request_id=self.request_id,
             role=self.role,
             group=self.group,
-            blocks=self.blocks,
-            failed_blocks=self.blocks[failed],
+            blocks=blocks,
+            failed_blocks=blocks[failed],
             published=published,
             reason="; ".join(self.reasons),
         )
@@ -168,12 +166,11 @@ class RankOp(Op):
         Raises:
             ContractError: a list of failed pages or causes that does not fit. Nothing has changed.
         """
-        good = good_pages(result, len(self.entries), f"rank {rank}")
-        causes = result.page_causes(len(self.entries)) if result.status is not OpStatus.OK else None
+        if result.status is not OpStatus.OK or len(result.failed):
+            good = good_pages(result, self.pages, f"rank {rank}")
+            self._take_failures(rank, result, ~good, result.page_causes(self.pages))
         if result.digests.size:
             self.digests[rank] = result.digests
-        if causes is not None:
-            self._take_failures(rank, result, ~good, causes)
         # Last: a report that breaks off must not count as a good one.
         self.reported.add(rank)
 
@@ -200,11 +197,15 @@ class OpTable:
 
     Args:
         clock: seconds, never running backwards.
+
+    Attributes:
+        last_id: the last number that was given; 0 for none.
+        of_ranks: how many ops ranks have to report.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = OpId(0)
+        self.last_id = OpId(0)
         self._ops: dict[OpId, Op] = {}
         self._clear_counts()
 
@@ -213,22 +214,12 @@ class OpTable:
         self._pages: dict[tuple[OpRole, TierId], int] = {}
         self._counts: dict[tuple[OpRole, TierId], int] = {}
         self._all_pages = dict.fromkeys(OpRole, 0)
-        self._of_ranks = 0
+        self.of_ranks = 0
 
     def next_id(self) -> OpId:
         """A number that no op of this manager has had."""
-        self._last = OpId(self._last + 1)
-        return self._last
-
-    @property
-    def last_id(self) -> OpId:
-        """The last number that was given; 0 for none."""
-        return self._last
-
-    @property
-    def of_ranks(self) -> int:
-        """Ops that ranks have to report."""
-        return self._of_ranks
+        self.last_id = OpId(self.last_id + 1)
+        return self.last_id
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -269,10 +260,6 @@ class OpTable:
     def of_request(self, request_id: str, role: OpRole) -> list[RankOp]:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
 
-    def loads_of(self, request_id: str) -> tuple[OpId, ...]:
-        """The request's loads: what it stores now may have been computed from their targets."""
-        return tuple(op.op_id for op in self.of_request(request_id, OpRole.LOAD))
-
     def targets_of_loads(self, group: int) -> BlockIds:
         """Engine blocks of a group that loads in flight write."""
         targets = [op.plan.blocks for op in self if op.role is OpRole.LOAD and op.group == group]
@@ -299,7 +286,7 @@ class OpTable:
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if isinstance(op, RankOp):
             self._by_request.setdefault(op.request_id, {})[op.op_id] = op
-            self._of_ranks += 1
+            self.of_ranks += 1
 
     def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
         """Forgets the ops numbered above `last`, but for those `handed_out`, and `ended`, and counts all others anew:
@@ -318,7 +305,7 @@ class OpTable:
         self._counts[kind] -= 1
         if not isinstance(op, RankOp):
             return
-        self._of_ranks -= 1
+        self.of_ranks -= 1
         of_request = self._by_request[op.request_id]
         del of_request[op.op_id]
         if not of_request:
@@ -333,8 +320,8 @@ class OpTable:
         by_request = sorted(op_id for ops in self._by_request.values() for op_id in ops)
         if by_request != sorted(op.op_id for op in of_ranks) or not all(self._by_request.values()):
             raise ContractError("in-flight ops by request disagree with those by number")
-        if len(of_ranks) != self._of_ranks:
-            raise ContractError(f"{self._of_ranks} ops of ranks are counted in flight, {len(of_ranks)} are")
+        if len(of_ranks) != self.of_ranks:
+            raise ContractError(f"{self.of_ranks} ops of ranks are counted in flight, {len(of_ranks)} are")
         for role, pages in self._all_pages.items():
             if pages != sum(count for (of, _), count in self._pages.items() if of is role):
                 raise ContractError(f"{pages} pages of {role.value} ops are counted in flight over all tiers")

@@ -99,7 +99,7 @@ class StoreOffer:
         epoch: int,
     ) -> None:
         """Enters the op that stores the pages at `positions` of the whole offer as in flight, behind the request's own
-        loads."""
+        loads: what it stores now may have been computed from their targets."""
         ops.add(
             RankOp(
                 plan=plan,
@@ -110,7 +110,7 @@ class StoreOffer:
                 first_block=self.first_block,
                 positions=positions,
                 epoch=epoch,
-                waits_for=ops.loads_of(self.request_id),
+                waits_for=tuple(op.op_id for op in ops.of_request(self.request_id, OpRole.LOAD)),
             )
         )
 

@@ -78,6 +78,8 @@ class FetchWaits:
 
     def end(self, request_id: str) -> None:
         """The request waits no more. The fetches go on: what they bring is worth having."""
+        if request_id not in self._requests.waits:
+            return
         for held in self._requests.take_held(request_id):
             self._hub.index.unpin(held.entries)
         wait = self._requests.drop_wait(request_id)

@@ -20,6 +20,7 @@ class TierMetrics:
     def __init__(self, manager: LocalCacheManager) -> None:
         self._manager = manager
         self._behind = manager.tiers[1:]
+        self._labels = [tier.facts.label for tier in manager.tiers]
         self._counted = TierCounts()
         self._counted_streamed = 0
         self._counted_durable = 0
@@ -40,9 +41,9 @@ class TierMetrics:
         evictions = self._manager.stats().evicted_blocks
         counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
         self._counted_evictions = evictions
-        for number, tier in enumerate(self._manager.tiers):
+        for number, (tier, label) in enumerate(zip(self._manager.tiers, self._labels, strict=True)):
             hits = tier.counts.hits
-            counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=tier.facts.label)
+            counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
             self._counted_hits[number] = hits
         if self._behind:
             self._count_pages(counters)

@@ -281,7 +281,7 @@ class RankOps:
     @property
     def busy(self) -> bool:
         """Whether an op is under way or unreported."""
-        return bool(self._ops or self.reports or self._waiting)
+        return bool(self._ops or self.reports.ended or self._waiting)
 
     def close(self) -> None:
         """Ends the lanes, and waits for copies in flight up to `transfer.close_s`. What ends meanwhile is reported."""

@@ -24,46 +24,48 @@ class Ended:
 
 
 class RankReports:
-    """Collects what one rank reports; each result, request and block is taken once."""
+    """Collects what one rank reports; each result, request and block is taken once.
+
+    Attributes:
+        ended: results that were not taken, in the order in which they came.
+        finished: requests whose async load has ended, not taken yet.
+        failed_blocks: engine blocks that a load should have filled and did not, not taken yet.
+    """
 
     def __init__(self) -> None:
-        self._ended: list[Ended] = []
-        self._finished: set[str] = set()
-        self._failed_blocks: set[int] = set()
-
-    def __bool__(self) -> bool:
-        """Whether there are results that were not taken."""
-        return bool(self._ended)
+        self.ended: list[Ended] = []
+        self.finished: set[str] = set()
+        self.failed_blocks: set[int] = set()
 
     def add(self, result: OpResult, step: int, load: LoadJob | None = None) -> None:
         """An op has ended; `load` is the job that it belongs to, if it is of one."""
-        self._ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
+        self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):
             blocks = next(op.blocks for op in load.ops if op.op_id == result.op_id)
             self.add_failed(blocks[result.failed].tolist())
 
     def add_failed(self, blocks: Iterable[int]) -> None:
         """Engine blocks that a load should have filled and did not."""
-        self._failed_blocks.update(blocks)
+        self.failed_blocks.update(blocks)
 
     def add_finished(self, request_id: str) -> None:
         """The request's async load has ended."""
-        self._finished.add(request_id)
+        self.finished.add(request_id)
 
     def invalidate(self, op: TransferOp, reason: str) -> None:
         """All blocks of a load's op that has ended count as failed, however it ended, also where its result was
         taken."""
         self.add_failed(op.blocks.tolist())
-        for at, entry in enumerate(self._ended):
+        for at, entry in enumerate(self.ended):
             if entry.result.op_id == op.op_id:
                 result = OpResult.cancelled(op.op_id, op.pages, reason)
-                self._ended[at] = Ended(result, entry.step, failed_load=True)
+                self.ended[at] = Ended(result, entry.step, failed_load=True)
 
     # --- taken ---
 
     def take_results(self) -> list[OpResult]:
         """Terminal results not taken yet, in the order in which they came."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return [entry.result for entry in ended]
 
     def take_settled(self, settled_step: int) -> list[OpResult]:
@@ -73,20 +75,20 @@ class RankReports:
         """
         settled: list[OpResult] = []
         held: list[Ended] = []
-        for entry in self._ended:
+        for entry in self.ended:
             if entry.failed_load or entry.step > settled_step:
                 held.append(entry)
             else:
                 settled.append(entry.result)
-        self._ended = held
+        self.ended = held
         return settled
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
-        finished, self._finished = self._finished, set()
+        finished, self.finished = self.finished, set()
         return finished
 
     def take_failed_blocks(self) -> set[int]:
         """Engine blocks that a load should have filled and did not."""
-        failed, self._failed_blocks = self._failed_blocks, set()
+        failed, self.failed_blocks = self.failed_blocks, set()
         return failed

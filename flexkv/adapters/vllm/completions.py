@@ -95,7 +95,7 @@ class CompletionHandler:
 
     def take_failed_blocks(self, failed: set[int]) -> None:
         """Nothing that was computed from these blocks is published; the engine computes them again."""
-        for tracker in self._requests:
+        for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:
                 continue
@@ -127,7 +127,7 @@ class CompletionHandler:
             self._end_store(completion)
 
     def _end_load(self, completion: Completion) -> None:
-        self._loads.end(completion.op_id, self._requests.get(completion.request_id))
+        self._loads.end(completion.op_id, self._requests.live.get(completion.request_id))
         if len(completion.failed_blocks):
             self.take_failed_blocks(set(completion.failed_blocks.tolist()))
 

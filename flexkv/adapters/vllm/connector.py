@@ -194,10 +194,12 @@ class FlexKVConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
-        return None, self.worker.reports.take_finished() or None
+        reports = self.worker.reports
+        return None, reports.take_finished() if reports.finished else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.reports.take_failed_blocks()
+        reports = self.worker.reports
+        return reports.take_failed_blocks() if reports.failed_blocks else set()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return self.worker.take_metadata()

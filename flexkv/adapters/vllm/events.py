@@ -49,7 +49,7 @@ class EventLog(CacheListener):
         if plan.graph is None:
             return
         numbers = [first_block + position for position in plan.stored.tolist()]
-        keys = [tracker.keys()[number].tobytes() for number in numbers]
+        keys = [tracker.block_keys.keys()[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
             self._planned[key] = self._stored(tracker.request, number)
         self._note_ops(plan.graph, keys)

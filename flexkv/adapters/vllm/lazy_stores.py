@@ -67,7 +67,7 @@ class LazyStores(RequestStores, CacheListener):
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             # Its blocks are looked at only when it has lost them.
-            if tracker := self._requests.get(request_id):
+            if tracker := self._requests.live.get(request_id):
                 tracker.certain = self._certain_after_step(tracker, scheduled)
         self._count_missed()
         graph = self._plan_head()
@@ -120,7 +120,7 @@ class LazyStores(RequestStores, CacheListener):
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
                 self.suspects.pop(block, None)  # it was computed again
-        if tracker.namespace != self._namespace:
+        if tracker.block_keys.namespace != self._namespace:
             self._note_namespace(tracker)
         # Nor may be stored what the caller or `store.tokens` keeps out.
         first = min(good, tracker.own_from) if tracker.skip_save else good
@@ -131,7 +131,7 @@ class LazyStores(RequestStores, CacheListener):
         blocks = self._watch.pool.blocks
         for block_id in tracker.block_ids:
             if (block_hash := blocks[block_id].block_hash) is not None:
-                self._namespaces[block_id] = (block_hash, tracker.namespace)
+                self._namespaces[block_id] = (block_hash, tracker.block_keys.namespace)
 
     def _keys(self, blocks: list[KVCacheBlock]) -> Keys:
         """Keys of free blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""

@@ -71,7 +71,7 @@ class Loads:
             manager.release(request_id)
             return 0
         start = computed_tokens // self._block_tokens
-        keys = tracker.keys()
+        keys = tracker.block_keys.keys()
         match = manager.match(request_id, [keys], start)
         if match.reads:
             return None
@@ -103,7 +103,7 @@ class Loads:
         if request.skip_reading_prefix_cache or request.num_computed_tokens:
             return 0
         start = self._own_blocks(request.block_hashes, has_cached)
-        return self._manager.prefetch(tracker.request_id, [tracker.keys()], start)
+        return self._manager.prefetch(tracker.request_id, [tracker.block_keys.keys()], start)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
         """Leading blocks that the engine has, found in a few steps: it gives up the last blocks of a request first."""
@@ -119,13 +119,12 @@ class Loads:
         if end <= first:
             return None
         extra = tail_extra(request, first, end)
-        if extra is None or base_block > len(tracker.keys()):
+        keys = tracker.block_keys
+        if extra is None or base_block > len(keys.keys()):
             return None
-        parent = tracker.parent_key(base_block)
+        parent = keys.parent(base_block)
         tokens = request.all_token_ids[first:end]
-        return tail_candidates(
-            tracker.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block
-        )
+        return tail_candidates(keys.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block)
 
     # --- loads ---
 
@@ -152,8 +151,10 @@ class Loads:
         graph = self._plan(tracker, promise, blocks.get_block_ids()[GROUP], external_tokens)
         if graph is None:
             return None
-        job = LoadJob(tracker.request_id, graph.layerwise() if self._by_layer else graph, self._sync)
-        for op in job.ops:
+        if self._by_layer:
+            graph = graph.layerwise()
+        job = LoadJob(tracker.request_id, graph, self._sync)
+        for op in graph.ops:
             self._jobs[op.op_id] = job
             if not self._sync:
                 tracker.loading = op.op_id

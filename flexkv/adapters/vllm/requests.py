@@ -3,7 +3,7 @@ tables, which it keeps from what the engine schedules in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.cache.base import Keys, MatchResult
+from flexkv.cache.base import MatchResult
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
@@ -72,19 +72,6 @@ class RequestTracker:
     preemptions: int = 0
     supplied: tuple[int, ...] = ()
 
-    @property
-    def namespace(self) -> bytes:
-        """Of its keys, 32 bytes."""
-        return self.block_keys.namespace
-
-    def keys(self) -> Keys:
-        """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]; only new blocks cost anything."""
-        return self.block_keys.keys()
-
-    def parent_key(self, block: int) -> bytes | None:
-        """What the key of the whole block before number `block` was made from; None for the first."""
-        return self.block_keys.parent(block)
-
     def blocks(self, first: int, end: int) -> BlockIds:
         """Engine block ids of the request's blocks [first, end), int32."""
         return np.array(self.block_ids[first:end], dtype=np.int32)
@@ -117,34 +104,25 @@ class RequestTable:
 
     Args:
         scheme: `keys.scheme`.
+
+    Attributes:
+        live: the trackers by request id.
     """
 
     def __init__(self, namespace: bytes, geometry: BlockGeometry, scheme: str) -> None:
         self._namespaces = RequestNamespaces(namespace)
         self._geometry = geometry
         self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
-        self._trackers: dict[str, RequestTracker] = {}
+        self.live: dict[str, RequestTracker] = {}
 
     def of(self, request: Request) -> RequestTracker:
         """The request's tracker; a new one where there is none."""
-        tracker = self._trackers.get(request.request_id)
+        tracker = self.live.get(request.request_id)
         if tracker is None:
             keys = self._keys(request, self._namespaces.of(request), self._geometry)
             tracker = RequestTracker(str(request.request_id), request, keys, wants_no_store(request))
-            self._trackers[request.request_id] = tracker
+            self.live[request.request_id] = tracker
         return tracker
-
-    def get(self, request_id: str) -> RequestTracker | None:
-        return self._trackers.get(request_id)
-
-    def pop(self, request_id: str) -> RequestTracker | None:
-        return self._trackers.pop(request_id, None)
-
-    def __iter__(self) -> Iterator[RequestTracker]:
-        return iter(self._trackers.values())
-
-    def __len__(self) -> int:
-        return len(self._trackers)
 
     def begin_lookup(self, tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
         """The engine asks what is cached of the request, so the request holds no block any more.
@@ -168,18 +146,18 @@ class RequestTable:
             preempted: called for each request that loses its blocks, while the tracker still knows them.
         """
         for request_id in output.preempted_req_ids or ():
-            tracker = self.get(request_id)
+            tracker = self.live.get(request_id)
             # A lookup may have come before the step that names the preemption: the table is then of other blocks.
             if tracker is not None and tracker.preemptions != tracker.request.num_preemptions:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
-            if tracker := self.get(new.req_id):
+            if tracker := self.live.get(new.req_id):
                 _start(tracker, new.block_ids[0], stores)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is None:
                 continue
-            if tracker := self.get(request_id):
+            if tracker := self.live.get(request_id):
                 if request_id in cached.resumed_req_ids:
                     _start(tracker, blocks[0], stores)
                 else:

@@ -189,7 +189,7 @@ class SchedulerSide:
     def supplied(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Tokens of the load that was begun last for the request, by where they came from; empty where that is not
         known."""
-        tracker = self.requests.get(request.request_id)
+        tracker = self.requests.live.get(request.request_id)
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     # --- the step ---
@@ -240,7 +240,7 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> None:
         """The request has ended, its blocks are about to be freed."""
-        tracker = self.requests.pop(request.request_id)
+        tracker = self.requests.live.pop(request.request_id, None)
         if tracker is None:
             return
         if tracker.loading is not None:
@@ -250,18 +250,16 @@ class SchedulerSide:
             self._completions.collect_early()
             self._completions.retire(tracker, self._forward_step)
             self.orders.early += self._stores.ended(tracker, self._step)
-            self._submit_early()
+            if self.orders.early and self.workers and current_device_is_host():
+                self._submit_early()
         # Last, because it marks the request's blocks as used together.
         self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        if self.workers and current_device_is_host() and self.orders.early:
-            # The forward that wrote the blocks has returned, and no further step may ever come.
-            early, self.orders.early = self.orders.early, []
-            for worker in self.workers:
-                worker.before_forward(
-                    ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early)
-                )
+        """The forward that wrote the blocks has returned, and no further step may ever come."""
+        early, self.orders.early = self.orders.early, []
+        for worker in self.workers:
+            worker.before_forward(ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early))
 
     def _preempted(self, tracker: RequestTracker) -> None:
         self._stores.preempted(tracker)
@@ -324,11 +322,13 @@ class SchedulerSide:
         self._completions.collect_early()
         self.unit.manager.reset()
         if self.unit.state is UnitState.AWAITING_RANKS:
-            self._old_kv = any(tracker.block_ids for tracker in self.requests) or bool(self._hashed_blocks())
+            self._old_kv = any(tracker.block_ids for tracker in self.requests.live.values()) or bool(
+                self._hashed_blocks()
+            )
             return True
         self.orders.void.extend(self._loads)
         self.counters.add("flexkv_resets_total")
-        for tracker in self.requests:
+        for tracker in self.requests.live.values():
             tracker.stale = bool(tracker.block_ids)
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.

@@ -14,7 +14,6 @@ from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.cache.base import StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -170,7 +169,7 @@ class EagerStores(RequestStores):
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracker = self._requests.get(request_id)
+            tracker = self._requests.live.get(request_id)
             if tracker is not None:
                 graph = self._plan(tracker, self._certain_after_step(tracker, scheduled), step)
                 if graph is not None:
@@ -185,7 +184,9 @@ class EagerStores(RequestStores):
             return []
         certain = self._certain_at_end(tracker)
         tracker.retry_step = 0
-        graphs = (self._plan(tracker, certain, step), self._plan_tail(tracker, certain))
+        graphs = [self._plan(tracker, certain, step)]
+        if self._with_tails:
+            graphs.append(self._plan_tail(tracker, certain))
         return [graph for graph in graphs if graph is not None]
 
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -207,7 +208,7 @@ class EagerStores(RequestStores):
             self._taint(tracker, first, end)
             tracker.cursor = end
             return None
-        keys = tracker.keys()
+        keys = tracker.block_keys.keys()
         end = min(end, len(keys))
         room = self._watch.room
         if end - first > room:
@@ -227,29 +228,32 @@ class EagerStores(RequestStores):
             tracker.cursor = end
         if self._events is not None:
             self._events.planned(tracker, plan, first)
-        return self._watched(plan)
+        if plan.graph is not None:
+            self._watch_blocks(plan.graph)
+        return plan.graph
 
     def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
         """The store of the tokens after the last whole block, at the request's end."""
         block, tokens = divmod(certain_tokens, self._block_tokens)
-        if not self._with_tails or tracker.skip_save or tracker.stale:
+        if tracker.skip_save or tracker.stale:
             return None
         if tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
             return None
         request, first = tracker.request, certain_tokens - tokens
         extra = tail_extra(request, first, certain_tokens)
-        if extra is None or block > len(tracker.keys()):
+        keys = tracker.block_keys
+        if extra is None or block > len(keys.keys()):
             return None
-        parent = tracker.parent_key(block)
+        parent = keys.parent(block)
         tail = request.all_token_ids[first:certain_tokens]
-        key = tail_key(tracker.namespace, GROUP, parent, extra, tail, block)
+        key = tail_key(keys.namespace, GROUP, parent, extra, tail, block)
         plan = self._manager.begin_store(
             tracker.request_id, GROUP, key, tracker.blocks(block, block + 1), block, tokens
         )
-        return self._watched(plan)
-
-    def _watched(self, plan: StorePlan) -> TransferGraph | None:
         if plan.graph is not None:
-            for op in plan.graph.ops:
-                self._watch.add(op.op_id, op.blocks)
+            self._watch_blocks(plan.graph)
         return plan.graph
+
+    def _watch_blocks(self, graph: TransferGraph) -> None:
+        for op in graph.ops:
+            self._watch.add(op.op_id, op.blocks)

@@ -241,7 +241,8 @@ class WorkerSide(RankWorker):
         report = WorkerMetadata(unit=self.unit)
         if self._ops.step != self._reported_step:
             report.step = self._reported_step = self._ops.step
-        report.results = [(self.rank, result) for result in self._ops.reports.take_results()]
+        if self.reports.ended:
+            report.results = [(self.rank, result) for result in self.reports.take_results()]
         if self._reported_slots < self.slots and (ready := self.usable_slots) != self._reported_slots:
             report.ready[self.rank] = self._reported_slots = ready
         if (

@@ -95,7 +95,7 @@ class RandomEngine(MiniEngine):
         manager = self.unit.manager
         manager.check_integrity()
         assert manager.inflight_ops() == 0
-        assert len(self.side.requests) == 0
+        assert len(self.side.requests.live) == 0
         assert not self.live
         assert self.pool.get_num_free_blocks() == self.kv_config.num_blocks - 1
         assert manager.expire() == 0, "a lease was left behind"

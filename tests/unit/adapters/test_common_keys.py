@@ -48,7 +48,7 @@ def test_keys_are_those_of_sglangs_chain(make_engine: Make) -> None:
     request = make_request(PROMPT, "one")
     engine.run(request)
     tracker = engine.side.requests.of(request)
-    np.testing.assert_array_equal(tracker.keys(), keys_by_hand(PROMPT))
+    np.testing.assert_array_equal(tracker.block_keys.keys(), keys_by_hand(PROMPT))
     assert len(engine.unit.manager.hub.index.find(0, keys_by_hand(PROMPT))) == 5
     assert not np.array_equal(keys_by_hand(PROMPT), MiniEngine.keys_of(request))
 
@@ -58,19 +58,21 @@ def test_a_salt_is_sglangs_seed(make_engine: Make) -> None:
     request = make_request(PROMPT, "one", cache_salt="tenant")
     label = b"sglang-cache-namespace-v1"
     seed = hashlib.sha256(label + b"\x00\x01" + len(b"tenant").to_bytes(8, "little") + b"tenant").digest()
-    np.testing.assert_array_equal(engine.side.requests.of(request).keys(), keys_by_hand(PROMPT, seed))
+    np.testing.assert_array_equal(
+        engine.side.requests.of(request).block_keys.keys(), keys_by_hand(PROMPT, seed)
+    )
 
 
 def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(make_engine: Make) -> None:
     engine = make_engine(**COMMON)
     request = make_request(PROMPT[:6], "one")
     tracker = engine.side.requests.of(request)
-    assert len(tracker.keys()) == 1
+    assert len(tracker.block_keys.keys()) == 1
     request.append_output_token_ids([7, 8, 9])
-    np.testing.assert_array_equal(tracker.keys(), keys_by_hand([*PROMPT[:6], 7, 8, 9]))
+    np.testing.assert_array_equal(tracker.block_keys.keys(), keys_by_hand([*PROMPT[:6], 7, 8, 9]))
     other = make_request([*PROMPT[:5], 70, 80, 90], "one")
     tracker.block_keys.request = other
-    np.testing.assert_array_equal(tracker.keys(), keys_by_hand([*PROMPT[:5], 70, 80, 90]))
+    np.testing.assert_array_equal(tracker.block_keys.keys(), keys_by_hand([*PROMPT[:5], 70, 80, 90]))
 
 
 def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engine: Make) -> None:
@@ -78,10 +80,10 @@ def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engi
     engine = make_engine(**COMMON)
     request = make_request(PROMPT[:8], "one")
     tracker = engine.side.requests.of(request)
-    assert len(tracker.keys()) == 2
+    assert len(tracker.block_keys.keys()) == 2
     request.mm_features.append(image("cat", 8, 3))
     request.append_output_token_ids(PROMPT[8:16])
-    np.testing.assert_array_equal(tracker.keys(), keys_by_hand(PROMPT[:8]))
+    np.testing.assert_array_equal(tracker.block_keys.keys(), keys_by_hand(PROMPT[:8]))
 
 
 def test_tenants_are_apart_and_what_tokens_do_not_name_is_not_cached(

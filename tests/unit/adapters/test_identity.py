@@ -360,7 +360,7 @@ def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
             left += 1
             foreign.refuse(loads=[LoadJob(f"load {left}", None, False, lost=(left,))])
             assert foreign.begin(unit, own) is reports
-            assert reports._failed_blocks == set(range(1, left + 1))
+            assert reports.failed_blocks == set(range(1, left + 1))
     assert reports.take_failed_blocks() == set()
     assert reports.take_finished() == set()
     assert two.hex() in foreign.reason

@@ -147,7 +147,7 @@ def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make_disk_engine:
     manager = engine.unit.manager
     manager.check_integrity()
     assert manager._requests.waits == {}
-    assert len(engine.side.requests) == 0
+    assert len(engine.side.requests.live) == 0
 
 
 def test_prefetched_pages_are_a_metric(make_disk_engine: Make) -> None:

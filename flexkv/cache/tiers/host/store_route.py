@@ -29,9 +29,10 @@ class HostStores(StoreRoute):
 
     def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
         group, blocks = offer.group, offer.blocks
-        without_slot = self._take_over(offer, room)
+        without_slot = self._take_over(offer, room) if self._ops.any_of(OpRole.FETCH) else 0
         positions, entries, slots, evicted, known, dropped = self._hub.index.insert(group, offer.keys, room)
-        self._hub.evicted(group, evicted)
+        if len(evicted):
+            self._hub.evicted(group, evicted)
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
         if not len(stored):
@@ -54,8 +55,6 @@ class HostStores(StoreRoute):
         Returns:
             How many find no slot, and stay the fetch's.
         """
-        if not self._ops.any_of(OpRole.FETCH):
-            return 0
         index, group = self._hub.index, offer.group
         entries = index.find(group, offer.keys, ready_only=False)
         unverified = self._unverified(offer, entries)
