@@ -39,12 +39,14 @@ class Walk:
     Attributes:
         by_file: calls of each file's functions, by the file's path in the package.
         changes: calls of a function of another file than the last one called.
+        hooks: calls that the engine makes: of the hooks that its connectors have.
         functions: calls of each function, "file:name".
     """
 
     by_file: Counter[str] = field(default_factory=Counter)
     functions: Counter[str] = field(default_factory=Counter)
     changes: int = 0
+    hooks: int = 0
     _last: str = ""
 
     @property
@@ -60,6 +62,8 @@ class Walk:
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
         self.by_file[file] += 1
         self.functions[f"{file}:{code.co_name}"] += 1
+        caller = frame.f_back
+        self.hooks += caller is None or not caller.f_code.co_filename.startswith(str(PACKAGE))
         self.changes += file != self._last
         self._last = file
 
@@ -75,7 +79,7 @@ def walk(llm: Any, ids: list[int]) -> dict[str, Any]:
         drain(llm)
     finally:
         sys.setprofile(None)
-    facts = {"files": len(seen.by_file), "calls": seen.calls, "changes": seen.changes}
+    facts = {"files": len(seen.by_file), "calls": seen.calls, "hooks": seen.hooks, "changes": seen.changes}
     return {"cached": request["cached"] or 0, "walk": facts | {"functions": dict(seen.functions)}}
 
 
@@ -129,10 +133,10 @@ def main() -> int:
     with EngineProcess(engine_arguments, log, ("benchmarks.block_walk",), IN_PROCESS) as engine:
         walks = measure(engine, arguments.runs)
     table = Table(title=f"one block through vLLM's adapter, load.mode {arguments.mode}, one process, CPU")
-    for column in ("", "files", "calls", "changes of file"):
+    for column in ("", "files", "calls", "by the engine", "changes of file"):
         table.add_column(column, justify="right" if column else "left")
     for name, found in walks.items():
-        table.add_row(name, str(found["files"]), str(found["calls"]), str(found["changes"]))
+        table.add_row(name, *(str(found[key]) for key in ("files", "calls", "hooks", "changes")))
     console.print(table)
     if arguments.list:
         for name, found in walks.items():

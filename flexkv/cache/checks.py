@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, ManagerLimits, TailCandidates
+from flexkv.cache.base import NO_BLOCK, GroupPolicy, GroupSpec, Keys, ManagerLimits, TailCandidates
+from flexkv.cache.leases import Lease
 from flexkv.errors import BlockRangeError, ConfigError, ContractError
 from flexkv.transfer.graph import BlockIds, OpResult, OpStatus
 
@@ -73,6 +74,33 @@ def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
             f"{place}: engine blocks from {given.min()} to {given.max()}; allowed are {least} to 2**31 - 1"
         )
     return given.astype(np.int32)
+
+
+def load_targets(
+    specs: Sequence[GroupSpec], request_id: str, lease: Lease, blocks: Sequence[BlockIds], tail: bool
+) -> list[BlockIds]:
+    """Per group, the engine blocks that take its leased pages, checked against the promise.
+
+    Raises:
+        ContractError: asks for more than was promised, or for a part that its policy cannot restore.
+        BlockRangeError: an engine block below NO_BLOCK.
+    """
+    if len(blocks) != len(specs):
+        raise ContractError(f"begin_load: {len(blocks)} block lists for {len(specs)} groups")
+    targets = []
+    for number, (spec, group) in enumerate(zip(specs, lease.groups, strict=True)):
+        place = f"begin_load of request {request_id!r}, group {number}"
+        target = as_block_ids(blocks[number], place, least=NO_BLOCK)
+        whole = len(target) - tail
+        partial_ok = spec.policy is GroupPolicy.PREFIX and not tail
+        allowed = range(group.blocks + 1) if partial_ok else (group.blocks,) if tail else (0, group.blocks)
+        if whole not in allowed or (tail and not group.has_tail):
+            raise ContractError(
+                f"begin_load: request {request_id!r} asks for {whole} blocks{' and a tail' if tail else ''} of "
+                f"group {number}; promised were {group.blocks}{' and a tail' if group.has_tail else ''}"
+            )
+        targets.append(target)
+    return targets
 
 
 def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:

@@ -26,13 +26,12 @@ from flexkv.cache.base import (
     TailCandidates,
 )
 from flexkv.cache.broken_plan import BrokenPlans
-from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup
+from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup, load_targets
 from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.fetch_choice import FetchChoice
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRY, TierId
-from flexkv.cache.load_targets import load_targets
 from flexkv.cache.lookup import Lookup
 from flexkv.cache.op_log import OpLog
 from flexkv.cache.ops import OpTable, RankOp

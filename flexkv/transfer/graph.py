@@ -223,6 +223,9 @@ class TransferGraph:
         return TransferGraph, (self.ops, self.edges)
 
 
+NO_OPS = TransferGraph(())
+
+
 @dataclass(frozen=True, slots=True)
 class OpResult:
     """The terminal result of one op on one rank: sent once, after its last byte has stopped moving.

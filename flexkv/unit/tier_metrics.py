@@ -39,12 +39,14 @@ class TierMetrics:
     def count(self, counters: Counters) -> None:
         """Adds what was counted since the last call, and sets the gauges."""
         evictions = self._manager.stats().evicted_blocks
-        counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
-        self._counted_evictions = evictions
+        if evictions != self._counted_evictions:
+            counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
+            self._counted_evictions = evictions
         for number, (tier, label) in enumerate(zip(self._manager.tiers, self._labels, strict=True)):
             hits = tier.counts.hits
-            counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
-            self._counted_hits[number] = hits
+            if hits != self._counted_hits[number]:
+                counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
+                self._counted_hits[number] = hits
         if self._behind:
             self._count_pages(counters)
             self._count_costs(counters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexkv.transfer.graph import TransferGraph, TransferOp
+from flexkv.transfer.graph import TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +16,17 @@ class LoadJob:
     """One request's load.
 
     Attributes:
-        graph: None when the promise could not be kept: then every block of `lost` is reported as failed.
+        graph: without ops when the promise could not be kept: then every block of `lost` is reported as failed.
         sync: the step's forward needs it: all of it before it starts, or with layerwise ops each layer when it
             comes to it.
     """
 
     request_id: str
-    graph: TransferGraph | None
+    graph: TransferGraph
     sync: bool
     lost: tuple[int, ...] = ()
 
     @property
-    def ops(self) -> tuple[TransferOp, ...]:
-        return self.graph.ops if self.graph is not None else ()
-
-    @property
     def by_layer(self) -> bool:
         """Whether the forward waits for its layers one by one."""
-        return any(op.layerwise for op in self.ops)
+        return any(op.layerwise for op in self.graph.ops)

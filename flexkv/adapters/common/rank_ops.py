@@ -72,7 +72,7 @@ class RankOps:
 
     def submit_load(self, job: LoadJob) -> None:
         """Starts a load, or keeps it for the next poll while the lane's queue is full."""
-        if job.graph is None:
+        if not job.graph.ops:
             self.reports.add_failed(job.lost)
             if not job.sync:
                 self.reports.add_finished(job.request_id)
@@ -89,7 +89,7 @@ class RankOps:
         if started_s > load.deadline_s:
             self._refuse(job, PAST_DEADLINE)
             return
-        graph, ops = job.graph, job.ops
+        graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
             # Planned before it was reported to the scheduler's side. The ops of a load wait for no other.
@@ -143,7 +143,7 @@ class RankOps:
     def give_up(self, op_id: OpId, reason: str) -> None:
         """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
         for load in self._waiting:
-            if any(op.op_id == op_id for op in load.job.ops):
+            if any(op.op_id == op_id for op in load.job.graph.ops):
                 self._waiting.remove(load)
                 self._refuse(load.job, reason)
                 return
@@ -158,7 +158,7 @@ class RankOps:
 
     def invalidate(self, job: LoadJob, reason: str) -> None:
         """Whatever a load brings or has brought, all its blocks count as failed; also when its results were taken."""
-        for op in job.ops:
+        for op in job.graph.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
                 self.reports.invalidate(op, reason)
@@ -174,7 +174,7 @@ class RankOps:
         """
         ends_s = time.monotonic() + self._config.load.deadline_s
         self._find_place(job)
-        ops = [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]
+        ops = [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]
         tickets = {op.ticket for op in ops}
         if not wait_all(self.engine, tickets, max(0.0, ends_s - time.monotonic())):
             for op in ops:
@@ -195,7 +195,7 @@ class RankOps:
             False when that was not so by `ends_s`: the whole load then counts as failed.
         """
         self._find_place(job)
-        for mine in [self._ops[op.op_id] for op in job.ops if op.op_id in self._ops]:
+        for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
             if mine.given_up:
                 return False
             found = self.engine.wait_layer(mine.ticket, layer, max(0.0, ends_s - time.monotonic()), stream)
@@ -301,10 +301,10 @@ class RankOps:
             self.poll(PLACE_WAIT_S)
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
-        for op in job.ops:
+        for op in job.graph.ops:
             started_s = time.monotonic()
             self._ops[op.op_id] = SubmittedOp(NO_TICKET, op.pages, started_s, self.step, job, given_up=reason)
-        for op in job.ops:
+        for op in job.graph.ops:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _collect(self) -> None:
@@ -322,5 +322,5 @@ class RankOps:
         self.reports.add(result, op.step, op.load)
         op.count(result, self.stripe_bytes, self._counters)
         job = op.load
-        if job is not None and not job.sync and not any(op.op_id in self._ops for op in job.ops):
+        if job is not None and not job.sync and not any(op.op_id in self._ops for op in job.graph.ops):
             self.reports.add_finished(job.request_id)

@@ -41,7 +41,7 @@ class RankReports:
         """An op has ended; `load` is the job that it belongs to, if it is of one."""
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):
-            blocks = next(op.blocks for op in load.ops if op.op_id == result.op_id)
+            blocks = next(op.blocks for op in load.graph.ops if op.op_id == result.op_id)
             self.add_failed(blocks[result.failed].tolist())
 
     def add_failed(self, blocks: Iterable[int]) -> None:

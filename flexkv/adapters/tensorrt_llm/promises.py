@@ -22,6 +22,7 @@ from flexkv.adapters.tensorrt_llm.requests import (
 from flexkv.cache.base import NO_BLOCK
 from flexkv.errors import TransferError
 from flexkv.observe import Counters
+from flexkv.transfer.graph import NO_OPS
 
 
 class Promises:
@@ -128,14 +129,14 @@ class Promises:
             # No rank will say that it has ended this one.
             tracked.spent = True
         tracked.unsettled = False
-        job = LoadJob(str(tracked.request_id), graph, sync=False)
+        job = LoadJob(str(tracked.request_id), NO_OPS if graph is None else graph, sync=False)
         self._ranks.order(LoadOrder(tracked.request_id, job))
 
     def _excuse(self, tracked: Tracked) -> None:
         """Nothing is loaded. Of a promise of a load between steps the engine may wait for the end all the same."""
         if not self._sync:
             tracked.spent, tracked.unsettled = True, False
-            job = LoadJob(str(tracked.request_id), None, sync=False)
+            job = LoadJob(str(tracked.request_id), NO_OPS, sync=False)
             self._ranks.order(LoadOrder(tracked.request_id, job))
 
     def _renew(self, joined: Joined, tracked: Tracked, request: Any, offer: range) -> None:

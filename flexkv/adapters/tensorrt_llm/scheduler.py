@@ -126,7 +126,7 @@ class SchedulerSide:
 
     def _drop_planned(self, joined: Joined, request_id: int) -> None:
         joined.unit.manager.abandon_loads(str(request_id))
-        for op in (op for job in self._promises.drop_planned(request_id) for op in job.ops):
+        for op in (op for job in self._promises.drop_planned(request_id) for op in job.graph.ops):
             dropped = OpResult.cancelled(op.op_id, op.pages, "the request ended first")
             for rank in range(self._arguments.ranks):
                 joined.unit.manager.complete(rank, dropped)

@@ -143,7 +143,7 @@ class WorkerSide(RankWorker):
         said = f"rank {self.rank} joined the scheduler at {self.address}; a step of {metadata.address} reached it"
         self.counters.add("flexkv_refused_messages_total", kind="orders")
         if metadata.loads:
-            blocks = [block for job in metadata.loads for op in job.ops for block in op.blocks.tolist()]
+            blocks = [block for job in metadata.loads for op in job.graph.ops for block in op.blocks.tolist()]
             raise TransferError(
                 f"{said} and is refused, with loads of blocks {sorted(blocks)[:8]} ({len(blocks)} in all)"
             )
@@ -269,8 +269,8 @@ class WorkerSide(RankWorker):
                 load.started = load.cancelled = True
             elif (order := self._inbox.loads.pop(request_id, None)) is not None:
                 load.started = True
-                load.open = {op.op_id for op in order.job.ops}
-                load.pages = sum(op.pages for op in order.job.ops)
+                load.open = {op.op_id for op in order.job.graph.ops}
+                load.pages = sum(op.pages for op in order.job.graph.ops)
                 self._load_of.update(dict.fromkeys(load.open, request_id))
                 self._ops.submit_load(order.job)
         for request_id, save in self._saves.items():
@@ -296,7 +296,7 @@ class WorkerSide(RankWorker):
         order = self._inbox.loads.pop(request_id, None)
         if order is not None:
             # Not issued here, and never will be.
-            self._dropped(order.job.ops, "the request ended first")
+            self._dropped(order.job.graph.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
             # The engine may name the request later than its end was reported.

@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import LoraNames
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_digest
 
@@ -51,12 +50,13 @@ class BlockKeys(ABC):
 
     Args:
         namespace: of the request, 32 bytes.
+        hashes_per_block: of the engine's hashes.
     """
 
-    def __init__(self, request: Request, namespace: bytes, geometry: BlockGeometry) -> None:
+    def __init__(self, request: Request, namespace: bytes, block_tokens: int, hashes_per_block: int) -> None:
         self.request = request
         self.namespace = namespace
-        self._ratio = geometry.hashes_per_block
+        self._ratio = hashes_per_block
         self._chain = EngineKeyChain(namespace, GROUP)
         self._last_hash = b""
 
@@ -103,10 +103,10 @@ class EngineBlockKeys(BlockKeys):
 class TokenBlockKeys(BlockKeys):
     """From the tokens and the caller's salt. Blocks have no keys once the request's content is not in its tokens."""
 
-    def __init__(self, request: Request, namespace: bytes, geometry: BlockGeometry) -> None:
-        super().__init__(request, namespace, geometry)
-        self._block_tokens = geometry.block_tokens
-        self._tokens = TokenChain(geometry.block_tokens, chain_seed(None, request.cache_salt or None))
+    def __init__(self, request: Request, namespace: bytes, block_tokens: int, hashes_per_block: int) -> None:
+        super().__init__(request, namespace, block_tokens, hashes_per_block)
+        self._block_tokens = block_tokens
+        self._tokens = TokenChain(block_tokens, chain_seed(None, request.cache_salt or None))
 
     def _forget(self) -> None:
         super()._forget()

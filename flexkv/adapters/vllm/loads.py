@@ -15,7 +15,7 @@ from flexkv.adapters.vllm.requests import Promise, RequestTracker
 from flexkv.cache.base import MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import OpId, TransferGraph
+from flexkv.transfer.graph import NO_OPS, OpId, TransferGraph
 from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
@@ -129,14 +129,13 @@ class Loads:
     # --- loads ---
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """The engine has allocated the request's blocks, and takes `external_tokens` of what was promised.
+        """The engine has allocated the blocks of a request that was promised something, or takes some: it takes
+        `external_tokens` of what was promised.
 
         Returns:
             What the workers are to load; None where the engine takes nothing.
         """
         promise, tracker.promise = tracker.promise, None
-        if promise is None and external_tokens == 0:
-            return None
         tracker.supplied = ()
         if promise is None or external_tokens == 0:
             self._manager.release(tracker.request_id)
@@ -147,7 +146,7 @@ class Loads:
             logger.error(
                 "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
             )
-            return LoadJob(tracker.request_id, None, self._sync, tuple(blocks.get_block_ids()[GROUP]))
+            return LoadJob(tracker.request_id, NO_OPS, self._sync, tuple(blocks.get_block_ids()[GROUP]))
         graph = self._plan(tracker, promise, blocks.get_block_ids()[GROUP], external_tokens)
         if graph is None:
             return None
@@ -201,7 +200,7 @@ class Loads:
         job = self._jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
             # A load from both tiers has two ops; by either of them all of it is cancelled.
-            others = () if job is None else (op.op_id for op in job.ops if op.op_id in self._jobs)
+            others = () if job is None else (op.op_id for op in job.graph.ops if op.op_id in self._jobs)
             tracker.loading = next(iter(others), None)
 
     def __contains__(self, op_id: OpId) -> bool:

@@ -91,7 +91,3 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.handshakes.update(other.handshakes)
         self.others.extend(other.others)
         return self
-
-    def __bool__(self) -> bool:
-        said = (self.results, self.ready, self.errors, self.no_gds, self.handshakes, self.others)
-        return bool(self.step or any(said))

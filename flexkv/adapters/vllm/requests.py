@@ -111,7 +111,8 @@ class RequestTable:
 
     def __init__(self, namespace: bytes, geometry: BlockGeometry, scheme: str) -> None:
         self._namespaces = RequestNamespaces(namespace)
-        self._geometry = geometry
+        self._block_tokens = geometry.block_tokens
+        self._hashes_per_block = geometry.hashes_per_block
         self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
@@ -119,7 +120,8 @@ class RequestTable:
         """The request's tracker; a new one where there is none."""
         tracker = self.live.get(request.request_id)
         if tracker is None:
-            keys = self._keys(request, self._namespaces.of(request), self._geometry)
+            namespace = self._namespaces.of(request)
+            keys = self._keys(request, namespace, self._block_tokens, self._hashes_per_block)
             tracker = RequestTracker(str(request.request_id), request, keys, wants_no_store(request))
             self.live[request.request_id] = tracker
         return tracker

@@ -182,7 +182,10 @@ class SchedulerSide:
         """The engine gave the request its blocks, and takes `external_tokens` of what was promised."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
-        job = self._loads.begin(self.requests.of(request), blocks, external_tokens)
+        tracker = self.requests.of(request)
+        if tracker.promise is None and external_tokens == 0:
+            return
+        job = self._loads.begin(tracker, blocks, external_tokens)
         if job is not None:
             self.orders.loads.append(job)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -173,7 +173,7 @@ class WorkerSide(RankWorker):
         for job in orders.loads:
             self._ops.submit_load(job)
             # vLLM may begin a load between steps, and reset before the step that orders it.
-            if orders.void and any(op.op_id in orders.void for op in job.ops):
+            if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
         for job in orders.loads:
             if job.sync and not job.by_layer:
@@ -238,35 +238,36 @@ class WorkerSide(RankWorker):
         """The step's report to the scheduler's side; None when there is nothing to report."""
         if self._foreign.unit is not None:
             return self._take_refusals(self._foreign.unit)
-        report = WorkerMetadata(unit=self.unit)
+        news: dict[str, Any] = {}
         if self._ops.step != self._reported_step:
-            report.step = self._reported_step = self._ops.step
+            news["step"] = self._reported_step = self._ops.step
         if self.reports.ended:
-            report.results = [(self.rank, result) for result in self.reports.take_results()]
+            news["results"] = [(self.rank, result) for result in self.reports.take_results()]
         if self._reported_slots < self.slots and (ready := self.usable_slots) != self._reported_slots:
-            report.ready[self.rank] = self._reported_slots = ready
+            self._reported_slots = ready
+            news["ready"] = {self.rank: ready}
         if (
             self._ops.engine is None
             and not self._reported_handshake
             and (handshake := self.handshake()) is not None
         ):
-            report.handshakes[self.rank] = handshake
+            news["handshakes"] = {self.rank: handshake}
             self._reported_handshake = True
         if self._ops.refusal and not self._reported_error:
-            report.errors[self.rank] = self._ops.refusal
+            news["errors"] = {self.rank: self._ops.refusal}
             self._reported_error = True
         if self._ops.gds_refusal and not self._reported_no_gds:
-            report.no_gds[self.rank] = self._ops.gds_refusal
+            news["no_gds"] = {self.rank: self._ops.gds_refusal}
             self._reported_no_gds = True
-        return report if report else None
+        return WorkerMetadata(unit=self.unit, **news) if news else None
 
     def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
-        report = WorkerMetadata(unit=unit)
-        report.results = [(self.rank, result) for result in self.reports.take_results()]
+        results = [(self.rank, result) for result in self.reports.take_results()]
+        errors = {}
         if self._reported_foreign != unit:
             self._reported_foreign = unit
-            report.errors[self.rank] = self._foreign.reason
-        return report if report else None
+            errors[self.rank] = self._foreign.reason
+        return WorkerMetadata(unit, results=results, errors=errors) if results or errors else None
 
     def take_results_early(self) -> list[OpResult]:
         """Results for a scheduler in this process, ahead of the step's report.

@@ -197,4 +197,12 @@ def test_reports_of_ranks_join() -> None:
     one = WorkerMetadata(ready={0: 5})
     assert one.aggregate(WorkerMetadata(ready={1: 3}, errors={1: "x"})).ready == {0: 5, 1: 3}
     assert one.errors == {1: "x"}
-    assert not WorkerMetadata()
+
+
+def test_a_rank_without_news_sends_no_report(make_engine: Make) -> None:
+    engine = make_engine(remote=True)
+    (worker,) = engine.workers
+    handshake = worker.take_metadata()
+    assert handshake is not None
+    engine.run(make_request(PROMPT, "one"))
+    assert worker.take_metadata() is None

@@ -22,7 +22,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
 from flexkv.observe import Counters
-from flexkv.transfer.graph import OpResult
+from flexkv.transfer.graph import NO_OPS, OpResult
 from flexkv.unit.ranks import NO_UNIT, PoolId, UnitId, random_id
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.mini_pools import make_caches
@@ -358,7 +358,7 @@ def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
         reports = foreign.begin(unit, own)
         if unit == one:
             left += 1
-            foreign.refuse(loads=[LoadJob(f"load {left}", None, False, lost=(left,))])
+            foreign.refuse(loads=[LoadJob(f"load {left}", NO_OPS, False, lost=(left,))])
             assert foreign.begin(unit, own) is reports
             assert reports.failed_blocks == set(range(1, left + 1))
     assert reports.take_failed_blocks() == set()

@@ -61,9 +61,9 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     ops.close()
     assert not ops.reports.take_failed_blocks() - {1, 2, 3}
     found = {result.op_id: result.status for result in ops.reports.take_results()}
-    assert found.keys() == {op.op_id for job in (first, stalled, waiting) for op in job.ops}
-    assert found[first.ops[0].op_id] is OpStatus.OK
-    assert found[waiting.ops[0].op_id] is OpStatus.CANCELLED
+    assert found.keys() == {op.op_id for job in (first, stalled, waiting) for op in job.graph.ops}
+    assert found[first.graph.ops[0].op_id] is OpStatus.OK
+    assert found[waiting.graph.ops[0].op_id] is OpStatus.CANCELLED
     assert ops.reports.take_finished() == {"a", "b", "c"}
     assert not ops.busy
 

@@ -47,7 +47,7 @@ class HostLoads(LoadRoute):
                 Priority.LOAD,
                 target[kept],
                 group.slots[kept],
-                reads=_fetches_of(group, kept),
+                reads=NO_READS if group.fetches is None else _fetches_of(group.fetches, kept),
             )
             ops.add(
                 RankOp(
@@ -100,9 +100,7 @@ class HostLoads(LoadRoute):
         index.unpin(op.entries)
 
 
-def _fetches_of(group: GroupLease, kept: NDArray[np.intp]) -> ReadIds:
+def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
     """The fetches that bring the pages of a load; empty when all of them are there."""
-    if group.fetches is None:
-        return NO_READS
-    fetches = group.fetches[kept]
+    fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS
