@@ -735,6 +735,97 @@ class TierLookup:
     def present(self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int) -> NDArray[np.uint8]:
         """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
 
+class GroupRule:
+    """Which pages of one group a hit needs: what must be restored so that the engine goes on behind it.
+
+    Args:
+        kind: "full", every page; "window", the last `reach` pages; "chunk", those from the start of the chunk of `reach`
+            tokens that the hit ends in; "state", the page that ends where the hit ends.
+        block_tokens: tokens of a page.
+
+    Raises:
+        ConfigError: another kind, a block without tokens, a reach where there is none or none where there is one.
+    """
+
+    def __init__(self, kind: str, block_tokens: int, reach: int = 0) -> None: ...
+
+class FoundLengths:
+    """Hits that every group can restore, with what any of them needs leased. Made by `BoundaryLookup.look`.
+
+    As `Found`; pages are numbered from the start of the lookup on.
+    """
+
+    @property
+    def lengths(self) -> list[int]:
+        """In tokens from the start of the request, the longest first; empty where nothing can be restored."""
+    @property
+    def ready(self) -> bool:
+        """All that is leased lies in host memory."""
+    @property
+    def cut(self) -> bool:
+        """The room ended the longest hit, and there are keys behind it."""
+    @property
+    def leased(self) -> bool: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]: ...
+    def first_page(self, group: int) -> int:
+        """Of the first page in `entries` and `slots`, its number."""
+    def entries(self, group: int) -> NDArray[np.uint32]:
+        """Of each page from `first_page` on, in the index of its tier; 2**32 - 1 where none is needed."""
+    def slots(self, group: int) -> NDArray[np.int32]:
+        """The same; -1 where none is needed."""
+    def runs(self, group: int) -> NDArray[np.int32]: ...
+    def detach(self) -> None: ...
+
+class BoundaryLookup:
+    """One lookup over all tiers for groups that need other pages each. Contracts: csrc/index/boundary_lookup.h.
+
+    Args:
+        rules: one for each group of `tiers`.
+        alignment_tokens: every hit is a multiple of it, and it of every group's block.
+
+    Raises:
+        ConfigError: another number of rules, or such an alignment.
+    """
+
+    def __init__(self, tiers: TierLookup, rules: Sequence[GroupRule], alignment_tokens: int) -> None: ...
+    @property
+    def groups(self) -> int: ...
+    def look(
+        self,
+        keys: Sequence[NDArray[np.uint8]],
+        start_tokens: int,
+        room_pages: int,
+        tiers_mask: int,
+        now_s: int,
+        coming: bool = True,
+        most: int = 1,
+    ) -> FoundLengths:
+        """Leases what the `most` longest hits of more than `start_tokens` need.
+
+        Args:
+            keys: per group, of the whole request.
+            start_tokens: that the engine has itself, whole blocks of every group.
+            room_pages: that a hit may need over all groups; of a chunk group a whole chunk counts.
+            tiers_mask, now_s, coming: as of `TierLookup.look`.
+            most: 1 to 64.
+
+        Raises:
+            BlockRangeError, ContractError, KeySchemeError: nothing is leased.
+        """
+
+    def keep(self, found: FoundLengths, tokens: int) -> None:
+        """Ends the leases on what a hit of `tokens` does not need.
+
+        Raises:
+            ContractError: `tokens` is none of the lengths, or `found` is not leased, or another lookup's.
+        """
+
+    def release(self, found: FoundLengths) -> None:
+        """Ends all leases. `found` has no page any more."""
+
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):

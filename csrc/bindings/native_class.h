@@ -18,6 +18,7 @@ class DeviceMemory;
 }  // namespace cuda
 
 class BlockIndex;
+class BoundaryLookup;
 class DiskLane;
 class EngineKeyChain;
 class GDSManager;
@@ -36,6 +37,8 @@ class TierLookup;
 class TokenChain;
 class TransferEngine;
 struct Found;
+struct FoundLengths;
+struct GroupRule;
 struct OpResult;
 
 template <typename T, typename... List>
@@ -44,9 +47,10 @@ concept OneOf = (std::same_as<T, List> || ...);
 // Another module's header names its own classes by specialisations.
 template <typename T>
 inline constexpr bool kIsNativeClass =
-    OneOf<T, BlockIndex, DiskLane, EngineKeyChain, Found, GDSManager, GdsLane, HostMover, HostPool, KvView,
-          Lane, OpResult, PageCodec, PageConversion, PageMover, QueueWrapper, SlabFile, SlotImage, TierLookup,
-          TokenChain, TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
+    OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
+          GroupRule, HostMover, HostPool, KvView, Lane, OpResult, PageCodec, PageConversion, PageMover,
+          QueueWrapper, SlabFile, SlotImage, TierLookup, TokenChain, TransferEngine, cuda::CudaLane,
+          cuda::DeviceMemory>;
 
 template <typename T>
 concept NativeClass = kIsNativeClass<T>;

@@ -1,5 +1,5 @@
-// What a lookup over all tiers found of a request and leased: per group the pages of the prefix that every
-// group can restore, wherever each of them lies.
+// What a lookup over all tiers found of a request and leased: per group the pages that a hit needs, wherever
+// each of them lies.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -30,13 +30,14 @@ struct FoundRun {
 
 // The pages of one group. The arrays stay where they are for as long as the object lives.
 struct FoundGroup {
-  std::unique_ptr<EntryId[]> entries;
+  std::unique_ptr<EntryId[]> entries;  // of the pages from `first` on; kNoEntry where none is needed
   std::unique_ptr<int32_t[]> slots;
-  size_t pages = 0;
+  size_t first = 0;
+  size_t pages = 0;  // up to their end, those before `first` too
   std::vector<FoundRun> runs;
 
   std::span<const EntryId> entries_of(const FoundRun& run) const {
-    return {entries.get() + run.first, static_cast<size_t>(run.count)};
+    return {entries.get() + (static_cast<size_t>(run.first) - first), static_cast<size_t>(run.count)};
   }
   // Leading pages that are ready in host memory.
   size_t ready_pages() const {
@@ -61,13 +62,11 @@ enum class FoundLease : uint8_t {
   kDetached,  // whoever took the pages over, through the tiers' own indexes
 };
 
-// Made by TierLookup::look. One that is dropped while its lease is held leaves the pages leased.
-struct Found {
+// What any lookup found. One that is dropped while its lease is held leaves the pages leased.
+struct FoundPages {
   uint64_t lookup = 0;  // number of the lookup that made it: others cannot tell its tiers
   FoundLease lease = FoundLease::kHeld;
-  size_t blocks = 0;        // of every group, from the start of the lookup on
-  size_t ready_blocks = 0;  // the leading ones that are ready in host memory
-  bool cut = false;         // there is more, and no room for it
+  bool cut = false;  // there is more, and no room for it
   std::vector<FoundGroup> groups;
   std::vector<ExpiredPage> expired;  // ascending, each once
 
@@ -78,11 +77,33 @@ struct Found {
                         (lease == FoundLease::kReleased ? "released" : "detached") + " before");
   }
 
+  bool all_in_host() const {
+    for (const FoundGroup& group : groups) {
+      for (const FoundRun& run : group.runs) {
+        if (run.tier != 0 || run.state != FoundState::kReady) return false;
+      }
+    }
+    return true;
+  }
+
   // Whoever calls it has taken the pages over, and ends their leases through the tiers' own indexes.
   void detach() {
     check_held("detach");
     lease = FoundLease::kDetached;
   }
+};
+
+// A prefix of whole blocks. Made by TierLookup::look.
+struct Found : FoundPages {
+  size_t blocks = 0;        // of every group, from the start of the lookup on
+  size_t ready_blocks = 0;  // the leading ones that are ready in host memory
+};
+
+// Lengths that every group can restore, each by its own rule. Made by BoundaryLookup::look.
+struct FoundLengths : FoundPages {
+  uint64_t start = 0;             // tokens that the engine has itself
+  std::vector<uint64_t> lengths;  // in tokens, the longest first; all that any of them needs is leased
+  bool ready = false;             // all of it is in host memory
 };
 
 }  // namespace flexkv

@@ -24,6 +24,7 @@ void shorten(FoundGroup& group, size_t pages) {
     last.count = std::min(last.count, static_cast<int32_t>(pages) - last.first);
   }
   group.pages = std::min(group.pages, pages);
+  group.first = std::min(group.first, pages);
 }
 
 // Calls visit(run) for the part of each run from page `from` on, the last one first.
@@ -67,17 +68,21 @@ void TierLookup::check_mask(uint32_t mask) const {
                       " on; the lookup has " + std::to_string(tiers_.size()));
 }
 
-void TierLookup::check_made_here(const Found& found) const {
+void TierLookup::check_made_here(const FoundPages& found) const {
   if (found.lookup != number_) throw ContractError("another lookup found these pages");
 }
 
-void TierLookup::look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms,
-                      Found& found) {
+void TierLookup::check(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms) const {
   if (keys.size() != groups_) {
     throw ContractError("look: keys of " + std::to_string(keys.size()) + " groups; the lookup has " +
                         std::to_string(groups_));
   }
   check_mask(terms.tiers_mask);
+}
+
+void TierLookup::look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms,
+                      Found& found) {
+  check(keys, terms);
   size_t offered = std::numeric_limits<int32_t>::max();
   for (const auto& of_group : keys) offered = std::min(offered, of_group.size());
   const size_t room = std::min(offered, terms.room_pages / groups_);
@@ -141,6 +146,32 @@ std::string TierLookup::unpin(FoundGroup& group, size_t from) {
   return wrong;
 }
 
+std::string TierLookup::unpin_all_but(FoundGroup& group, size_t first, size_t end) {
+  std::string wrong = unpin(group, end);
+  const auto from = static_cast<int32_t>(first);
+  std::vector<FoundRun> kept;
+  for (auto run = group.runs.rbegin(); run != group.runs.rend(); ++run) {
+    FoundRun before = *run;
+    before.count = std::min(run->end(), from) - run->first;
+    if (before.count > 0) {
+      const auto entries = group.entries_of(before);
+      try {
+        tiers_[before.tier]->unpin(entries);
+      } catch (const ContractError& error) {
+        wrong = "tier " + std::to_string(before.tier) + ": " + error.what();
+      }
+      const size_t at = static_cast<size_t>(before.first) - group.first;
+      std::fill_n(group.entries.get() + at, entries.size(), kNoEntry);
+      std::fill_n(group.slots.get() + at, entries.size(), -1);
+      run->first = from;
+      run->count -= before.count;
+    }
+    if (run->count > 0) kept.push_back(*run);
+  }
+  group.runs.assign(kept.rbegin(), kept.rend());
+  return wrong;
+}
+
 void TierLookup::trim(Found& found, size_t blocks) {
   check_made_here(found);
   found.check_held("trim");
@@ -161,13 +192,19 @@ void TierLookup::trim(Found& found, size_t blocks) {
 void TierLookup::release(Found& found) {
   check_made_here(found);
   found.check_held("release");
+  found.blocks = found.ready_blocks = 0;
+  release_pages(found);
+}
+
+void TierLookup::release_pages(FoundPages& found) {
+  check_made_here(found);
+  found.check_held("release");
   found.lease = FoundLease::kReleased;
   std::string wrong;
   for (FoundGroup& group : found.groups) {
     const std::string of_group = unpin(group, 0);
     if (!of_group.empty()) wrong = of_group;
   }
-  found.blocks = found.ready_blocks = 0;
   if (!wrong.empty()) throw ContractError("release: " + wrong);
 }
 

@@ -36,6 +36,11 @@ class TierLookup {
 
   size_t tiers() const { return tiers_.size(); }
   size_t groups() const { return groups_; }
+  BlockIndex& index_of(size_t tier) const { return *tiers_[tier]; }
+  bool uses(const LookupTerms& terms, size_t tier) const { return (terms.tiers_mask >> tier & 1) != 0; }
+  uint64_t number() const { return number_; }
+  // Throws ContractError for a mask that names other tiers, and for keys of another number of groups.
+  void check(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms) const;
 
   // Finds and leases. `keys`: per group, those after the start of the lookup.
   //
@@ -45,11 +50,27 @@ class TierLookup {
   // nothing is leased.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
+  // The same of the leading pages of one group, for lookups that know more rules; leased, and noted in
+  // `found.groups[group]` and `found.expired`.
+  void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
+                     FoundPages& found);
+
+  // Takes back the leases of a lookup under way on the pages of `group` from `from` on: nobody has seen them.
+  void take_back(FoundGroup& group, size_t from);
+
+  // Ends the leases on the pages of `group` outside [first, end). Returns what was wrong with one, or
+  // nothing.
+  std::string unpin_all_but(FoundGroup& group, size_t first, size_t end);
+
+  // Throws ContractError for what another lookup found.
+  void check_made_here(const FoundPages& found) const;
+
   // Ends the leases on all but the first `blocks` blocks. Throws BlockRangeError for more than were found.
   void trim(Found& found, size_t blocks);
 
   // Ends the leases. All of them, even if one of them was ended by somebody else: then throws ContractError.
   void release(Found& found);
+  void release_pages(FoundPages& found);
 
   // The leading blocks that are ready in host memory now.
   size_t count_ready(const Found& found) const;
@@ -63,16 +84,11 @@ class TierLookup {
 
   bool is_masked(uint32_t mask, size_t tier) const { return (mask >> tier & 1) != 0; }
   void check_mask(uint32_t mask) const;
-  void check_made_here(const Found& found) const;
-
-  void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms, Found& found);
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
   size_t take_window(Search& search);
   // Whether each group has its next key, looked for by itself.
   bool has_next(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, size_t at) const;
-  // Ends the leases on the pages of `group` from `from` on. Of the same call, when nobody has seen them yet.
-  void take_back(FoundGroup& group, size_t from);
   // Ends the leases on them for good. Returns what was wrong with one, or nothing.
   std::string unpin(FoundGroup& group, size_t from);
 

@@ -54,7 +54,7 @@ struct TierLookup::Search {
 };
 
 void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
-                               Found& found) {
+                               FoundPages& found) {
   FoundGroup& into = found.groups[group];
   into.entries = std::make_unique_for_overwrite<EntryId[]>(keys.size());
   into.slots = std::make_unique_for_overwrite<int32_t[]>(keys.size());

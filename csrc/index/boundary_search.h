@@ -1,0 +1,61 @@
+// One lookup of BoundaryLookup under way.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "index/found.h"
+#include "index/group_rule.h"
+#include "index/tier_lookup.h"
+
+namespace flexkv {
+
+class BoundarySearch {
+ public:
+  // As of BoundaryLookup::look; all of it outlives the search.
+  BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
+                 std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms);
+
+  // Writes to `found` the `most` longest hits of `allowed` tokens at most, with what they need, leased.
+  void find(uint64_t allowed, size_t most, FoundLengths& found);
+
+ private:
+  // What is known of the pages of one group that is not full. Pages are numbered from the start on.
+  struct Pages {
+    std::vector<uint8_t> where;          // kUnknown, kAbsent, or a tier and a state
+    std::unique_ptr<EntryId[]> entries;  // of those that are somewhere
+    // These are all there: what was looked at for one length need not be looked at for the next.
+    size_t there_from = 0;
+    size_t there_to = 0;
+  };
+
+  size_t page_of(size_t group, uint64_t tokens) const {
+    return (tokens - start_) / rules_[group].block_tokens;
+  }
+  uint64_t aligned(uint64_t tokens) const { return tokens / alignment_ * alignment_; }
+
+  uint64_t walk_full(uint64_t allowed);
+  // The longest hit of at most `limit` tokens; `start_` for none.
+  uint64_t longest(uint64_t limit);
+  // The longest that one group allows.
+  uint64_t longest_of(size_t group, uint64_t limit);
+  uint64_t longest_state(size_t group, uint64_t limit);
+  uint64_t longest_run(size_t group, uint64_t limit);
+  // Looks for the pages `last`, `last - step`, ... down to `first`, kBatch at most.
+  void probe(size_t group, size_t first, size_t last, size_t step);
+  void lease(size_t group, FoundLengths& found);
+
+  TierLookup& tiers_;
+  std::span<const GroupRule> rules_;
+  uint64_t alignment_;
+  std::span<const std::span<const BlockKey>> keys_;
+  uint64_t start_;
+  const LookupTerms& terms_;
+  std::vector<Pages> pages_;
+  FoundLengths* found_ = nullptr;
+  size_t probes_ = 0;
+};
+
+}  // namespace flexkv
