@@ -155,8 +155,8 @@ class World:
 
     def lengths(self, start: int, room: int, mask: int, coming: bool, most: int) -> list[int]:
         ends = range(self.alignment, self.tokens + 1, self.alignment)
-        ends = [end for end in ends if end > start]
-        fits = [e for e in ends if sum(rule.most(start, e) for rule in self.rules) <= max(0, room)]
+        longer = [end for end in ends if end > start]
+        fits = [e for e in longer if sum(rule.most(start, e) for rule in self.rules) <= max(0, room)]
         found = [end for end in reversed(fits) if self.restorable(start, end, mask, coming)]
         return found[:most]
 
