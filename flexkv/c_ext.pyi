@@ -739,8 +739,8 @@ class GroupRule:
     """Which pages of one group a hit needs: what must be restored so that the engine goes on behind it.
 
     Args:
-        kind: "full", every page; "window", the last `reach` pages; "chunk", those from the start of the chunk of `reach`
-            tokens that the hit ends in; "state", the page that ends where the hit ends.
+        kind: "full", every page; "window", the last `reach` pages; "chunk", those from the start of the chunk of
+            `reach` tokens that the hit ends in; "state", the page that ends where the hit ends.
         block_tokens: tokens of a page.
 
     Raises:
@@ -755,6 +755,9 @@ class FoundLengths:
     As `Found`; pages are numbered from the start of the lookup on.
     """
 
+    @property
+    def start_tokens(self) -> int:
+        """After which the lookup looked."""
     @property
     def lengths(self) -> list[int]:
         """In tokens from the start of the request, the longest first; empty where nothing can be restored."""

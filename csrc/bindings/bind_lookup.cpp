@@ -176,6 +176,7 @@ void bind_boundary_lookup(py::module_& m) {
       .def(py::init(&make_rule), py::arg("kind"), py::arg("block_tokens"), py::arg("reach") = 0);
   bind_found<FoundLengths>(m, "FoundLengths")
       .def_property_readonly("lengths", [](const FoundLengths& found) { return py::cast(found.lengths); })
+      .def_readonly("start_tokens", &FoundLengths::start)
       .def_readonly("ready", &FoundLengths::ready)
       .def(
           "first_page", [](const FoundLengths& found, int64_t group) { return group_at(found, group).first; },

@@ -71,7 +71,17 @@ class BlockIndex {
 
   // Of one key, or of an entry that `find` has just returned.
   Presence presence(uint32_t group, const BlockKey& key, uint64_t now_s) const;
-  Presence presence(EntryId entry, uint64_t now_s) const;
+  Presence presence(EntryId entry, uint64_t now_s) const {
+    if (!is_known(entry)) return Presence::kAbsent;
+    switch (table_[entry].state()) {
+      case EntryState::kReady:
+        return is_expired(entry, now_s) ? Presence::kExpired : Presence::kReady;
+      case EntryState::kPending:
+        return fillers_ && (*fillers_)[entry] != 0 ? Presence::kFilling : Presence::kStoring;
+      default:
+        return Presence::kAbsent;
+    }
+  }
 
   // How many of the leading entries are ready. The caller leases them.
   size_t count_ready(std::span<const EntryId> entries) const;

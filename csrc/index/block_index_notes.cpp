@@ -7,18 +7,6 @@
 
 namespace flexkv {
 
-Presence BlockIndex::presence(EntryId id, uint64_t now_s) const {
-  if (!is_known(id)) return Presence::kAbsent;
-  switch (table_[id].state()) {
-    case EntryState::kReady:
-      return is_expired(id, now_s) ? Presence::kExpired : Presence::kReady;
-    case EntryState::kPending:
-      return fillers_ && (*fillers_)[id] != 0 ? Presence::kFilling : Presence::kStoring;
-    default:
-      return Presence::kAbsent;
-  }
-}
-
 size_t BlockIndex::count_ready(std::span<const EntryId> entries) const {
   size_t count = 0;
   while (count < entries.size() && is_known(entries[count]) &&

@@ -12,7 +12,7 @@ namespace flexkv {
 
 BoundaryLookup::BoundaryLookup(std::shared_ptr<TierLookup> tiers, std::vector<GroupRule> rules,
                                uint64_t alignment)
-    : tiers_(std::move(tiers)), rules_(std::move(rules)), alignment_(alignment) {
+    : tiers_(std::move(tiers)), rules_(std::move(rules)), alignment_(alignment), pages_(rules_.size()) {
   if (rules_.size() != tiers_->groups()) {
     throw ConfigError(std::to_string(rules_.size()) + " rules; the lookup has " +
                       std::to_string(tiers_->groups()) + " groups");
@@ -61,7 +61,7 @@ void BoundaryLookup::look(std::span<const std::span<const BlockKey>> keys, uint6
   found.groups.resize(rules_.size());
   bool cut = false;
   const uint64_t allowed = longest(keys, start, terms.room_pages, cut);
-  BoundarySearch search(*tiers_, rules_, alignment_, keys, start, terms);
+  BoundarySearch search(*tiers_, rules_, alignment_, keys, start, terms, pages_);
   try {
     search.find(allowed, most, found);
   } catch (...) {

@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "index/boundary_search.h"
 #include "index/found.h"
 #include "index/group_rule.h"
 #include "index/tier_lookup.h"
@@ -56,6 +57,7 @@ class BoundaryLookup {
   std::shared_ptr<TierLookup> tiers_;
   std::vector<GroupRule> rules_;
   uint64_t alignment_;
+  std::vector<ProbedPages> pages_;  // of the lookup under way
 };
 
 }  // namespace flexkv

@@ -8,9 +8,10 @@
 namespace flexkv {
 namespace {
 
-// Pages that are looked for at once: enough to overlap the waits for memory, few enough that a miss at the
-// first of them costs little.
-constexpr size_t kBatch = 16;
+// Pages that are looked for at once: enough to overlap the waits for memory, at first few enough that a miss
+// at the first of them costs little, and twice as many each time that all of them were there.
+constexpr size_t kFirstBatch = 16;
+constexpr size_t kBatch = 64;
 
 // Of a page: not looked for, nowhere, or 2 x (tier + 1), and 1 more where an op fills it.
 constexpr uint8_t kUnknown = 0;
@@ -25,14 +26,14 @@ FoundState state_of(uint8_t where) { return where % 2 == 0 ? FoundState::kReady 
 
 BoundarySearch::BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
                                std::span<const std::span<const BlockKey>> keys, uint64_t start,
-                               const LookupTerms& terms)
+                               const LookupTerms& terms, std::span<ProbedPages> pages)
     : tiers_(tiers),
       rules_(rules),
       alignment_(alignment),
       keys_(keys),
       start_(start),
       terms_(terms),
-      pages_(rules.size()) {}
+      pages_(pages) {}
 
 void BoundarySearch::find(uint64_t allowed, size_t most, FoundLengths& found) {
   found_ = &found;
@@ -40,9 +41,7 @@ void BoundarySearch::find(uint64_t allowed, size_t most, FoundLengths& found) {
   const uint64_t full = aligned(walk_full(allowed));
   for (size_t group = 0; group < rules_.size(); ++group) {
     if (rules_[group].kind == RuleKind::kFull || full <= start_) continue;
-    const size_t pages = page_of(group, full);
-    pages_[group].where.assign(pages, kUnknown);
-    pages_[group].entries = std::make_unique_for_overwrite<EntryId[]>(pages);
+    pages_[group].begin(page_of(group, full));
   }
   for (uint64_t limit = full; found.lengths.size() < most && limit > start_;) {
     const uint64_t length = longest(limit);
@@ -104,7 +103,7 @@ uint64_t BoundarySearch::longest_state(size_t group, uint64_t limit) {
   while (limit > start_ && probes_ <= BoundaryLookup::kMaxProbes) {
     const size_t page = page_of(group, limit) - 1;
     uint8_t& where = pages_[group].where[page];
-    if (where == kUnknown) probe(group, first, page, step);
+    if (where == kUnknown) probe(group, first, page, step, kFirstBatch);
     if (where > kAbsent) return limit;
     limit -= std::min(limit - start_, alignment_);
   }
@@ -113,7 +112,7 @@ uint64_t BoundarySearch::longest_state(size_t group, uint64_t limit) {
 
 uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
   const GroupRule& rule = rules_[group];
-  Pages& pages = pages_[group];
+  ProbedPages& pages = pages_[group];
   const size_t had = start_ / rule.block_tokens;
   while (limit > start_ && probes_ <= BoundaryLookup::kMaxProbes) {
     const size_t first = rule.first_page(start_, limit) - had;
@@ -122,9 +121,14 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     // Of the pages of the length before this one, those that belong to both are there.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
+    if (!pages.walked) walk_run(group, first, end);
+    size_t batch = kFirstBatch;
     while (pages.there_from > first) {
       const size_t page = pages.there_from - 1;
-      if (pages.where[page] == kUnknown) probe(group, first, page, 1);
+      if (pages.where[page] == kUnknown) {
+        probe(group, first, page, 1, batch);
+        batch = std::min(2 * batch, kBatch);
+      }
       if (pages.where[page] == kAbsent) break;
       pages.there_from = page;
     }
@@ -134,13 +138,26 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
   return start_;
 }
 
-void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step) {
-  Pages& pages = pages_[group];
+void BoundarySearch::walk_run(size_t group, size_t first, size_t end) {
+  ProbedPages& pages = pages_[group];
+  pages.walked = true;
+  if (!tiers_.uses(terms_, 0)) return;
+  const BlockIndex& host = tiers_.index_of(0);
+  const auto keys = keys_[group].subspan(first, end - first);
+  const size_t found = host.match_prefix(static_cast<uint32_t>(group), keys, pages.entries.data() + first);
+  for (size_t page = first; page < first + found; ++page) {
+    if (host.presence(pages.entries[page], terms_.now_s) != Presence::kReady) return;
+    pages.where[page] = place(0, false);
+  }
+}
+
+void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step, size_t most) {
+  ProbedPages& pages = pages_[group];
   std::array<size_t, kBatch> wanted;
   size_t left = 0;
   for (size_t page = last;; page -= step) {
     if (pages.where[page] == kUnknown) wanted[left++] = page;
-    if (left == kBatch || page < first + step) break;
+    if (left == most || page < first + step) break;
   }
   probes_ += left;
   for (size_t k = 0; k < left; ++k) pages.where[wanted[k]] = kAbsent;
@@ -174,7 +191,7 @@ void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step)
 
 void BoundarySearch::lease(size_t group, FoundLengths& found) {
   const GroupRule& rule = rules_[group];
-  const Pages& pages = pages_[group];
+  const ProbedPages& pages = pages_[group];
   FoundGroup& into = found.groups[group];
   const size_t had = start_ / rule.block_tokens;
   const size_t end = page_of(group, found.lengths.front());

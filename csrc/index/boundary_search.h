@@ -12,25 +12,35 @@
 
 namespace flexkv {
 
+// What is known of the pages of one group that is not full. Pages are numbered from the start on. Kept from
+// one search to the next for their memory alone.
+struct ProbedPages {
+  std::vector<uint8_t> where;    // unknown, absent, or a tier and a state
+  std::vector<EntryId> entries;  // of those that are somewhere
+  // These are all there: what was looked at for one length need not be looked at for the next.
+  size_t there_from = 0;
+  size_t there_to = 0;
+  bool walked = false;
+
+  void begin(size_t pages) {
+    where.assign(pages, 0);
+    if (entries.size() < pages) entries.resize(pages);
+    there_from = there_to = 0;
+    walked = false;
+  }
+};
+
 class BoundarySearch {
  public:
-  // As of BoundaryLookup::look; all of it outlives the search.
+  // As of BoundaryLookup::look; all of it outlives the search. `pages`: one for each group.
   BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
-                 std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms);
+                 std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
+                 std::span<ProbedPages> pages);
 
   // Writes to `found` the `most` longest hits of `allowed` tokens at most, with what they need, leased.
   void find(uint64_t allowed, size_t most, FoundLengths& found);
 
  private:
-  // What is known of the pages of one group that is not full. Pages are numbered from the start on.
-  struct Pages {
-    std::vector<uint8_t> where;          // kUnknown, kAbsent, or a tier and a state
-    std::unique_ptr<EntryId[]> entries;  // of those that are somewhere
-    // These are all there: what was looked at for one length need not be looked at for the next.
-    size_t there_from = 0;
-    size_t there_to = 0;
-  };
-
   size_t page_of(size_t group, uint64_t tokens) const {
     return (tokens - start_) / rules_[group].block_tokens;
   }
@@ -43,8 +53,11 @@ class BoundarySearch {
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);
-  // Looks for the pages `last`, `last - step`, ... down to `first`, kBatch at most.
-  void probe(size_t group, size_t first, size_t last, size_t step);
+  // Looks for the pages of a run in host memory as a chain, from its start: where all are there, as they
+  // mostly are, that is faster than probes.
+  void walk_run(size_t group, size_t first, size_t end);
+  // Looks for the pages `last`, `last - step`, ... down to `first`, for `most` of those that are unknown.
+  void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
   void lease(size_t group, FoundLengths& found);
 
   TierLookup& tiers_;
@@ -53,7 +66,7 @@ class BoundarySearch {
   std::span<const std::span<const BlockKey>> keys_;
   uint64_t start_;
   const LookupTerms& terms_;
-  std::vector<Pages> pages_;
+  std::span<ProbedPages> pages_;
   FoundLengths* found_ = nullptr;
   size_t probes_ = 0;
 };

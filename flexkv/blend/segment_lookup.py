@@ -105,7 +105,8 @@ class SegmentLookup:
         keys = asked.keys
         if keys.tail is None:
             return 0
-        match = self._manager.match(asked.tail_request, [keys.whole], len(keys.whole), [keys.tail])
+        whole_tokens = len(keys.whole) * self._scheme.block_tokens
+        match = self._manager.match(asked.tail_request, [keys.whole], whole_tokens, [keys.tail])
         return match.tail_tokens
 
     def _with_tail(self, asked: Asked, hit: Hit) -> Hit:

@@ -26,15 +26,18 @@ Keys = NDArray[np.uint8]
 """Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
 
 
-class GroupPolicy(Enum):
-    """Which stored blocks make a prefix restorable for a KV group."""
+class Rule(Enum):
+    """Which pages of a KV group a hit needs, so that the engine can go on behind it."""
 
-    PREFIX = "prefix"
-    """Full attention: every block from the start to the hit's end."""
-    TRAILING_WINDOW = "trailing_window"
-    """Sliding window: the last `window_tokens` before the hit's end."""
-    EXACT_BOUNDARY = "exact_boundary"
-    """Recurrent state: the one block that ends exactly at the hit's end."""
+    FULL = "full"
+    """Full attention: every page from the start to the hit's end."""
+    WINDOW = "window"
+    """Sliding window: the last `reach` pages before the hit's end."""
+    CHUNK = "chunk"
+    """Chunked attention: those from the start of the chunk of `reach` tokens that the hit ends in; none where it ends
+    with one."""
+    STATE = "state"
+    """Recurrent state: the one page that ends where the hit ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,13 @@ class GroupSpec:
     Attributes:
         block_tokens: tokens a block.
         slots: host slots of this group's pool once all of it is up.
-        window_tokens: only for TRAILING_WINDOW.
+        reach: of a WINDOW in pages, of a CHUNK in tokens; 0 for the other rules.
     """
 
     block_tokens: int
     slots: int
-    policy: GroupPolicy = GroupPolicy.PREFIX
-    window_tokens: int = 0
+    rule: Rule = Rule.FULL
+    reach: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,15 @@ class TailCandidates:
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """What one group can restore after `MatchResult.start_block`.
+    """What one group can restore after `MatchResult.start_tokens`. Blocks are the group's own.
 
     Attributes:
-        blocks: whole blocks restorable from `start_block` on.
+        blocks: whole blocks restorable after the start.
         slots: their host slots, in order, int32 [blocks]; fewer where the last blocks are loaded from where they lie.
         tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
         tail_slot: host slot of that tail, or -1.
-        first_block: number in the request of the block in `slots[0]`. `start_block` for a PREFIX group; later for the
-            other policies, which need only the last blocks (their `slots` are as many as they need).
+        first_block: number in the request of the block in `slots[0]`: the first after the start for a FULL group; later
+            for the other rules, which need only the last blocks (their `slots` are as many as they need).
     """
 
     blocks: int
@@ -116,22 +119,28 @@ class MatchResult:
     """The answer to a lookup. All named slots are leased under `request_id` until they are loaded or released.
 
     Attributes:
+        start_tokens: that the engine has itself.
         groups: one entry per group of the manager.
-        blocks: whole blocks that every group can restore (the length an adapter may promise).
-        tail_tokens: partial-tail tokens that every group can restore after those blocks.
-        by_tier: of `blocks`, how many each tier of the manager has supplied, by its number: those that were fetched for
+        tokens: that follow these and every group can restore (the length an adapter may promise): whole blocks.
+        tail_tokens: partial-tail tokens that every group can restore after those.
+        by_tier: of `tokens`, how many each tier of the manager has supplied, by its number: those that were fetched for
             the request count for the tier that they came from. Empty where nothing is promised.
         reads: fetches from other tiers that would make the match longer when they have ended well. The caller asks
             again when `waits` says so, or takes what there is.
     """
 
     request_id: str
-    start_block: int
+    start_tokens: int
     groups: tuple[GroupMatch, ...]
-    blocks: int
+    tokens: int
     tail_tokens: int
     reads: int = 0
     by_tier: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """`tokens` in blocks of the first group."""
+        return self.groups[0].blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +230,10 @@ class CacheManager(ABC):
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        """Looks up the longest restorable prefix after `start_block` whole blocks and leases it for `request_id`.
+        """Looks up the longest restorable prefix after `start_tokens` and leases it for `request_id`.
 
         Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What other
         tiers have besides is being fetched when this returns, and the answer says so (`reads`). Of tiers that stream
@@ -236,11 +245,17 @@ class CacheManager(ABC):
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
+            start_tokens: that the engine has itself: whole blocks of every group.
             tail: per group, partial-tail candidates: only those whose `base_block` equals the end of the match count.
+                None where groups have other rules than FULL or blocks of other sizes.
+
+        Raises:
+            ContractError: not one element a group, a start within a block, or a tail where there may be none.
+            BlockRangeError: a negative start.
         """
 
     @abstractmethod
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
         """Begins to fetch what other tiers have of a request that no lookup has asked for yet. Promises nothing.
 
         For requests that wait in the engine's queue. What is fetched is kept for the request's first `match`, which
@@ -249,7 +264,7 @@ class CacheManager(ABC):
         fetches leave room for those of lookups; what does not fit is fetched by the first `match`.
 
         Args:
-            start_block: whole blocks that the engine has itself, as far as is known.
+            start_tokens: whole blocks that the engine has itself, as far as is known.
 
         Returns:
             Fetches under way for it; 0 where there is nothing to bring or no room.
@@ -262,7 +277,7 @@ class CacheManager(ABC):
         """Turns the first `len(blocks[g])` matched blocks into a load to those engine blocks and ends the lookup lease.
 
         With `tail`, the last engine block of each group takes the matched partial tail, after all the matched blocks.
-        The engine may take fewer blocks than were promised (of a group whose policy is not PREFIX: all or none); the
+        The engine may take fewer blocks than were promised (of a group whose rule is not FULL: all or none); the
         rest is released, and so is what has NO_BLOCK for an engine block. None when there is nothing to load. Never
         BUSY.
 
@@ -314,8 +329,8 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
-    def discard_from(self, request_id: str, first_block: int) -> int:
-        """Bars the request's in-flight stores of blocks numbered `first_block` or higher from being published.
+    def discard_from(self, request_id: str, first_token: int) -> int:
+        """Bars the request's stores in flight, of pages with tokens from `first_token` on, from being published.
 
         For blocks that were computed from a failed load's target; also those of requests that shared the target's
         engine blocks. The keys may be stored again at once. Returns how many pages were revoked.

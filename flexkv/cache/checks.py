@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import NO_BLOCK, GroupPolicy, GroupSpec, Keys, ManagerLimits, TailCandidates
+from flexkv.cache.base import NO_BLOCK, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
 from flexkv.cache.leases import Lease
 from flexkv.errors import BlockRangeError, ConfigError, ContractError
 from flexkv.transfer.graph import BlockIds, OpResult, OpStatus
 
 MAX_GROUPS = 64
 MAX_SLOTS = 2**30
+MAX_BLOCK_TOKENS = 2**20
+MAX_REACH = 2**31 - 1
+MAX_ALIGNMENT = 2**40
 
 WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 """Statuses under which no page of the op counts, whatever the result lists."""
@@ -27,19 +31,34 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ConfigError(f"{len(groups)} KV groups; allowed are 1 to {MAX_GROUPS}")
     for number, spec in enumerate(groups):
-        if spec.block_tokens < 1 or spec.block_tokens != groups[0].block_tokens:
+        if not 1 <= spec.block_tokens <= MAX_BLOCK_TOKENS:
             raise ConfigError(
-                f"group {number}: block_tokens={spec.block_tokens}; allowed is the same positive number in every "
-                f"group ({groups[0].block_tokens} in group 0)"
+                f"group {number}: block_tokens={spec.block_tokens}; allowed are 1 to {MAX_BLOCK_TOKENS}"
             )
         if not 1 <= spec.slots <= MAX_SLOTS:
             raise ConfigError(f"group {number}: slots={spec.slots}; allowed are 1 to {MAX_SLOTS}")
-        windowed = spec.policy is GroupPolicy.TRAILING_WINDOW
-        if windowed != (spec.window_tokens > 0):
+        reaches = spec.rule in (Rule.WINDOW, Rule.CHUNK)
+        if not (0 < spec.reach <= MAX_REACH if reaches else spec.reach == 0):
             raise ConfigError(
-                f"group {number}: window_tokens={spec.window_tokens} with policy {spec.policy.value}; a trailing "
-                "window needs a positive one, the other policies none"
+                f"group {number}: reach={spec.reach} with rule {spec.rule.value}; a window and a chunk need one of "
+                f"1 to {MAX_REACH}, the other rules none"
             )
+
+
+def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -> int:
+    """The tokens that every hit is a multiple of.
+
+    Raises:
+        ConfigError: not whole blocks of every group; names the least that is.
+    """
+    least = math.lcm(*(spec.block_tokens for spec in groups))
+    alignment = least if alignment_tokens is None else alignment_tokens
+    if alignment < 1 or alignment % least or alignment > MAX_ALIGNMENT:
+        raise ConfigError(
+            f"hits aligned to {alignment} tokens; allowed are multiples of {least} up to {MAX_ALIGNMENT}, whole blocks "
+            "of every group"
+        )
+    return alignment
 
 
 def check_limits(limits: ManagerLimits) -> None:
@@ -82,7 +101,7 @@ def load_targets(
     """Per group, the engine blocks that take its leased pages, checked against the promise.
 
     Raises:
-        ContractError: asks for more than was promised, or for a part that its policy cannot restore.
+        ContractError: asks for more than was promised, or for a part that its rule cannot restore.
         BlockRangeError: an engine block below NO_BLOCK.
     """
     if len(blocks) != len(specs):
@@ -92,7 +111,7 @@ def load_targets(
         place = f"begin_load of request {request_id!r}, group {number}"
         target = as_block_ids(blocks[number], place, least=NO_BLOCK)
         whole = len(target) - tail
-        partial_ok = spec.policy is GroupPolicy.PREFIX and not tail
+        partial_ok = spec.rule is Rule.FULL and not tail
         allowed = range(group.blocks + 1) if partial_ok else (group.blocks,) if tail else (0, group.blocks)
         if whole not in allowed or (tail and not group.has_tail):
             raise ContractError(
@@ -129,16 +148,32 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
 
 
 def check_lookup(
-    groups: int, keys: Sequence[Keys], start_block: int, tail: Sequence[TailCandidates | None] | None
+    specs: Sequence[GroupSpec],
+    keys: Sequence[Keys],
+    start_tokens: int,
+    tail: Sequence[TailCandidates | None] | None,
 ) -> None:
     """
     Raises:
-        ContractError: not one element a group.
-        BlockRangeError: a negative start block.
+        ContractError: not one element a group, or a start within a block.
+        BlockRangeError: a negative start.
     """
+    groups = len(specs)
     if len(keys) != groups or (tail is not None and len(tail) != groups):
         raise ContractError(
             f"match: {len(keys)} key arrays and {'no' if tail is None else len(tail)} tails for {groups} groups"
         )
-    if start_block < 0:
-        raise BlockRangeError(f"match: start block {start_block}; allowed are 0 and more")
+    if start_tokens < 0:
+        raise BlockRangeError(f"match: start token {start_tokens}; allowed are 0 and more")
+    for number, spec in enumerate(specs):
+        if start_tokens % spec.block_tokens:
+            raise ContractError(
+                f"match: start token {start_tokens} lies within a block of group {number}, which has "
+                f"{spec.block_tokens} tokens"
+            )
+        alike = spec.rule is Rule.FULL and spec.block_tokens == specs[0].block_tokens
+        if tail is not None and not alike:
+            raise ContractError(
+                f"match: tails, and group {number} has rule {spec.rule.value} and blocks of {spec.block_tokens} "
+                "tokens; they are for groups of rule full with blocks of one size"
+            )

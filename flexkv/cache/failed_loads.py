@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.cache.base import Keys
 from flexkv.cache.ops import RankOp
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
@@ -39,24 +38,20 @@ class FailedLoad:
     Attributes:
         failures: loads that failed, at most `TRIES`.
         last: number of the last of them.
-        first_block: number of the first block that host memory did not bring; None while that brought all.
+        first_token: of the first page that host memory did not bring; None while that brought all.
         straight: a load failed of pages that lie in another tier than host memory: they are to be fetched there first.
     """
 
     failures: int = 0
     last: OpId | None = None
-    first_block: int | None = None
+    first_token: int | None = None
     straight: bool = False
 
-    def still_promised(self, keys: Sequence[Keys], start_block: int) -> Sequence[Keys]:
-        """Per group, the keys that a lookup after `start_block` may look for."""
+    def end_of_promise(self, start_tokens: int) -> int | None:
+        """Up to which token a lookup after `start_tokens` may look; None for all."""
         if self.failures >= TRIES:
-            end = start_block
-        elif self.first_block is not None:
-            end = max(start_block, self.first_block)
-        else:
-            return keys
-        return [group_keys[:end] for group_keys in keys]
+            return start_tokens
+        return None if self.first_token is None else max(start_tokens, self.first_token)
 
 
 class FailedLoads:
@@ -80,8 +75,9 @@ class FailedLoads:
         """None for a request none of whose loads failed. O(1)."""
         return self._requests.get(request_id)
 
-    def note(self, op: RankOp) -> None:
-        """Pages of a load failed; to be called with each rank's report, before the request can be looked up again."""
+    def note(self, op: RankOp, block_tokens: int) -> None:
+        """Pages of a load failed, of so many tokens each. To be called with each rank's report, before the request can
+        be looked up again."""
         if op.abandoned:
             return
         if self._rest_s and (op.failed & ~op.suspect).any():
@@ -97,8 +93,8 @@ class FailedLoads:
         if op.straight:
             known.straight = True
             return
-        first = int(op.block_numbers[np.argmax(op.failed)])
-        known.first_block = first if known.first_block is None else min(first, known.first_block)
+        first = int(op.block_numbers[np.argmax(op.failed)]) * block_tokens
+        known.first_token = first if known.first_token is None else min(first, known.first_token)
 
     def _rest(self, op: RankOp) -> None:
         now_s = self._clock()

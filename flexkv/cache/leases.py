@@ -94,23 +94,21 @@ class GroupLease:
 
 @dataclass(slots=True)
 class Lease:
-    """What a lookup keeps for one request: all of it is promised, or the leading part, and it waits for the rest.
+    """What a lookup promised to one request and keeps for it.
 
     Attributes:
         since_s: the clock when it was made.
-        start_block: whole blocks that the engine had itself.
-        blocks: whole blocks of each PREFIX group.
-        promised: of `blocks`, those that may be loaded now.
+        start_tokens: that the engine had itself, whole blocks of every group.
+        tokens: that follow these, whole blocks of every group.
         tail_tokens: of the partial tail; 0 for none.
-        cut: there is more than `blocks`, for which there was no room.
+        cut: there is more than `tokens`, for which there was no room.
         by_tier: see `MatchResult`.
     """
 
     groups: tuple[GroupLease, ...]
     since_s: float
-    start_block: int = 0
-    blocks: int = 0
-    promised: int = 0
+    start_tokens: int = 0
+    tokens: int = 0
     tail_tokens: int = 0
     cut: bool = False
     by_tier: tuple[int, ...] = ()
@@ -119,19 +117,14 @@ class Lease:
     def pages(self) -> int:
         return sum(group.pages for group in self.groups)
 
-    @property
-    def waits(self) -> bool:
-        """Whether some of it may not be loaded yet."""
-        return self.promised < self.blocks
-
 
 def joined_shares(
-    lease: Lease | None, held: Sequence[HeldPages], groups: int, start_block: int
+    lease: Lease | None, held: Sequence[HeldPages], groups: int, start_tokens: int, start_block: int
 ) -> tuple[GroupLease, ...]:
     """Of each group, the whole blocks after `start_block` that a request's lease and what is held for it make up
     together; empty where something else is leased, or from another block on."""
     if lease is not None and (
-        lease.start_block != start_block or not all(share.is_prefix for share in lease.groups)
+        lease.start_tokens != start_tokens or not all(share.is_prefix for share in lease.groups)
     ):
         return ()
     if not held:

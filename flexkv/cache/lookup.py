@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from flexkv.c_ext import Found, TierLookup
-from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, OpRole, TailCandidates
+from flexkv.c_ext import BoundaryLookup, Found, FoundLengths, GroupRule, TierLookup
+from flexkv.cache.base import GroupSpec, Keys, OpRole, Rule, TailCandidates
 from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.ids import HUB, NO_ENTRY, TierId
+from flexkv.cache.ids import HUB, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
 from flexkv.cache.promotions import Promotions, WantedPages, extend_lease, wanted_pages
-from flexkv.cache.restore import first_needed, longest_restorable
 from flexkv.cache.tables import CacheTables
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.waits import FetchWaits
@@ -39,10 +36,12 @@ class Lookup:
     Args:
         tables: of the manager; ages of leases are measured with their clock.
         unix_s: wall clock for times to live.
+        alignment_tokens: every hit is a multiple of it.
         epoch: the manager's.
 
     Attributes:
-        all_prefix: every group restores whole prefixes.
+        specs: of the manager's groups.
+        same_blocks: every group restores whole prefixes, of blocks of one size, and each block may end a hit.
         behind: the tiers that pages are fetched from.
     """
 
@@ -54,11 +53,15 @@ class Lookup:
         walk: PageWalk,
         promotions: Promotions,
         choice: FetchChoice,
+        alignment_tokens: int,
         unix_s: Callable[[], float],
         epoch: Callable[[], int],
     ) -> None:
-        self._specs = specs
-        self.all_prefix = all(spec.policy is GroupPolicy.PREFIX for spec in specs)
+        self.specs = specs
+        self.same_blocks = all(
+            spec.rule is Rule.FULL and spec.block_tokens == alignment_tokens for spec in specs
+        )
+        self._block_tokens = specs[0].block_tokens
         self._tiers = tables.tiers
         self._hub = tables.hub
         self._ops = tables.ops
@@ -71,29 +74,47 @@ class Lookup:
         self._epoch = epoch
         self._unix_s = unix_s
         self._native = TierLookup([tier.presence for tier in tables.tiers], len(specs))
+        rules = [GroupRule(spec.rule.value, spec.block_tokens, spec.reach) for spec in specs]
+        self._boundaries = BoundaryLookup(self._native, rules, alignment_tokens)
         self.behind = [TierId(n) for n in range(1, len(tables.tiers)) if tables.tiers[n].source is not None]
+
+    def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
+        """How many tokens after the start every group has keys of."""
+        ends = (len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
+        return max(0, min(ends) - start_tokens)
+
+    def cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
+        """Of each group, the keys of the first `tokens`."""
+        return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self.specs, strict=True)]
+
+    def had(self, keys: Sequence[Keys], lease: Lease) -> list[Keys]:
+        """Of each group, the keys of what the engine has itself and goes on to use; windows and states of the start
+        are of no use once it is behind."""
+        had = self.cut(keys, lease.start_tokens)
+        return [k if spec.rule is Rule.FULL else k[:0] for k, spec in zip(had, self.specs, strict=True)]
 
     def look(
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
         room_pages: int,
         straight: bool,
     ) -> Looked:
-        """The longest prefix after `start_block` of at most `room_pages` pages, and the longest tail after it.
+        """The longest hit after `start_tokens` of at most `room_pages` pages, and the longest tail after it.
 
         Args:
             straight: pages may be promised where they lie.
         """
         usable = self._usable(request_id) if self.behind else []
-        if self.all_prefix:
+        if self.same_blocks:
+            start_block = start_tokens // self._block_tokens
             return self._look_for_prefix(request_id, keys, start_block, tail, room_pages, usable, straight)
-        return self._look_for_boundary(request_id, keys, start_block, room_pages, usable)
+        return self._look_for_boundary(request_id, keys, start_tokens, room_pages, usable)
 
     def prefetch(
-        self, request_id: str, keys: Sequence[Keys], start_block: int, room_pages: int, most_pages: int
+        self, request_id: str, keys: Sequence[Keys], start_tokens: int, room_pages: int, most_pages: int
     ) -> int:
         """Begins to fetch what follows the prefix in host memory, `most_pages` at most; nothing is promised.
 
@@ -104,10 +125,10 @@ class Lookup:
             The fetches under way, also those that others have begun.
         """
         usable = [tier for tier in self.behind if not self._tiers[tier].down]
-        if not usable or not self.all_prefix or most_pages < len(self._specs):
+        if not usable or not self.same_blocks or most_pages < len(self.specs):
             return 0
-        lease, rest = self._find_prefix(keys, start_block, room_pages, usable)
-        first = lease.start_block + lease.blocks
+        lease, rest = self._find_prefix(keys, start_tokens // self._block_tokens, room_pages, usable)
+        first = self._end_of(lease)
         fetches = self._prefetch_rest(request_id, rest, keys, first, usable, most_pages) if rest else 0
         # Leased until now, so that what is fetched does not displace what it follows.
         for group in lease.groups:
@@ -127,7 +148,7 @@ class Lookup:
             for runs in rest:
                 self._walk.release(runs)
             return 0
-        rest = [self._walk.cut(runs, most_pages // len(self._specs)) for runs in rest]
+        rest = [self._walk.cut(runs, most_pages // len(self.specs)) for runs in rest]
         rest, _ = self._choice.leading_worth(rest, keys, first, counted=False)
         if not any(rest):
             return 0
@@ -161,8 +182,8 @@ class Lookup:
         straight: bool,
     ) -> Looked:
         lease, rest = self._find_prefix(keys, start, room_pages, usable)
-        end = start + lease.blocks
-        if tail is not None and room_pages >= len(self._specs) * (lease.blocks + 1):
+        end = self._end_of(lease)
+        if tail is not None and room_pages >= len(self.specs) * (end - start + 1):
             lease_tail(self._hub, lease, tail, end)
         if rest:
             return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
@@ -174,7 +195,7 @@ class Lookup:
         self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
     ) -> tuple[Lease, list[list[PageRun]]]:
         """Leases the prefix in host memory that may be promised, and per group the runs that follow it."""
-        if len(self._specs) == 1:
+        if len(self.specs) == 1:
             return self._find_in_one_group(keys, start, max(0, room_pages), usable)
         return self._find_in_all_groups(keys, start, room_pages, usable)
 
@@ -189,7 +210,7 @@ class Lookup:
             offered = offered[start : start + room_pages]
         entries, slots = self._hub.index.match_and_pin(0, offered)
         ready = len(entries)
-        lease = Lease((GroupLease(entries, slots, start, ready),), self._clock(), start, ready)
+        lease = self._lease((GroupLease(entries, slots, start, ready),), start, ready)
         if (ready == len(offered) and whole) or (ready < len(offered) and not usable):
             return lease, []
         found = self._find(keys, start + ready, room_pages - ready, usable)
@@ -202,23 +223,31 @@ class Lookup:
         """The same over several groups, which restore the same blocks together."""
         found = self._find(keys, start, room_pages, usable)
         ready = found.ready_blocks
-        parts = [split_runs(runs_of(found, group), ready) for group in range(len(self._specs))]
+        parts = [split_runs(runs_of(found, group), ready) for group in range(len(self.specs))]
         shares = tuple(GroupLease(share.entries, share.slots, start, ready) for share, _ in parts)
-        lease = Lease(shares, self._clock(), start, ready, cut=found.cut)
+        lease = self._lease(shares, start, ready, found.cut)
         return lease, [runs for _, runs in parts] if ready < found.blocks else []
 
     def _find(self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]) -> Found:
         """The prefix after `start`; each page is leased in its tier, and the lease the caller's."""
-        mask = 1 << HUB
-        for tier in usable:
-            mask |= 1 << tier
-        now_s = max(0, int(self._unix_s()))
+        mask, now_s = _mask(usable), max(0, int(self._unix_s()))
         found = self._native.look(keys, start, room_pages, mask, now_s, bool(usable))
+        self._drop_expired(found, keys)
+        found.detach()
+        return found
+
+    def _drop_expired(self, found: Found | FoundLengths, keys: Sequence[Keys]) -> None:
         for number, group, _ in found.expired:
             # Asked key by key, the tier drops all of the request's pages whose time is over.
             self._tiers[number].present(group, keys[group])
-        found.detach()
-        return found
+
+    def _lease(self, shares: tuple[GroupLease, ...], start: int, blocks: int, cut: bool = False) -> Lease:
+        size = self._block_tokens
+        return Lease(shares, self._clock(), start * size, blocks * size, cut=cut)
+
+    def _end_of(self, lease: Lease) -> int:
+        """Number of the block behind a lease."""
+        return (lease.start_tokens + lease.tokens) // self._block_tokens
 
     def _take_rest(
         self,
@@ -236,7 +265,7 @@ class Lookup:
             promise: more may be promised at once.
             straight: also where it lies.
         """
-        first = lease.start_block + lease.blocks
+        first = self._end_of(lease)
         for tier in usable if promise and straight else ():
             if self._takes_straight(tier, rest, keys, first):
                 return self._promise_straight(request_id, lease, rest, tier)
@@ -250,7 +279,7 @@ class Lookup:
         streamed, layerwise = promise and streamed, promise and layerwise
         fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
         if streamed:
-            extend_lease(lease, fetched.pages)
+            extend_lease(lease, fetched.pages, self._block_tokens)
             return Looked(lease)
         return Looked(lease, self._waits.join(request_id, wanted, fetched.pages, fetched.ops))
 
@@ -288,7 +317,7 @@ class Lookup:
         route = self._tiers[tier].straight
         assert route is not None
         blocks = len(rest[0][0])
-        pages, tokens = blocks * len(rest), blocks * self._specs[0].block_tokens
+        pages, tokens = blocks * len(rest), blocks * self.specs[0].block_tokens
         if not self._choice.straight_worth(tier, route, pages, tokens):
             for runs in rest:
                 self._walk.release(runs)
@@ -297,7 +326,7 @@ class Lookup:
         for group, runs in enumerate(rest):
             lease.groups[group].straight = route.lease(group, runs[0].entries, runs[0].slots)
             lease.groups[group].blocks += blocks
-        lease.blocks += blocks
+        lease.tokens += blocks * self._block_tokens
         return Looked(lease)
 
     def _fetch_tail(
@@ -319,41 +348,56 @@ class Lookup:
             wanted.append(WantedPages(group, keys, self._walk.locate(group, keys, usable)))
         return self._fetch_all(request_id, wanted, found - tail_tokens)
 
-    # --- groups of which a prefix needs other pages ---
+    # --- groups that need other pages each ---
 
     def _look_for_boundary(
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start: int,
+        start_tokens: int,
         room_pages: int,
         usable: Sequence[TierId],
     ) -> Looked:
-        offered = [group_keys[start:] for group_keys in keys]
-        index = self._hub.index
-        found = [index.find(group, group_keys) for group, group_keys in enumerate(offered)]
-        hits = [entries != NO_ENTRY for entries in found]
-        uncut = longest_restorable(self._specs, hits, 2**62)
-        blocks = longest_restorable(self._specs, hits, room_pages)
-        groups = []
-        for spec, entries in zip(self._specs, found, strict=True):
-            first = first_needed(spec, blocks)
-            mine = entries[first:blocks]
-            groups.append(GroupLease(mine, index.pin(mine), start + first, len(mine)))
-        lease = Lease(tuple(groups), self._clock(), start, blocks, cut=blocks < uncut)
-        if lease.cut or not usable:
-            return Looked(lease)
-        present = [self._walk.present(group, k, usable) for group, k in enumerate(offered)]
-        longest = longest_restorable(self._specs, present, room_pages)
-        if longest <= blocks:
-            return Looked(lease)
-        wanted = []
-        for group, spec in enumerate(self._specs):
-            part = np.ascontiguousarray(offered[group][first_needed(spec, longest) : longest])
-            if len(part):
-                wanted.append(WantedPages(group, part, self._walk.locate(group, part, usable)))
-        tokens = (longest - blocks) * self._specs[0].block_tokens
+        found = self._find_boundary(keys, start_tokens, room_pages, usable)
+        if found.ready or not found.lengths:
+            return Looked(self._lease_found(found))
+        # What is missing is fetched; meanwhile as much is promised as host memory has itself.
+        wanted, tokens = self._wanted(found, keys), found.lengths[0]
+        lease = self._lease_found(self._find_boundary(keys, start_tokens, room_pages, ()))
+        tokens -= start_tokens + lease.tokens
         return Looked(lease, self._fetch_all(request_id, wanted, tokens))
+
+    def _find_boundary(
+        self, keys: Sequence[Keys], start_tokens: int, room_pages: int, usable: Sequence[TierId]
+    ) -> FoundLengths:
+        """The longest hit; its pages are leased, and the lease the caller's."""
+        now_s = max(0, int(self._unix_s()))
+        found = self._boundaries.look(
+            keys, start_tokens, max(0, room_pages), _mask(usable), now_s, bool(usable)
+        )
+        self._drop_expired(found, keys)
+        found.detach()
+        return found
+
+    def _lease_found(self, found: FoundLengths) -> Lease:
+        """A lease of pages that all are in host memory."""
+        shares = []
+        for group, spec in enumerate(self.specs):
+            entries = found.entries(group)
+            first = found.start_tokens // spec.block_tokens + found.first_page(group)
+            shares.append(GroupLease(entries, found.slots(group), first, len(entries)))
+        tokens = found.lengths[0] - found.start_tokens if found.lengths else 0
+        return Lease(tuple(shares), self._clock(), found.start_tokens, tokens, cut=found.cut)
+
+    def _wanted(self, found: FoundLengths, keys: Sequence[Keys]) -> list[WantedPages]:
+        """What the hit needs of each group."""
+        wanted = []
+        for group, spec in enumerate(self.specs):
+            first = found.start_tokens // spec.block_tokens + found.first_page(group)
+            end = found.lengths[0] // spec.block_tokens
+            if first < end:
+                wanted.append(WantedPages(group, keys[group][first:end], runs_of(found, group)))
+        return wanted
 
     # --- what is fetched, and what is not ---
 
@@ -367,3 +411,11 @@ class Lookup:
             return 0
         fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch(), aligned=False)
         return self._waits.join(request_id, wanted, fetched.pages, fetched.ops)
+
+
+def _mask(usable: Sequence[TierId]) -> int:
+    """Of host memory and these tiers, as lookups take it."""
+    mask = 1 << HUB
+    for tier in usable:
+        mask |= 1 << tier
+    return mask

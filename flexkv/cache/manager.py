@@ -26,7 +26,14 @@ from flexkv.cache.base import (
     TailCandidates,
 )
 from flexkv.cache.broken_plan import BrokenPlans
-from flexkv.cache.checks import as_block_ids, check_groups, check_limits, check_lookup, load_targets
+from flexkv.cache.checks import (
+    as_block_ids,
+    check_alignment,
+    check_groups,
+    check_limits,
+    check_lookup,
+    load_targets,
+)
 from flexkv.cache.cost import CostModel
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.fetch_choice import FetchChoice
@@ -59,7 +66,8 @@ class LocalCacheManager(CacheManager):
     """Keys to pages of tiers, in one process. Deterministic: the only outside inputs are the clocks.
 
     Args:
-        groups: the unit's KV groups; all must have the same `block_tokens`.
+        groups: the unit's KV groups, each with a rule and a block size of its own.
+        alignment_tokens: every hit is a multiple of it; None for whole blocks of every group and nothing more.
         tiers: make the tiers, in the order in which a lookup asks them; the first is host memory's. The ops of the
             others are handed out by `work.poll`, apart from the graphs for the workers, and their results come back by
             `work.complete`.
@@ -87,6 +95,7 @@ class LocalCacheManager(CacheManager):
         limits: ManagerLimits = ManagerLimits(),  # noqa: B008 - frozen
         *,
         tiers: Sequence[TierFactory],
+        alignment_tokens: int | None = None,
         policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
         listener: CacheListener | None = None,
@@ -95,6 +104,7 @@ class LocalCacheManager(CacheManager):
     ) -> None:
         check_groups(groups)
         check_limits(limits)
+        alignment = check_alignment(groups, alignment_tokens)
         self._specs = tuple(groups)
         self._limits = limits
         self._clock = clock
@@ -153,6 +163,7 @@ class LocalCacheManager(CacheManager):
             walk,
             self._promotions,
             self.choice,
+            alignment,
             unix_s,
             lambda: self._epoch,
         )
@@ -227,17 +238,17 @@ class LocalCacheManager(CacheManager):
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        check_lookup(len(self._specs), keys, start_block, tail)
+        check_lookup(self._specs, keys, start_tokens, tail)
         with self._broken_plans:
-            return self._promises.match(request_id, keys, start_block, tail)
+            return self._promises.match(request_id, keys, start_tokens, tail)
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
-        check_lookup(len(self._specs), keys, start_block, None)
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+        check_lookup(self._specs, keys, start_tokens, None)
         with self._broken_plans:
-            return self._promises.prefetch(request_id, keys, start_block)
+            return self._promises.prefetch(request_id, keys, start_tokens)
 
     def waits(self, request_id: str) -> bool:
         return request_id in self._requests.waits and self._requests.is_waiting(request_id, self._clock())
@@ -332,9 +343,10 @@ class LocalCacheManager(CacheManager):
             if op.source_failed:
                 self._loads_of(op.tier).source_failed(f"rank {rank}: {result.reason}")
             if op.failed.any():
-                self.discard_from(op.request_id, int(op.block_numbers[op.failed].min()))
+                first = int(op.block_numbers[op.failed].min())
+                self.discard_from(op.request_id, first * self._specs[op.group].block_tokens)
                 if op.epoch == self._epoch:
-                    self.failed_loads.note(op)
+                    self.failed_loads.note(op, self._specs[op.group].block_tokens)
         if len(op.reported) < self._limits.ranks:
             return None
         self._ops.remove(op)
@@ -377,11 +389,12 @@ class LocalCacheManager(CacheManager):
         if order is not None and order.due():
             self.hub.index.touch(order.entries())
 
-    def discard_from(self, request_id: str, first_block: int) -> int:
+    def discard_from(self, request_id: str, first_token: int) -> int:
         stores = self._ops.of_request(request_id, OpRole.STORE)
         revoked = 0
         try:
             for op in stores:
+                first_block = first_token // self._specs[op.group].block_tokens
                 pages = (op.block_numbers >= first_block) & ~op.revoked
                 count = int(np.count_nonzero(pages))
                 if not count:

@@ -44,17 +44,17 @@ class OpLog:
         self._spans = OpSpans()
 
     def looked_up(self, result: MatchResult, asked: int) -> None:
-        """A lookup of `asked` blocks after `result.start_block` was answered."""
+        """A lookup of `asked` tokens after `result.start_tokens` was answered."""
         if logger.isEnabledFor(logging.DEBUG):
-            in_host = min((len(group.slots) for group in result.groups), default=0)
+            in_host = sum(len(group.slots) for group in result.groups)
             logger.debug(
-                "request %s: %d blocks looked up from block %d on, %d promised (%d in host memory) and %d tokens, "
+                "request %s: %d tokens looked up from %d on, %d promised (%d pages in host memory), tail %d, "
                 "%d reads waited for",
                 result.request_id,
                 asked,
-                result.start_block,
-                result.blocks,
-                min(in_host, result.blocks),
+                result.start_tokens,
+                result.tokens,
+                in_host,
                 result.tail_tokens,
                 result.reads,
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.c_ext import Found
+from flexkv.c_ext import Found, FoundLengths
 from flexkv.cache.base import Keys
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
@@ -51,13 +51,15 @@ COMING = 1
 """State of a run of `Found` whose pages an op is filling."""
 
 
-def runs_of(found: Found, group: int) -> list[PageRun]:
+def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
     """The pages of a group that a lookup has found, run by run."""
     entries, slots = found.entries(group), found.slots(group)
-    return [
-        PageRun(TierId(tier), entries[first : first + count], slots[first : first + count], state == COMING)
-        for tier, state, first, count in found.runs(group).tolist()
-    ]
+    before = found.first_page(group) if isinstance(found, FoundLengths) else 0
+    runs = []
+    for tier, state, first, count in found.runs(group).tolist():
+        part = slice(first - before, first - before + count)
+        runs.append(PageRun(TierId(tier), entries[part], slots[part], state == COMING))
+    return runs
 
 
 def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:

@@ -69,6 +69,8 @@ class Promises:
         self._counts = counts
         self._log = log
         self._clock = tables.clock
+        self._sizes = [spec.block_tokens for spec in lookup.specs]
+        self._block_tokens = self._sizes[0]
         self._none_behind = (0,) * (len(tables.tiers) - 1)
         self._routes = [tier.loads for tier in tables.tiers if tier.loads is not None]
         self.disabled = False
@@ -80,28 +82,29 @@ class Promises:
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
     ) -> MatchResult:
         """As of `CacheManager`; the arguments are checked."""
-        asked = max(0, min(len(k) for k in keys) - start_block)
-        lease = self._lease_again(request_id, keys, start_block) if tail is None else None
+        asked = self._lookup.asked_tokens(keys, start_tokens)
+        lease = self._lease_again(request_id, keys, start_tokens) if tail is None else None
         fetches = 0
         if lease is None:
-            looked = self._look(request_id, keys, start_block, tail)
+            looked = self._look(request_id, keys, start_tokens, tail)
             lease, fetches = looked.lease, looked.fetches
         if lease.pages:
             self._requests.add_lease(request_id, lease)
         self._note_use(request_id, keys, lease)
-        self._counts.add_lookup(asked, lease.blocks, lease.tail_tokens > 0, lease.cut)
+        size = self._block_tokens
+        self._counts.add_lookup(asked // size, lease.tokens // size, lease.tail_tokens > 0, lease.cut)
         if fetches:
-            self._requests.begins_to_wait(request_id, lease.start_block + lease.blocks)
+            self._requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
-        result = _answer(request_id, lease, fetches)
+        result = self._answer(request_id, lease, fetches)
         self._log.looked_up(result, asked)
         return result
 
-    def _lease_again(self, request_id: str, keys: Sequence[Keys], start_block: int) -> Lease | None:
+    def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
         """The lease of a request that has asked before, where that and what was fetched for it since are all that it
         asks for; None where a lookup has to find out. Its former lease has ended, and nothing is held for it any more.
 
@@ -110,13 +113,15 @@ class Promises:
         """
         requests, former = self._requests, self._requests.lease(request_id)
         held = requests.held_by(request_id)
-        if held is None or (former is None and not held) or not self._lookup.all_prefix:
+        if held is None or (former is None and not held) or not self._lookup.same_blocks:
             return None
         if self.disabled or self.resetting or self._failed_loads.of(request_id) is not None:
             return None
         if former is None and self._failed_loads.rests:
             return None
-        groups, blocks = joined_shares(former, held, len(keys), start_block), len(keys[0]) - start_block
+        start_block = start_tokens // self._block_tokens
+        groups = joined_shares(former, held, len(keys), start_tokens, start_block)
+        blocks = len(keys[0]) - start_block
         if not groups or any(share.blocks != blocks for share in groups):
             return None
         if any(len(k) != len(keys[0]) for k in keys) or not self._has_room(former, groups):
@@ -126,13 +131,13 @@ class Promises:
                 return None
         requests.pop_lease(request_id)
         requests.take_held(request_id)
-        return Lease(groups, self._clock(), start_block, blocks, blocks)
+        return Lease(groups, self._clock(), start_tokens, blocks * self._block_tokens)
 
     def _look(
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
     ) -> Looked:
         """A lookup in all tiers, as far as the request may be promised what it finds."""
@@ -140,44 +145,56 @@ class Promises:
         self.end_lease(request_id)
         failed = self._failed_loads.of(request_id)
         silent = self.disabled or self.resetting
-        if failed is not None and not silent:
-            keys, tail = failed.still_promised(keys, start_block), None
-        elif silent or (self._failed_loads.rests and not promised):
-            keys, tail = [group_keys[:start_block] for group_keys in keys], None
+        end = None
+        if silent or (failed is None and self._failed_loads.rests and not promised):
+            end = start_tokens
+        elif failed is not None:
+            end, tail = failed.end_of_promise(start_tokens), None
+        if end is not None:
+            keys, tail = self._lookup.cut(keys, end), None
         straight = failed is None or not failed.straight
         if request_id in self._requests.prefetched:
             self._waits.end_prefetch(request_id)
         # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
-        looked = self._lookup.look(request_id, keys, start_block, tail, self.room_for_loads(), straight)
+        looked = self._lookup.look(request_id, keys, start_tokens, tail, self.room_for_loads(), straight)
         for pages in held:
             self._hub.index.unpin(pages.entries)
         return looked
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
         """What the engine has itself, and what it was promised, counts as used together."""
-        start, find = lease.start_block, self._hub.index.find
-        before = [find(g, k[:start]) for g, k in enumerate(keys)] if start else ()
-        self._access_orders.put_lookup(request_id, before, lease.groups if lease.blocks else ())
+        find = self._hub.index.find
+        before = (
+            [find(g, k) for g, k in enumerate(self._lookup.had(keys, lease))] if lease.start_tokens else ()
+        )
+        self._access_orders.put_lookup(request_id, before, lease.groups if lease.tokens else ())
 
     def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
-        """Of a lease's blocks, how many each tier has supplied."""
-        if not lease.blocks:
+        """Of a lease's tokens, how many each tier has supplied."""
+        if not lease.tokens:
             return ()
         group = lease.groups[0]
         if group.straight is None and group.fetches is None and request_id not in self._requests.waits:
-            return (lease.blocks, *self._none_behind)
+            return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tiers)
+        if not self._lookup.same_blocks:
+            # Pages of other groups hold other tokens: by the share of all pages.
+            for tier, pages in self._requests.fetched_pages(request_id).items():
+                counts[tier] += lease.tokens * min(pages, lease.pages) // lease.pages
+            counts[HUB] = lease.tokens - sum(counts)
+            return tuple(counts)
         if group.straight is not None:
             counts[group.straight.tier] += len(group.straight)
         if group.fetches is not None:
             for tier, pages in self._promotions.pages_by_tier(group.fetches).items():
                 counts[tier] += pages
-        host_end = lease.start_block + lease.blocks - sum(counts)
-        for tier, pages in self._requests.fetched_for(request_id, lease.start_block, host_end).items():
+        start, blocks = lease.start_tokens // self._block_tokens, lease.tokens // self._block_tokens
+        host_end = start + blocks - sum(counts)
+        for tier, pages in self._requests.fetched_for(request_id, start, host_end).items():
             counts[tier] += pages
-        counts[HUB] = lease.blocks - sum(counts)
-        return tuple(counts)
+        counts[HUB] = blocks - sum(counts)
+        return tuple(count * self._block_tokens for count in counts)
 
     def _has_room(self, former: Lease | None, groups: Sequence[GroupLease]) -> bool:
         """Whether so much may be promised to a request instead of its former lease."""
@@ -188,6 +205,27 @@ class Promises:
         """Pages that may be promised besides those that are promised or being loaded."""
         taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
+
+    def _answer(self, request_id: str, lease: Lease, fetches: int) -> MatchResult:
+        matches = tuple(
+            GroupMatch(
+                blocks=lease.tokens // block_tokens,
+                slots=group.slots[: group.blocks],
+                tail_tokens=lease.tail_tokens,
+                tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
+                first_block=group.first_block,
+            )
+            for group, block_tokens in zip(lease.groups, self._sizes, strict=True)
+        )
+        return MatchResult(
+            request_id,
+            lease.start_tokens,
+            matches,
+            lease.tokens,
+            lease.tail_tokens,
+            fetches,
+            lease.by_tier,
+        )
 
     # --- loads ---
 
@@ -208,9 +246,9 @@ class Promises:
         self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
     ) -> TransferGraph | None:
         """Turns the request's promise into a load to `targets`, as of `load_targets`; None when nothing is loaded."""
-        taken = max(len(b) for b in targets)
-        for tier, pages in zip(self._tiers, _first(lease.by_tier, taken), strict=False):
-            tier.counts.hits += pages
+        taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
+        for tier, tokens in zip(self._tiers, _first(lease.by_tier, taken), strict=False):
+            tier.counts.hits += tokens // self._block_tokens
         self._requests.pop_lease(request_id)
         self._waits.end(request_id)
         ops = [op for route in self._routes for op in route.begin(request_id, lease, targets, epoch)]
@@ -222,7 +260,7 @@ class Promises:
 
     # --- prefetches ---
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int) -> int:
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
         """As of `CacheManager`; the arguments are checked."""
         requests = self._requests
         if self.disabled or self.resetting or self._failed_loads.rests:
@@ -234,7 +272,7 @@ class Promises:
         if len(requests.prefetched) >= self._limits.prefetch_requests:
             return 0
         pages = self._room_for_prefetch(len(keys))
-        return self._lookup.prefetch(request_id, keys, start_block, self.room_for_loads(), pages)
+        return self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
 
     def _room_for_prefetch(self, groups: int) -> int:
         """Pages that one more prefetch may bring."""
@@ -304,26 +342,10 @@ class Promises:
             self._waits.end(request_id)
 
 
-def _first(by_tier: tuple[int, ...], blocks: int) -> list[int]:
-    """The same of the first `blocks` blocks: what lies in host memory comes before what does not."""
+def _first(by_tier: tuple[int, ...], tokens: int) -> list[int]:
+    """The same of the first `tokens`: what lies in host memory comes before what does not."""
     taken = []
-    for pages in by_tier:
-        taken.append(min(pages, blocks))
-        blocks -= taken[-1]
+    for supplied in by_tier:
+        taken.append(min(supplied, tokens))
+        tokens -= taken[-1]
     return taken
-
-
-def _answer(request_id: str, lease: Lease, fetches: int) -> MatchResult:
-    matches = tuple(
-        GroupMatch(
-            blocks=lease.blocks,
-            slots=group.slots[: group.blocks],
-            tail_tokens=lease.tail_tokens,
-            tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
-            first_block=group.first_block,
-        )
-        for group in lease.groups
-    )
-    return MatchResult(
-        request_id, lease.start_block, matches, lease.blocks, lease.tail_tokens, fetches, lease.by_tier
-    )

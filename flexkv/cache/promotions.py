@@ -85,7 +85,7 @@ def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int
     ]
 
 
-def extend_lease(lease: Lease, pages: Sequence[FetchedPages]) -> None:
+def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int) -> None:
     """A lease of whole blocks alone, with the blocks that follow and are on their way to host memory."""
     more = len(pages[0].entries)
     if not more:
@@ -96,7 +96,7 @@ def extend_lease(lease: Lease, pages: Sequence[FetchedPages]) -> None:
         group.slots = np.concatenate((group.slots, fetched.slots))
         group.fetches = np.concatenate((there, fetched.fetches))
         group.blocks += more
-    lease.blocks += more
+    lease.tokens += more * block_tokens
 
 
 @dataclass(slots=True)

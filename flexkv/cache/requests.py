@@ -182,6 +182,11 @@ class RequestTable:
             left -= found[tier]
         return found
 
+    def fetched_pages(self, request_id: str) -> dict[TierId, int]:
+        """Pages that were brought to host memory for the request, by the tier that they came from."""
+        wait = self.waits.get(request_id)
+        return {} if wait is None else wait.fetched
+
     def drop_wait(self, request_id: str) -> Wait | None:
         """The request waits no more. Nothing may be held."""
         self.prefetched.discard(request_id)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import GroupPolicy, OpRole, TailCandidates
+from flexkv.cache.base import OpRole, Rule, TailCandidates
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.request import SimRequest
 from flexkv.simulation.world import World
@@ -49,9 +49,10 @@ class Lookups:
                 )
                 for counts in request.tail_keys
             ]
+        block_tokens = world.config.groups[0].block_tokens
         failure = world.model.failures.get(request.request_id)
         world.report.lookups_after_failures += failure is not None
-        result = world.manager.match(request.request_id, request.arrays, start, tails)
+        result = world.manager.match(request.request_id, request.arrays, start * block_tokens, tails)
         world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_blocks)
         self.orders_planned()
         streamed = (world.config.stream or world.config.gds_loads) and result.blocks > model_blocks
@@ -128,7 +129,7 @@ class Lookups:
     def load(self, request: SimRequest) -> None:
         world = self.world
         groups = range(len(world.config.groups))
-        prefix_only = all(spec.policy is GroupPolicy.PREFIX for spec in world.config.groups)
+        prefix_only = all(spec.rule is Rule.FULL for spec in world.config.groups)
         taken = request.promised
         if prefix_only and world.random.random() < 0.2:
             taken = world.random.randint(0, request.promised)

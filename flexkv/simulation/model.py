@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flexkv.cache.base import Completion, GroupPolicy, GroupSpec, ManagerLimits, OpRole
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole, Rule
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.failure_causes import causes_by_page
 from flexkv.simulation.model_ops import ModelFailure, ModelOp
@@ -52,11 +52,14 @@ class Model:
     def needed(self, group: int, start: int, blocks: int) -> range:
         """Numbers of the blocks that restore a prefix of `blocks` blocks after `start`."""
         spec, end = self.specs[group], start + blocks
-        if spec.policy is GroupPolicy.PREFIX:
+        if spec.rule is Rule.FULL:
             return range(start, end)
-        if spec.policy is GroupPolicy.EXACT_BOUNDARY:
+        if spec.rule is Rule.STATE:
             return range(max(start, end - 1), end)
-        first_token = end * spec.block_tokens - spec.window_tokens
+        if spec.rule is Rule.WINDOW:
+            return range(max(start, end - spec.reach), end)
+        tokens_in_chunk = end * spec.block_tokens % spec.reach
+        first_token = end * spec.block_tokens - tokens_in_chunk
         return range(max(start, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
@@ -85,7 +88,7 @@ class Model:
 
     def tail(self, tails: Sequence[dict[int, bytes]], pages: int) -> int:
         """The longest partial tail that may be promised after `pages` pages; `tails` maps token counts to keys."""
-        prefix_only = all(spec.policy is GroupPolicy.PREFIX for spec in self.specs)
+        prefix_only = all(spec.rule is Rule.FULL for spec in self.specs)
         room = self.limits.inflight_load_pages - self.load_pages() - pages
         if not prefix_only or room < len(tails) or not tails:
             return 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import GroupPolicy, Keys, OpRole
+from flexkv.cache.base import Keys, OpRole, Rule
 from flexkv.cache.ids import NO_ENTRY
 from flexkv.simulation.base import Key, Place, require
 from flexkv.simulation.lookups import Lookups
@@ -33,7 +33,7 @@ class Requests:
         path = tuple(int(world.random.random() < 0.15) for _ in range(length))
         block_tokens = world.config.groups[0].block_tokens
         tail = tuple(world.random.randrange(2) for _ in range(world.random.randrange(block_tokens)))
-        if any(spec.policy is not GroupPolicy.PREFIX for spec in world.config.groups):
+        if any(spec.rule is not Rule.FULL for spec in world.config.groups):
             tail = ()
         keys = [[block_key(g, path[: i + 1]) for i in range(length)] for g in groups]
         arrays = [np.frombuffer(b"".join(k), np.uint8).reshape(-1, 16) for k in keys]
@@ -50,8 +50,9 @@ class Requests:
         if request is None or request.state != "new":
             return
         start = 0 if world.random.random() < 0.7 else world.random.randint(0, len(request.path))
+        block_tokens = world.config.groups[0].block_tokens
         under_way = set(world.disk_lane.ops)
-        world.manager.prefetch(request.request_id, request.arrays, start)
+        world.manager.prefetch(request.request_id, request.arrays, start * block_tokens)
         world.model.evict(world.recorder.take_evicted())
         self.lookups.orders_planned()
         require(not world.manager.leased_pages(request.request_id), "a prefetch promises something")
@@ -210,8 +211,9 @@ class Requests:
 
     def bar_from(self, request_id: str, number: int) -> None:
         """What the request stores of block `number` and later ones was computed from a load that failed."""
+        token = number * self.world.config.groups[0].block_tokens
         require(
-            self.world.manager.discard_from(request_id, number) == self.world.model.bar(request_id, number),
+            self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, number),
             "discard_from revoked another number of pages",
         )
 

@@ -31,13 +31,13 @@ class NullManager(CacheManager):
         self,
         request_id: str,
         keys: Sequence[Keys],
-        start_block: int,
+        start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        none = tuple(GroupMatch(0, np.empty(0, np.int32), first_block=start_block) for _ in keys)
-        return MatchResult(request_id, start_block, none, 0, 0)
+        none = tuple(GroupMatch(0, np.empty(0, np.int32)) for _ in keys)
+        return MatchResult(request_id, start_tokens, none, 0, 0)
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
+    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
         return 0
 
     def begin_load(
@@ -64,7 +64,7 @@ class NullManager(CacheManager):
     def complete(self, rank: int, result: OpResult) -> Completion | None:
         raise ContractError(f"rank {rank} reported op {result.op_id}: nothing was planned")
 
-    def discard_from(self, request_id: str, first_block: int) -> int:
+    def discard_from(self, request_id: str, first_token: int) -> int:
         return 0
 
     def release(self, request_id: str) -> None:

@@ -57,7 +57,7 @@ class CarelessConnector(FaultyConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         unit = self.scheduler.unit
-        unit.manager.discard_from = lambda request_id, first_block: 0  # type: ignore[method-assign]
+        unit.manager.discard_from = lambda request_id, first_token: 0  # type: ignore[method-assign]
         super().update_connector_output(connector_output)
 
 

@@ -82,7 +82,7 @@ class Promises:
         if start >= end:
             return NO_BLOCKS
         keys = tracked.keys.of(tokens)[:end]
-        match = unit.manager.match(request_id, [keys], start)
+        match = unit.manager.match(request_id, [keys], computed_tokens)
         self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
         unit.poll()
         if not match.blocks:
@@ -150,7 +150,7 @@ class Promises:
         if manager.leased_pages(request_id):
             return
         keys = tracked.keys.of(request.get_tokens(0))[: offer.stop]
-        if manager.match(request_id, [keys], offer.start).blocks < len(offer):
+        if manager.match(request_id, [keys], offer.start * joined.block_tokens).blocks < len(offer):
             manager.release(request_id)
             raise TransferError(
                 f"request {request_id}: the engine took up a promise of {len(offer)} blocks after more than "

@@ -58,8 +58,10 @@ class CompletionHandler:
         watch: StoreWatch,
         counters: Counters,
         events: EventLog | None,
+        block_tokens: int,
     ) -> None:
         self._unit = unit
+        self._block_tokens = block_tokens
         self._workers = workers
         self._requests = requests
         self._loads = loads
@@ -99,7 +101,7 @@ class CompletionHandler:
             first = first_failed(tracker.block_ids, failed)
             if first is None:
                 continue
-            self._unit.manager.discard_from(tracker.request_id, first)
+            self._unit.manager.discard_from(tracker.request_id, first * self._block_tokens)
             tracker.cursor = min(tracker.cursor, first)
             tracker.retry_step = 0
             tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
@@ -107,7 +109,7 @@ class CompletionHandler:
         for table in self._retired:
             first = first_failed(table.block_ids, failed)
             if first is not None:
-                self._unit.manager.discard_from(table.request_id, first)
+                self._unit.manager.discard_from(table.request_id, first * self._block_tokens)
                 bad.update(table.block_ids[first:])
         self._stores.load_failed(bad)
 

@@ -70,17 +70,17 @@ class Loads:
         ):
             manager.release(request_id)
             return 0
-        start = computed_tokens // self._block_tokens
         keys = tracker.block_keys.keys()
-        match = manager.match(request_id, [keys], start)
+        match = manager.match(request_id, [keys], computed_tokens)
         if match.reads:
             return None
-        tail = self._tail_candidates(tracker, start + match.blocks) if self._with_tails else None
+        end_block = (computed_tokens + match.tokens) // self._block_tokens
+        tail = self._tail_candidates(tracker, end_block) if self._with_tails else None
         if tail is not None:
-            match = manager.match(request_id, [keys[: tail.base_block]], start, [tail])
+            match = manager.match(request_id, [keys[: tail.base_block]], computed_tokens, [tail])
             if match.reads:
                 return None
-        tokens = min(match.blocks * self._block_tokens + match.tail_tokens, wanted_end - computed_tokens)
+        tokens = min(match.tokens + match.tail_tokens, wanted_end - computed_tokens)
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
         if not tracker.counted:
@@ -90,7 +90,7 @@ class Loads:
         if tokens <= 0:
             manager.release(request_id)
             return 0
-        tracker.promise = Promise(start, tokens, match)
+        tracker.promise = Promise(tokens, match)
         return tokens
 
     def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
@@ -103,7 +103,8 @@ class Loads:
         if request.skip_reading_prefix_cache or request.num_computed_tokens:
             return 0
         start = self._own_blocks(request.block_hashes, has_cached)
-        return self._manager.prefetch(tracker.request_id, [tracker.block_keys.keys()], start)
+        keys = [tracker.block_keys.keys()]
+        return self._manager.prefetch(tracker.request_id, keys, start * self._block_tokens)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
         """Leading blocks that the engine has, found in a few steps: it gives up the last blocks of a request first."""
@@ -169,15 +170,16 @@ class Loads:
         self._counters.add("flexkv_hit_tokens_total", external_tokens)
         tracker.supplied = self._supplied(match, external_tokens)
         tracker.block_ids[:] = block_ids
-        targets = tracker.blocks(promise.start_block, promise.start_block + pages)
+        start = match.start_tokens // self._block_tokens
+        targets = tracker.blocks(start, start + pages)
         return self._manager.begin_load(tracker.request_id, [targets], tail=pages > match.blocks)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
         """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,
         but for a partial tail, which lies there too."""
         supplied, left = [], tokens
-        for blocks in match.by_tier or (0,):
-            supplied.append(min(blocks * self._block_tokens, left))
+        for of_tier in match.by_tier or (0,):
+            supplied.append(min(of_tier, left))
             left -= supplied[-1]
         supplied[0] += left
         return tuple(supplied)

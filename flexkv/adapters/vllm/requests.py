@@ -27,11 +27,9 @@ class Promise:
     """The last answer given to the engine for a request, if it was not "nothing".
 
     Attributes:
-        start_block: whole blocks that the engine had itself when it asked.
-        tokens: tokens promised beyond those.
+        tokens: promised beyond those that the engine had itself when it asked.
     """
 
-    start_block: int
     tokens: int
     match: MatchResult
 

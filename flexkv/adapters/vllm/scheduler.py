@@ -136,7 +136,15 @@ class SchedulerSide:
         self.unit, self.workers, self._stores = unit, workers, stores
         self._loads = Loads(unit, self._spec, self.counters)
         self._completions = CompletionHandler(
-            unit, workers, self.requests, self._loads, stores, self._watch, self.counters, self.events
+            unit,
+            workers,
+            self.requests,
+            self._loads,
+            stores,
+            self._watch,
+            self.counters,
+            self.events,
+            self._spec.geometry.block_tokens,
         )
         self._steps = (
             StepTimes(unit.manager.cost.compute) if isinstance(unit, LiveUnit) and unit.has_tiers else None

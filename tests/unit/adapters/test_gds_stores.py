@@ -12,7 +12,7 @@ from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.graph import OpKind
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn, stop_disks
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 from tests.unit.cache.disk_world import disk_tier
 
 
@@ -114,7 +114,7 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
     tell = engine.hold_reports()
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    assert engine.unit.manager.discard_from("one", 2) == 3
+    assert engine.unit.manager.discard_from("one", 2 * BLOCK_TOKENS) == 3
     tell()
     engine.finish("one")
     engine.drain()

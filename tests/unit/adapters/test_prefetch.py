@@ -69,9 +69,9 @@ class Prefetched:
         manager = engine.unit.manager
         prefetch = manager.prefetch
 
-        def noted(request_id: str, keys: Sequence[Keys], start_block: int = 0) -> int:
-            self.calls.append((request_id, [group.tobytes() for group in keys], start_block))
-            return prefetch(request_id, keys, start_block)
+        def noted(request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+            self.calls.append((request_id, [group.tobytes() for group in keys], start_tokens))
+            return prefetch(request_id, keys, start_tokens)
 
         manager.prefetch = noted  # type: ignore[method-assign]
 

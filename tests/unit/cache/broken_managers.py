@@ -79,16 +79,16 @@ class NeedsOneRankOnly(LocalCacheManager):
 
 
 class IgnoresDiscard(LocalCacheManager):
-    def discard_from(self, request_id: str, first_block: int) -> int:
+    def discard_from(self, request_id: str, first_token: int) -> int:
         return 0
 
 
 class PublishesPoisonSilently(LocalCacheManager):
     """Answers `discard_from` as if it had obeyed."""
 
-    def discard_from(self, request_id: str, first_block: int) -> int:
+    def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
-        count = super().discard_from(request_id, first_block)
+        count = super().discard_from(request_id, first_token)
         for op in ranks_ops(self):
             if op.op_id in before and not np.array_equal(before[op.op_id], op.revoked):
                 op.revoked = before[op.op_id]

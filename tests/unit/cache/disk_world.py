@@ -46,6 +46,10 @@ def traffic(
     return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
 
 
+def blocks_by_tier(result: MatchResult) -> tuple[int, ...]:
+    return tuple(tokens // BLOCK_TOKENS for tokens in result.by_tier)
+
+
 class DiskWorld:
     """`slots` host slots, `places` on two disks. A page's symbol is its key."""
 

@@ -11,7 +11,7 @@ import pytest
 from flexkv.cache.base import Keys, ManagerLimits, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from tests.unit.cache.broken_disk_managers import TakesHeldPagesForReady
-from tests.unit.cache.disk_world import DiskWorld, chain, two_groups, written
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, blocks_by_tier, chain, two_groups, written
 
 KEYS = chain(6)
 
@@ -47,7 +47,7 @@ def waited(in_host: int, **kwargs: Any) -> tuple[DiskWorld, LookupCount]:
 def test_pages_waited_for_are_promised_without_a_lookup(in_host: int) -> None:
     world, count = waited(in_host)
     result = world.match(KEYS)
-    assert (result.blocks, result.reads, result.by_tier) == (6, 0, (in_host, 6 - in_host))
+    assert (result.blocks, result.reads, blocks_by_tier(result)) == (6, 0, (in_host, 6 - in_host))
     assert len(result.groups[0].slots) == 6
     assert count.lookups == 1
     assert world.manager.leased_pages("r") == 6
@@ -118,7 +118,7 @@ def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, prom
         ("grown", chain(8), 0),
         ("fewer", KEYS[:5], 0),
         ("others", np.concatenate((KEYS[:5], chain(1, seed=9))), 0),
-        ("start", KEYS, 1),
+        ("start", KEYS, BLOCK_TOKENS),
     ],
 )
 def test_another_question_is_looked_up(name: str, keys: Keys, start: int) -> None:
@@ -131,7 +131,7 @@ def test_another_question_is_looked_up(name: str, keys: Keys, start: int) -> Non
 
 def test_a_question_for_the_same_pages_from_another_block_on_is_looked_up() -> None:
     world, count = waited(2)
-    assert world.manager.match("r", [np.concatenate((chain(1, seed=9), KEYS))], 1).blocks == 6
+    assert world.manager.match("r", [np.concatenate((chain(1, seed=9), KEYS))], BLOCK_TOKENS).blocks == 6
     world.manager.check_integrity()
     assert count.lookups == 2
 

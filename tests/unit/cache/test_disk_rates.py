@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.cost import MIN_SAMPLES, RELIABLE_S, LinearFit
 from flexkv.simulation.world import DISK
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
@@ -199,7 +199,7 @@ def test_failed_reads_measure_nothing() -> None:
 
 
 def test_groups_with_a_window_are_all_or_nothing() -> None:
-    groups = (GroupSpec(4, 8), GroupSpec(4, 8, GroupPolicy.TRAILING_WINDOW, 8))
+    groups = (GroupSpec(4, 8), GroupSpec(4, 8, Rule.WINDOW, 2))
     full, window = chain(6), chain(6, seed=1)
     for page_s, reads in ((2.9, 2), (3.1, 0)):
         world = world_with(read_page_s=page_s, token_s=1.0, groups=groups)

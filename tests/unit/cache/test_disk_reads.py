@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, Rule, TailCandidates
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
@@ -236,7 +236,7 @@ def test_a_partial_tail_comes_back_with_its_tokens() -> None:
 
 
 def test_groups_with_a_window_read_what_they_need() -> None:
-    groups = (GroupSpec(4, 8), GroupSpec(4, 8, GroupPolicy.TRAILING_WINDOW, 8))
+    groups = (GroupSpec(4, 8), GroupSpec(4, 8, Rule.WINDOW, 2))
     world = DiskWorld(groups=groups)
     full, window = chain(6), chain(6, seed=1)
     world.store(full, group=0)

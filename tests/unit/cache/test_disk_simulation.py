@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flexkv.c_ext import eviction_policies
-from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import SimulationConfig
@@ -24,7 +24,7 @@ from tests.unit.cache.broken_streams import BROKEN_STREAMS
 GROUPS = {
     "one group": (GroupSpec(4, 12),),
     "two groups": (GroupSpec(4, 12), GroupSpec(4, 16)),
-    "hybrid": (GroupSpec(4, 12), GroupSpec(4, 12, GroupPolicy.TRAILING_WINDOW, 7)),
+    "hybrid": (GroupSpec(4, 12), GroupSpec(4, 12, Rule.WINDOW, 2)),
 }
 STEPS = 6_000
 

@@ -12,7 +12,7 @@ from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ConfigError
 from flexkv.transfer.graph import OpKind, OpStatus
-from tests.unit.cache.disk_world import chain, traffic, written
+from tests.unit.cache.disk_world import BLOCK_TOKENS, chain, traffic, written
 from tests.unit.cache.host_world import end, hit, ids, keys, make, store
 
 GDS = traffic(gds_loads=GdsUse.ALWAYS)
@@ -27,7 +27,7 @@ def fail_a_load(
     status: OpStatus = OpStatus.FAILED,
 ) -> int:
     """Looks up, loads all that is promised and fails some pages of it; how many blocks were promised."""
-    blocks = manager.match(request, [chain], start).blocks
+    blocks = manager.match(request, [chain], start * BLOCK_TOKENS).blocks
     if blocks:
         graph = manager.begin_load(request, [np.arange(blocks, dtype=np.int32)])
         assert graph is not None
@@ -99,7 +99,7 @@ def test_one_load_that_fails_on_both_ranks_and_by_both_ways_is_one_failure() -> 
             end(world.manager, op.op_id, OpStatus.CANCELLED, rank=rank)
     skip = world.manager.failed_loads.of("r")
     assert skip is not None
-    assert (skip.failures, skip.first_block, skip.straight) == (1, 0, True)
+    assert (skip.failures, skip.first_token, skip.straight) == (1, 0, True)
 
 
 def test_a_reset_is_no_failure_of_the_load() -> None:
@@ -209,4 +209,4 @@ def test_an_empty_table_promises_as_ever(first: int) -> None:
     failed.end("r")
     manager, chain = make(), keys(5)
     store(manager, chain)
-    assert manager.match("r", [chain], first).blocks == 5 - first
+    assert manager.match("r", [chain], first * BLOCK_TOKENS).blocks == 5 - first

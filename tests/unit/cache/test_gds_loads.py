@@ -19,7 +19,7 @@ from flexkv.simulation.world import DISK
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic
+from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain, traffic
 
 ALWAYS = traffic(gds_loads=GdsUse.ALWAYS)
 FASTER = traffic(gds_loads=GdsUse.WHERE_FASTER)
@@ -211,10 +211,10 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
     assert (result.blocks, result.tail_tokens, result.reads) == (3, 0, 0), (
         "blocks in place come without a tail"
     )
-    result = world.manager.match("r", [keys[:3]], 3, [tail])
+    result = world.manager.match("r", [keys[:3]], 3 * BLOCK_TOKENS, [tail])
     assert (result.blocks, result.tail_tokens, result.reads) == (0, 0, 1)
     assert world.run() == [OpKind.DISK_READ]
-    assert world.manager.match("r", [keys[:3]], 3, [tail]).tail_tokens == 2
+    assert world.manager.match("r", [keys[:3]], 3 * BLOCK_TOKENS, [tail]).tail_tokens == 2
 
 
 # --- which way ---

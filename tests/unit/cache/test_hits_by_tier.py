@@ -11,7 +11,7 @@ from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.simulation.world import DISK
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import DiskWorld, chain, traffic
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, blocks_by_tier, chain, traffic
 
 WAITS, STREAMS, STRAIGHT = traffic(), traffic(streams=True), traffic(gds_loads=GdsUse.ALWAYS)
 
@@ -33,7 +33,7 @@ def test_what_is_promised_before_it_is_in_host_memory_is_the_disks(limits: DiskT
     keys = chain(6)
     world = half_in_host_memory(keys, limits)
     result = world.look(keys)
-    assert (result.blocks, result.by_tier) == (6, (2, 4))
+    assert (result.blocks, blocks_by_tier(result)) == (6, (2, 4))
     world.begin(list(range(6)))
     assert hits(world) == [2, 4]
 
@@ -42,11 +42,11 @@ def test_what_a_request_waited_for_is_the_disks_and_of_others_host_memorys() -> 
     keys = chain(6)
     world = half_in_host_memory(keys, WAITS)
     first = world.match(keys)
-    assert (first.reads, first.by_tier) == (1, (2, 0))
+    assert (first.reads, blocks_by_tier(first)) == (1, (2, 0))
     world.run()
-    assert world.match(keys).by_tier == (2, 4)
-    assert world.match(keys).by_tier == (2, 4), "asked again"
-    assert world.match(keys, name="other").by_tier == (6, 0), "the control: it waited for nothing"
+    assert blocks_by_tier(world.match(keys)) == (2, 4)
+    assert blocks_by_tier(world.match(keys)) == (2, 4), "asked again"
+    assert blocks_by_tier(world.match(keys, name="other")) == (6, 0), "the control: it waited for nothing"
     assert hits(world) == [0, 0], "nothing was taken yet"
     world.load(6)
     assert hits(world) == [2, 4]
@@ -69,7 +69,7 @@ def test_pages_that_failed_are_nobodys() -> None:
     (read,) = world.take()
     # Of four pages the third: the hit ends before it.
     world.end(read, lambda page: page == 2)
-    assert world.match(keys).by_tier == (2, 2)
+    assert blocks_by_tier(world.match(keys)) == (2, 2)
 
 
 def test_of_what_was_fetched_only_blocks_after_the_start_count() -> None:
@@ -78,15 +78,15 @@ def test_of_what_was_fetched_only_blocks_after_the_start_count() -> None:
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
     world.run()
-    result = world.manager.match("r", [keys], 4)
-    assert (result.blocks, result.by_tier) == (2, (0, 2))
+    result = world.manager.match("r", [keys], 4 * BLOCK_TOKENS)
+    assert (result.blocks, blocks_by_tier(result)) == (2, (0, 2))
 
 
 def test_nothing_is_said_of_nothing() -> None:
     world = DiskWorld()
-    assert world.match(chain(2)).by_tier == ()
+    assert blocks_by_tier(world.match(chain(2))) == ()
     world.store(chain(2))
-    assert world.match(chain(2)).by_tier == (2, 0)
+    assert blocks_by_tier(world.match(chain(2))) == (2, 0)
 
 
 def test_what_was_fetched_counts_once_over_tiers() -> None:

@@ -15,7 +15,7 @@ def test_a_load_reads_the_slots_that_were_stored() -> None:
     plan = manager.begin_store("a", 0, chain, ids(0, 1, 2, 3, 4), 0)
     assert plan.graph is not None
     end(manager, plan.graph.ops[0].op_id)
-    match = manager.match("b", [chain], 2)
+    match = manager.match("b", [chain], 8)
     assert (match.blocks, match.groups[0].first_block) == (3, 2)
     graph = manager.begin_load("b", [ids(10, 11)])
     assert graph is not None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.access_order import AccessOrder
-from flexkv.cache.base import GroupPolicy, GroupSpec, ManagerLimits, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, Rule, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ContractError
@@ -68,14 +68,14 @@ def test_a_partial_tail_follows_the_blocks_it_belongs_to() -> None:
     assert graph.ops[0].slots.tolist()[-1] == match.groups[0].tail_slot
     end(manager, graph.ops[0].op_id)
     assert manager.match("c", [chain], 0, [tail_of([3, 2, 1], 7, base=1)]).tail_tokens == 0
-    assert manager.match("c", [chain], 2, [tail]).tail_tokens == 2
+    assert manager.match("c", [chain], 8, [tail]).tail_tokens == 2
 
 
-def test_group_policies_decide_which_lengths_are_restorable() -> None:
+def test_rules_decide_which_lengths_are_restorable() -> None:
     groups = (
         GroupSpec(4, 16),
-        GroupSpec(4, 16, GroupPolicy.TRAILING_WINDOW, window_tokens=6),
-        GroupSpec(4, 16, GroupPolicy.EXACT_BOUNDARY),
+        GroupSpec(4, 16, Rule.WINDOW, 2),
+        GroupSpec(4, 16, Rule.STATE),
     )
     manager = make(groups=groups)
     full, window, state = keys(8, 1), keys(8, 2), keys(8, 3)
@@ -99,7 +99,7 @@ def test_request_looked_up_again_and_again_keeps_a_bounded_access_order() -> Non
     store(manager, chain)
     manager.release("w")
     for _ in range(1000):
-        assert manager.match("waiting", [chain], 2).blocks == 4
+        assert manager.match("waiting", [chain], 8).blocks == 4
     order = manager._access_orders.peek("waiting", 0)
     assert order is not None
     assert order.parts == 2, "what the engine has, and what it was promised"

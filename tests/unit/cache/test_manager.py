@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import CacheListener, GroupPolicy, GroupSpec, Keys, ManagerLimits
+from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import BlockRangeError, ConfigError, ContractError, KeySchemeError
@@ -110,10 +110,11 @@ def test_bad_calls_change_nothing() -> None:
     ("groups", "limits", "named"),
     [
         ((), {}, "0 KV groups"),
-        ((GroupSpec(4, 8), GroupSpec(8, 8)), {}, "group 1: block_tokens=8"),
+        ((GroupSpec(4, 8), GroupSpec(0, 8)), {}, "group 1: block_tokens=0"),
         ((GroupSpec(4, 0),), {}, "slots=0"),
-        ((GroupSpec(4, 8, GroupPolicy.TRAILING_WINDOW),), {}, "window_tokens=0"),
-        ((GroupSpec(4, 8, window_tokens=3),), {}, "window_tokens=3"),
+        ((GroupSpec(4, 8, Rule.WINDOW),), {}, "reach=0 with rule window"),
+        ((GroupSpec(4, 8, Rule.CHUNK, 2**31),), {}, "reach=2147483648 with rule chunk"),
+        ((GroupSpec(4, 8, reach=3),), {}, "reach=3 with rule full"),
         ((GroupSpec(4, 8),), {"ranks": 0}, "ranks=0"),
         ((GroupSpec(4, 8),), {"lease_s": 0.0}, "lease_s=0.0"),
     ],

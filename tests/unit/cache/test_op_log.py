@@ -153,8 +153,8 @@ def test_debug_shows_lookups_loads_and_ends(lines: Lines, caplog: pytest.LogCapt
     op = world.load(3)
     world.end_load(op)
     assert [line for line in lines(logging.DEBUG) if line.startswith("request r:")] == [
-        "request r: 5 blocks looked up from block 0 on, 1 promised (1 in host memory) and 0 tokens, 1 reads waited for",
-        "request r: 5 blocks looked up from block 0 on, 3 promised (3 in host memory) and 0 tokens, 0 reads waited for",
+        "request r: 20 tokens looked up from 0 on, 4 promised (1 pages in host memory), tail 0, 1 reads waited for",
+        "request r: 20 tokens looked up from 0 on, 12 promised (3 pages in host memory), tail 0, 0 reads waited for",
         f"request r: op {op.op_id} (load from host memory), 3 pages",
         f"request r: op {op.op_id} (load from host memory) has ended, 3 of 3 pages arrived",
     ]

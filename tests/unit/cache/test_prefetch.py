@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupPolicy, GroupSpec, Keys, ManagerLimits
+from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
@@ -13,7 +13,15 @@ from flexkv.errors import ConfigError
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.broken_managers import caught_by
-from tests.unit.cache.disk_world import DiskWorld, chain, traffic, two_groups, written
+from tests.unit.cache.disk_world import (
+    BLOCK_TOKENS,
+    DiskWorld,
+    blocks_by_tier,
+    chain,
+    traffic,
+    two_groups,
+    written,
+)
 from tests.unit.cache.host_world import make
 from tests.unit.cache.test_disk_simulation import narrow_configs
 
@@ -22,7 +30,7 @@ SLOTS = 32
 
 def begin(world: DiskWorld, keys: Keys, name: str = "r", start: int = 0) -> int:
     """A prefetch, which promises nothing and which nobody waits for."""
-    fetches = world.manager.prefetch(name, [keys], start)
+    fetches = world.manager.prefetch(name, [keys], start * BLOCK_TOKENS)
     world.manager.check_integrity()
     assert world.manager.leased_pages(name) == 0
     assert not world.manager.waits(name)
@@ -37,7 +45,7 @@ def test_what_was_prefetched_is_a_hit_at_once_and_the_disks() -> None:
     assert begin(world, keys) == 1
     assert world.run() == [OpKind.DISK_READ]
     result = world.match(keys)
-    assert (result.blocks, result.reads, result.by_tier) == (8, 0, (2, 6))
+    assert (result.blocks, result.reads, blocks_by_tier(result)) == (8, 0, (2, 6))
     assert world.tier.counts.prefetched == 6
     assert world.tier.counts.waits == 0, "the request did not wait"
 
@@ -62,7 +70,7 @@ def test_the_first_lookup_joins_the_prefetch_and_waits_from_then_on() -> None:
     assert (result.blocks, result.reads) == (0, 1), "the time in the queue is not the disk's"
     assert world.manager.waits("r")
     assert world.run() == [OpKind.DISK_READ]
-    assert world.match(keys).by_tier == (0, 8)
+    assert blocks_by_tier(world.match(keys)) == (0, 8)
     assert (world.tier.counts.waits, world.tier.counts.late) == (1, 0)
 
 
@@ -76,7 +84,7 @@ def test_a_prefetch_that_was_cut_leaves_the_rest_to_the_lookup() -> None:
     result = world.match(keys)
     assert (result.blocks, result.reads) == (4, 1)
     world.run()
-    assert world.match(keys).by_tier == (0, 8)
+    assert blocks_by_tier(world.match(keys)) == (0, 8)
 
 
 def test_what_the_engine_has_itself_is_not_prefetched() -> None:
@@ -86,7 +94,7 @@ def test_what_the_engine_has_itself_is_not_prefetched() -> None:
     (read,) = world.take()
     assert read.pages == 3
     world.end(read)
-    assert world.manager.match("r", [keys], 5).by_tier == (0, 3)
+    assert blocks_by_tier(world.manager.match("r", [keys], 5 * BLOCK_TOKENS)) == (0, 3)
 
 
 def test_two_requests_share_one_prefetch() -> None:
@@ -181,7 +189,7 @@ def test_what_is_promised_where_it_lies_is_not_prefetched() -> None:
     world = written(keys, slots=SLOTS, limits=traffic(gds_loads=GdsUse.ALWAYS))
     assert begin(world, keys) == 0
     assert world.take() == []
-    assert world.look(keys).by_tier == (0, 6)
+    assert blocks_by_tier(world.look(keys)) == (0, 6)
 
 
 @pytest.mark.parametrize("layers", [True, False], ids=["by layers", "whole"])
@@ -192,7 +200,7 @@ def test_what_streams_is_prefetched_as_a_lookup_reads_it(layers: bool) -> None:
     (read,) = world.take()
     assert read.layerwise == layers
     result = world.look(keys)
-    assert (result.blocks, result.reads, result.by_tier) == (6, 0, (0, 6)), "promised while it comes"
+    assert (result.blocks, result.reads, blocks_by_tier(result)) == (6, 0, (0, 6)), "promised while it comes"
     world.end(read)
     world.load(6)
 
@@ -209,7 +217,7 @@ def test_several_groups_are_prefetched_together() -> None:
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
     """Which of their pages are needed is known with the end of the hit alone."""
-    world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, GroupPolicy.TRAILING_WINDOW, 8)))
+    world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]
     for group in range(2):
         world.store(keys[group], group=group)
@@ -238,8 +246,8 @@ def test_a_request_that_has_been_looked_up_is_not_prefetched() -> None:
 class PrefetchPromises(LocalCacheManager):
     """A prefetch is a lookup that nobody ends."""
 
-    def prefetch(self, request_id: str, keys: object, start_block: int = 0) -> int:
-        return super().match(request_id, keys, start_block).reads  # type: ignore[arg-type]
+    def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
+        return super().match(request_id, keys, start_tokens).reads  # type: ignore[arg-type]
 
 
 class PrefetchesWithoutBound(LocalCacheManager):
@@ -251,8 +259,8 @@ class PrefetchesWithoutBound(LocalCacheManager):
 class PrefetchDropsPins(LocalCacheManager):
     """What was prefetched may be evicted while the read still writes it."""
 
-    def prefetch(self, request_id: str, keys: object, start_block: int = 0) -> int:
-        fetches = super().prefetch(request_id, keys, start_block)  # type: ignore[arg-type]
+    def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
+        fetches = super().prefetch(request_id, keys, start_tokens)  # type: ignore[arg-type]
         if fetches:
             for pages in self._requests.waits[request_id].held:
                 self.hub.index.unpin(np.repeat(pages.entries, 2))

@@ -23,7 +23,7 @@ from tests.unit.cache.broken_disk_managers import (
     ReusesSlotsBeingWritten,
 )
 from tests.unit.cache.broken_managers import IgnoresDiscard, PublishesAfterReset
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
+from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, blocks_by_tier, chain, traffic, written
 
 BLOCKS, HALF = 64, 32
 GDS = traffic(gds_loads=GdsUse.ALWAYS)
@@ -58,7 +58,7 @@ def test_half_is_read_then_all_is_loaded_by_one_op() -> None:
     world.end(read)
     assert not world.manager.waits("r")
     result = world.match(keys)
-    assert (result.blocks, result.reads, result.by_tier) == (BLOCKS, 0, (HALF, HALF))
+    assert (result.blocks, result.reads, blocks_by_tier(result)) == (BLOCKS, 0, (HALF, HALF))
     op = world.load(BLOCKS)
     assert (op.kind, op.pages) == (OpKind.H2D, BLOCKS)
     assert len(world.end_load(op).failed_blocks) == 0
@@ -94,8 +94,8 @@ def test_what_was_read_is_kept_while_others_store() -> None:
 def test_the_engine_gets_the_first_blocks_itself_meanwhile() -> None:
     world, keys, read = waits_for_the_disk()
     world.end(read)
-    result = world.manager.match("r", [keys], 40)
-    assert (result.blocks, result.groups[0].first_block, result.by_tier) == (24, 40, (0, 24))
+    result = world.manager.match("r", [keys], 40 * BLOCK_TOKENS)
+    assert (result.blocks, result.groups[0].first_block, blocks_by_tier(result)) == (24, 40, (0, 24))
     world.manager.check_integrity()
     world.manager.release("r")
     assert world.store(chain(96, seed=3), name="other") == 0, "nothing else is kept"
@@ -110,7 +110,7 @@ def test_a_request_goes_on_without_what_takes_too_long() -> None:
     world.end(read)
     world.end_load(op)
     world.manager.end_request("r")
-    assert world.match(keys, "next").by_tier == (BLOCKS, 0), "it came all the same"
+    assert blocks_by_tier(world.match(keys, "next")) == (BLOCKS, 0), "it came all the same"
 
 
 def test_an_aborted_request_leaves_its_read_to_others() -> None:
@@ -172,7 +172,7 @@ def test_a_streamed_page_that_fails_ends_the_promise_there(load_first: bool) -> 
 def a_page_of_a_gds_load_fails(cause: FailureCause, manager_class: Managers = LocalCacheManager) -> None:
     """Page 17 of the disk's half fails on the second of two ranks."""
     world, keys = half_on_disk(limits=GDS, manager_limits=ManagerLimits(ranks=2), manager_class=manager_class)
-    assert (world.look(keys).by_tier, world.take()) == ((HALF, HALF), [])
+    assert (blocks_by_tier(world.look(keys)), world.take()) == ((HALF, HALF), [])
     from_host, from_disk = world.begin(list(range(BLOCKS))).ops
     assert (from_host.kind, from_disk.kind) == (OpKind.H2D, OpKind.GDS_READ)
     store = world.manager.begin_store("r", 0, chain(1, seed=9), np.array([70], np.int32), BLOCKS)

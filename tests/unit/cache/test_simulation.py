@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flexkv.c_ext import eviction_policies
-from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.simulation.base import RuleBroken, SimulationConfig
 from flexkv.simulation.run import Simulation
@@ -20,8 +20,8 @@ GROUPS = {
     "two groups": (GroupSpec(4, 30), GroupSpec(4, 50)),
     "hybrid": (
         GroupSpec(4, 30),
-        GroupSpec(4, 30, GroupPolicy.TRAILING_WINDOW, 7),
-        GroupSpec(4, 20, GroupPolicy.EXACT_BOUNDARY),
+        GroupSpec(4, 30, Rule.WINDOW, 2),
+        GroupSpec(4, 20, Rule.STATE),
     ),
 }
 STEPS = 6_000

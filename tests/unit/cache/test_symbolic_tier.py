@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupPolicy, GroupSpec
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import SimulationConfig, Symbol
@@ -24,7 +24,7 @@ from tests.unit.cache.broken_managers import caught_by
 GROUPS = {
     "one group": (GroupSpec(4, 12),),
     "two groups": (GroupSpec(4, 12), GroupSpec(4, 16)),
-    "hybrid": (GroupSpec(4, 12), GroupSpec(4, 12, GroupPolicy.TRAILING_WINDOW, 7)),
+    "hybrid": (GroupSpec(4, 12), GroupSpec(4, 12, Rule.WINDOW, 2)),
 }
 STEPS = 4_000
 

@@ -13,7 +13,7 @@ from flexkv.simulation.run import Simulation
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
-from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic
+from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain, traffic
 from tests.unit.cache.test_disk_simulation import narrow_configs
 from tests.unit.cache.test_gds_stores import end_seal, make_world, plan, seals, stripes
 from tests.unit.cache.test_unverified_reads import all_fail, end_store
@@ -126,8 +126,8 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
     assert planned.stored.tolist() == [4, 5, 0, 1, 2, 3], "in the order of the ops"
     assert (planned.known, planned.dropped) == (0, 0)
     # A failed load bars the stores of its request by their blocks' numbers, whichever way they go.
-    assert world.manager.discard_from("w", 5) == 1
-    assert world.manager.discard_from("w", 2) == 3
+    assert world.manager.discard_from("w", 5 * BLOCK_TOKENS) == 1
+    assert world.manager.discard_from("w", 2 * BLOCK_TOKENS) == 3
     stripes(world, to_disk)
     done = world.manager.complete(0, OpResult(to_host.op_id, OpStatus.OK, NONE))
     assert done is not None

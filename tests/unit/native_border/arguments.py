@@ -30,7 +30,7 @@ TAG_BYTES = 40
 NEED_A_GPU = ("HostPool.pin",)
 """Calls that are refused with a ConfigError here, however they are made."""
 
-NO_CONSTRUCTOR = ("Found.__init__",)
+NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
 """Of classes whose objects come from calls of others."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flexkv import c_ext
-from tests.unit.native_border.recipes import lookup_of_three, random_keys
+from tests.unit.native_border.recipes import lengths_of_three, lookup_of_three, random_keys
 from tests.unit.native_border.world import World
 
 
@@ -57,6 +57,14 @@ INDEX_ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "BlockIndex.set_expiry": lambda world: {"entries": entries_of(world), "expiries": np.ones(4, np.uint64)},
     "BlockIndex.touch": _ready,
     "BlockIndex.unpin": _leased,
+    "BoundaryLookup.__init__": lambda world: {
+        "tiers": world.get("TierLookup"),
+        "rules": [world.get("GroupRule"), c_ext.GroupRule("full", 4)],
+        "alignment_tokens": 4,
+    },
+    "BoundaryLookup.keep": lambda world: {"found": world.get("FoundLengths"), "tokens": 8},
+    "BoundaryLookup.look": lengths_of_three,
+    "GroupRule.__init__": lambda _: {"kind": "window", "block_tokens": 4, "reach": 2},
     "TierLookup.__init__": lambda world: {
         "presences": [world.get("BlockIndex"), c_ext.BlockIndex([16, 16])],
         "groups": 2,

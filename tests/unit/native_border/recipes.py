@@ -107,6 +107,27 @@ def lookup_of_three(world: World) -> dict[str, object]:
     return {"keys": offered, "start_block": 0, "room_pages": 8, "tiers_mask": 3, "now_s": 1}
 
 
+def lengths_of_three(world: World) -> dict[str, object]:
+    """The same for a lookup of two lengths."""
+    arguments = lookup_of_three(world)
+    start = arguments.pop("start_block")
+    return {**arguments, "start_tokens": start, "most": 2}
+
+
+def _boundary_lookup(world: World) -> c_ext.BoundaryLookup:
+    return c_ext.BoundaryLookup(world.get("TierLookup"), [c_ext.GroupRule("full", 4), _rule(world)], 4)
+
+
+def _rule(_: World) -> c_ext.GroupRule:
+    return c_ext.GroupRule("window", 4, 2)
+
+
+def _found_lengths(world: World) -> c_ext.FoundLengths:
+    lookup = world.get("BoundaryLookup")
+    arguments: dict[str, Any] = lengths_of_three(world)
+    return lookup.look(**arguments)  # type: ignore[no-any-return]
+
+
 def _found_pages(world: World) -> c_ext.Found:
     arguments: dict[str, Any] = lookup_of_three(world)
     return world.get("TierLookup").look(**arguments)  # type: ignore[no-any-return]
@@ -124,11 +145,14 @@ def head_to_token_major() -> tuple[Any, ...]:
 
 RECIPES: dict[str, Callable[[World], Any]] = {
     "BlockIndex": _index,
+    "BoundaryLookup": _boundary_lookup,
     "DiskLane": _disk_lane,
     "EngineKeyChain": lambda _: c_ext.EngineKeyChain(bytes(32), 0),
     "Found": _found_pages,
+    "FoundLengths": _found_lengths,
     "GDSManager": _manager,
     "GdsLane": lambda world: c_ext.GdsLane([world.get("PageCodec")], 0, [[world.get("SlabFile").row]]),
+    "GroupRule": _rule,
     "HostMover": lambda _: c_ext.HostMover(),
     "HostPool": _pool,
     "KvView": lambda world: c_ext.KvView(view_runs(world), BLOCKS, STRIPE),
