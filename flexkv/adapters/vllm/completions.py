@@ -92,7 +92,7 @@ class CompletionHandler:
             self._complete(rank, result)
         if report.step:
             for worker in self._workers:
-                worker.settle(report.step)
+                worker.settled_step = max(worker.settled_step, report.step)
             self._retired = [table for table in self._retired if table.step > report.step]
 
     def take_failed_blocks(self, failed: set[int]) -> None:

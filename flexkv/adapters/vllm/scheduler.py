@@ -219,7 +219,7 @@ class SchedulerSide:
             unit.grow()
         if unit.usable:
             self._stores.plan_step(output, self._step, self.orders)
-        if reused := self._watch.take_reused():
+        if self._watch.ops and (reused := self._watch.take_reused()):
             self._order_ends(reused, output)
         if unit.has_tiers:
             self._poll()

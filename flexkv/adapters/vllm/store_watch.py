@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 
 class StoreWatch(Protocol):
-    """What a planner of stores needs to know of the engine's pool."""
+    """What a planner of stores needs to know of the engine's pool.
+
+    Attributes:
+        ops: stores in flight whose blocks are watched; without any, none is handed out under one.
+    """
+
+    ops: dict[OpId, BlockIds]
 
     @property
     def room(self) -> int:
@@ -43,6 +49,9 @@ class NoWatch:
     """For stores that end inside the step that computed their blocks: no block can be reused meanwhile."""
 
     room = 1 << 31
+
+    def __init__(self) -> None:
+        self.ops: dict[OpId, BlockIds] = {}
 
     @property
     def pool(self) -> BlockPool:
@@ -77,7 +86,7 @@ class BlockWatch:
     def __init__(self, pool: BlockPool, share: float) -> None:
         self._pool = pool
         self._limit = max(1, int(pool.num_gpu_blocks * share))
-        self._ops: dict[OpId, BlockIds] = {}
+        self.ops: dict[OpId, BlockIds] = {}
         self._op_of_block: dict[int, OpId] = {}
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
         self._held: dict[OpId, list[int]] = {}
@@ -118,7 +127,7 @@ class BlockWatch:
         self._free.pop(op_id, None)
         self._held.pop(op_id, None)
         self._reused.pop(op_id, None)
-        blocks = self._ops.pop(op_id, None)
+        blocks = self.ops.pop(op_id, None)
         for block in () if blocks is None else blocks.tolist():
             if self._op_of_block.get(block) == op_id:
                 del self._op_of_block[block]
@@ -154,7 +163,7 @@ class BlockWatch:
 
     def _enter(self, op_id: OpId, blocks: BlockIds) -> list[KVCacheBlock]:
         ids = blocks.tolist()
-        self._ops[op_id] = blocks
+        self.ops[op_id] = blocks
         self._op_of_block.update(dict.fromkeys(ids, op_id))
         return [self._pool.blocks[block] for block in ids]
 
@@ -168,4 +177,4 @@ class BlockWatch:
 
     def _positions(self, op_id: OpId, ids: Iterable[int]) -> list[int]:
         wanted = set(ids)
-        return [position for position, block in enumerate(self._ops[op_id].tolist()) if block in wanted]
+        return [position for position, block in enumerate(self.ops[op_id].tolist()) if block in wanted]

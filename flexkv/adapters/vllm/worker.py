@@ -48,6 +48,7 @@ class WorkerSide(RankWorker):
     Attributes:
         kv_config: the engine's KV cache configuration; None before its tensors are registered.
         layer_loads, layer_stores: of the step under way, where they go by layer: `busy` while there are any.
+        settled_step: the last step of which a scheduler in this process knows how it ended, and what failed in it.
         reports: to the unit that ordered the step under way; what the engine's hooks carry is taken from there.
     """
 
@@ -61,7 +62,7 @@ class WorkerSide(RankWorker):
         self._foreign = ForeignSteps(config, rank, self.counters)
         self.reports = self._ops.reports
         self._orders: ConnectorMetadata | None = None
-        self._settled_step = 0
+        self.settled_step = 0
         self._reported_step = 0
         self._reported_slots = -1
         self._reported_handshake = False
@@ -277,11 +278,7 @@ class WorkerSide(RankWorker):
         two batches in flight a step is reported when the next one has run.
         """
         self._ops.poll()
-        return self._ops.reports.take_settled(self._settled_step)
-
-    def settle(self, step: int) -> None:
-        """A scheduler in this process knows how this step ended, and which blocks failed in it."""
-        self._settled_step = max(self._settled_step, step)
+        return self._ops.reports.take_settled(self.settled_step)
 
     @property
     def busy(self) -> bool:
