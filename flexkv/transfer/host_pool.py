@@ -158,7 +158,7 @@ class HostPool:
 
     @property
     def settled(self) -> bool:
-        """Whether no more slots will come up, and a look at the slots has logged what did."""
+        """Of a pool that this process made: no more slots will come up, and a look at them has logged what did."""
         return self._logged
 
     @property
