@@ -11,7 +11,7 @@ from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import load_config
 from flexkv.observe import Counters
-from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferGraph
 from tests import testing_ext
 from tests.unit.transfer.transfer_world import STALL, World
 
@@ -48,6 +48,29 @@ def test_a_load_that_ended_well_may_be_invalidated(world: World, ops: RankOps, t
     assert [(result.status, result.failed.tolist()) for result in results] == (
         [] if taken else [(OpStatus.CANCELLED, [0, 1, 2])]
     )
+
+
+def test_lanes_are_polled_only_while_an_op_is_under_way(
+    world: World, ops: RankOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[int] = []
+    poll = world.engine.poll
+
+    def counted() -> list[OpResult]:
+        results = poll()
+        polls.append(len(results))
+        return results
+
+    monkeypatch.setattr(world.engine, "poll", counted)
+    ops.poll()
+    assert polls == []
+    job = load_of(world, "one", [3, 4, 5])
+    ops.submit_load(job)
+    ops.finish_load(job)
+    assert sum(polls) == 1, "the control"
+    seen = len(polls)
+    ops.poll(0.1)
+    assert len(polls) == seen
 
 
 def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: RankOps) -> None:
