@@ -10,6 +10,7 @@ from demo.model import PRESETS, WEIGHT_STD, write_tokenizer
 
 LAYERS, SHARED_LAYERS = 5, 2
 KV_HEADS, HEAD = 2, 32
+SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
 """Tokens that a sliding layer sees; shorter than the tests' prompts."""
 COMMON: dict[str, Any] = {
@@ -43,6 +44,24 @@ def write_gemma_3n(folder: Path) -> Path:
         activation_sparsity_pattern=[0.0] * LAYERS,
     )
     return _write(Gemma3nForCausalLM, config, folder)
+
+
+def write_gemma_4(folder: Path) -> Path:
+    """A Gemma 4: its full layers have heads of another size than its sliding ones."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **COMMON,
+        vocab_size_per_layer_input=COMMON["vocab_size"],
+        hidden_size_per_layer_input=16,
+        num_hidden_layers=SLIDING_LAYERS + FULL_LAYERS,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * FULL_LAYERS,
+        sliding_window=WINDOW,
+        num_key_value_heads=KV_HEADS,
+        global_head_dim=FULL_HEAD,
+        num_global_key_value_heads=KV_HEADS,
+    )
+    return _write(Gemma4ForCausalLM, config, folder)
 
 
 def write_hrm_text(folder: Path) -> Path:

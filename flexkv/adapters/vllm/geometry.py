@@ -14,9 +14,10 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
     MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
 )
 
 from flexkv.errors import GeometryError
@@ -73,14 +74,25 @@ def block_geometry(config: KVCacheConfig) -> BlockGeometry:
             "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
         )
     check_group(groups[0])
-    spec = groups[0].kv_cache_spec
+    specs = _layer_specs(config)
+    spec = specs[0]
     hash_tokens = config.hash_block_size or spec.block_size
     if spec.block_size % hash_tokens:
         raise GeometryError(
             f"a block of {spec.block_size} tokens is no multiple of the {hash_tokens} tokens that a block hash covers"
         )
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return BlockGeometry(spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names), dtype)
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in specs})
+    return BlockGeometry(
+        spec.block_size, hash_tokens, config.num_blocks, tuple(groups[0].layer_names), "+".join(dtypes)
+    )
+
+
+def _layer_specs(config: KVCacheConfig) -> tuple[KVCacheSpec, ...]:
+    """What the layers of the one group hold, each other spec once.
+
+    Layers of several shapes reach a worker as `UniformTypeKVCacheSpecs`, and the scheduler as the first of them.
+    """
+    return tuple(dict.fromkeys(iter_layer_specs(config.kv_cache_groups[0].kv_cache_spec)))
 
 
 def check_group(group: KVCacheGroupSpec) -> None:
@@ -94,12 +106,16 @@ def check_group(group: KVCacheGroupSpec) -> None:
     Raises:
         GeometryError: names the type or the field.
     """
-    spec, where = group.kv_cache_spec, f"KV cache group of {len(group.layer_names)} layers"
-    if type(spec) is UniformTypeKVCacheSpecs:
-        kinds = sorted({type(one).__name__ for one in spec.kv_cache_specs.values()})
+    where = f"KV cache group of {len(group.layer_names)} layers"
+    for spec in iter_layer_specs(group.kv_cache_spec):
+        _check_spec(spec, where)
+    if group.host_resident or not group.enable_kv_transfer:
         raise GeometryError(
-            f"{where} has layers of several shapes ({', '.join(kinds)}); flexkv stores layers of one shape"
+            f"{where} is not for connectors ({group.role.value}); flexkv stores KV on the device"
         )
+
+
+def _check_spec(spec: KVCacheSpec, where: str) -> None:
     if type(spec) not in SERVED_SPECS:
         served = ", ".join(kind.__name__ for kind in SERVED_SPECS)
         raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores full attention ({served})")
@@ -111,10 +127,6 @@ def check_group(group: KVCacheGroupSpec) -> None:
     if spec.tokens_per_state != 1:
         raise GeometryError(
             f"{where} has {spec.tokens_per_state} tokens a state; flexkv stores models with 1"
-        )
-    if group.host_resident or not group.enable_kv_transfer:
-        raise GeometryError(
-            f"{where} is not for connectors ({group.role.value}); flexkv stores KV on the device"
         )
 
 
@@ -129,15 +141,17 @@ def required_layout(config: VllmConfig) -> str | None:
 
 def is_replicated(config: KVCacheConfig) -> bool:
     """Whether tensor-parallel ranks hold copies of the same KV: MLA's latent belongs to no head, so no rank has a part
-    of its own. (Context parallelism, which would split it by tokens, is refused.)"""
-    return isinstance(config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+    of its own. (Context parallelism, which would split it by tokens, is refused.) One layer that is split by heads
+    makes the ranks' blocks differ."""
+    return all(isinstance(spec, MLAAttentionSpec) for spec in _layer_specs(config))
 
 
 def heads_of_rows(config: KVCacheConfig) -> int:
     """KV heads of a rank; 0 where K and V of a token and head are not two rows of one size."""
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    alike = not is_replicated(config) and getattr(spec, "head_size_v", spec.head_size) == spec.head_size
-    return int(spec.num_kv_heads) if alike else 0
+    spec, *others = _layer_specs(config)
+    if others or is_replicated(config) or getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
+        return 0
+    return int(spec.num_kv_heads)
 
 
 def build_view(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> tuple[Any, FormatId]:
@@ -174,8 +188,8 @@ def _cpu_interior(config: KVCacheConfig) -> Interior:
     # On a machine with a GPU nothing of the CPU's attention is needed.
     from vllm.v1.attention.backends import cpu_attn
 
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec) or is_replicated(config) or not heads_of_rows(config):
+    spec = _layer_specs(config)[0]
+    if not isinstance(spec, FullAttentionSpec) or not heads_of_rows(config):
         return Interior.OPAQUE
     isa_of = getattr(cpu_attn, "_get_attn_isa", None)
     if isa_of is None or spec.dtype not in cpu_attn.CPUAttentionBackend.supported_dtypes:
@@ -186,16 +200,24 @@ def _cpu_interior(config: KVCacheConfig) -> Interior:
 
 def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> VllmHandler:
     geometry = block_geometry(config)
-    on_cpu = current_platform.is_cpu()
+    order = str(config.kv_cache_layout)
     is_latent = is_replicated(config)
-    interior = _cpu_interior(config) if on_cpu else Interior.LATENT if is_latent else None
-    owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
+    owner = ""
+    if current_platform.is_cpu():
+        interior: Interior | None = _cpu_interior(config)
+        owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
+    elif len(_layer_specs(config)) > 1:
+        # A sparse indexer keeps the values of a block before its scales, others K of another size than V: what one
+        # word would say of all layers is not true.
+        interior, owner = Interior.OPAQUE, f"vllm-{order.replace('L', '').replace('B', '')}"
+    else:
+        interior = Interior.LATENT if is_latent else None
     return VllmHandler(
         caches=caches,
         placements=config.kv_cache_tensors,
         groups=[VllmGroup(geometry.layer_names, interior=interior, owner=owner)],
         num_blocks=config.num_blocks,
-        order=str(config.kv_cache_layout),
+        order=order,
         ranks=1 if is_latent else ranks,
     )
 

@@ -87,6 +87,10 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
             "keys.scheme=common: hf_overrides is a function, which no other engine could be compared by"
         )
     model_dtype = str(model.dtype).removeprefix("torch.")
+    if config.cache_config.kv_cache_dtype_skip_layers:
+        raise ConfigError(
+            "keys.scheme=common: kv_cache_dtype_skip_layers gives layers KV of another type; it must be the same in all"
+        )
     if geometry.kv_dtype != model_dtype:
         raise ConfigError(
             f"keys.scheme=common: the KV is {geometry.kv_dtype} and the model {model_dtype}; they must be the same"

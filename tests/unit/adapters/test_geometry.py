@@ -16,6 +16,8 @@ from flexkv.adapters.vllm.geometry import (
     build_view,
     check_group,
     config_of_tensors,
+    heads_of_rows,
+    is_replicated,
     layer_numbers,
     required_layout,
 )
@@ -85,9 +87,38 @@ def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any
     check_group(group_of(replace(spec, sliding_window=8)))
 
 
-def test_layers_of_several_shapes_are_refused() -> None:
-    with pytest.raises(GeometryError, match=r"several shapes \(FullAttentionSpec\)"):
-        check_group(group_of(MIXED))
+def test_layers_of_several_shapes_are_served_where_each_is() -> None:
+    check_group(group_of(MIXED))
+    other = {**MIXED.kv_cache_specs, "layer.2": REFUSED[-1]}
+    with pytest.raises(GeometryError, match="is a SlidingWindowSpec"):
+        check_group(group_of(replace(MIXED, kv_cache_specs=other)))
+    other = {**MIXED.kv_cache_specs, "layer.2": replace(SERVED[0], non_causal=True)}
+    with pytest.raises(GeometryError, match="non-causal"):
+        check_group(group_of(replace(MIXED, kv_cache_specs=other)))
+
+
+def of_specs(*layers: Any) -> Any:
+    config = kv_config(9)
+    named = {f"layer.{number}": spec for number, spec in enumerate(layers)}
+    config.kv_cache_groups[0].kv_cache_spec = specs.UniformTypeKVCacheSpecs(
+        block_size=4, kv_cache_specs=named
+    )
+    return config
+
+
+def test_ranks_hold_copies_only_where_no_layer_is_split_by_heads() -> None:
+    attention, latent = SERVED
+    assert is_replicated(of_specs(latent, replace(latent, head_size=8)))
+    assert not is_replicated(of_specs(latent, attention))
+    assert not is_replicated(of_specs(attention, latent))
+
+
+def test_layers_of_several_shapes_have_no_rows_in_common() -> None:
+    attention = SERVED[0]
+    assert heads_of_rows(of_specs(attention, attention)) == 2
+    assert heads_of_rows(of_specs(attention, replace(attention, num_kv_heads=4))) == 0
+    indexer = replace(SERVED[1], dtype=torch.uint8, head_size=132)
+    assert block_geometry(of_specs(SERVED[1], indexer)).kv_dtype == "float32+uint8"
 
 
 def test_every_kind_of_kv_cache_that_vllm_has_is_decided() -> None:
