@@ -165,14 +165,15 @@ class Loads:
     ) -> TransferGraph | None:
         """The load that fills the allocated blocks; the engine may take less than it was promised."""
         match = promise.match
+        blocks = match.tokens // self._block_tokens
         # The last block may be needed in part only.
-        pages = min(-(-external_tokens // self._block_tokens), match.blocks + bool(match.tail_tokens))
+        pages = min(-(-external_tokens // self._block_tokens), blocks + bool(match.tail_tokens))
         self._counters.add("flexkv_hit_tokens_total", external_tokens)
         tracker.supplied = self._supplied(match, external_tokens)
         tracker.block_ids[:] = block_ids
         start = match.start_tokens // self._block_tokens
         targets = tracker.blocks(start, start + pages)
-        return self._manager.begin_load(tracker.request_id, [targets], tail=pages > match.blocks)
+        return self._manager.begin_load(tracker.request_id, [targets], tail=pages > blocks)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
         """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,
