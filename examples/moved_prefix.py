@@ -61,7 +61,7 @@ def main() -> None:
     assert not stored.failed
 
     load = LoadPipeline(device, paged, second, loaded_at, turn, WAIT_S)
-    report = load_layers(load, HostPages(pool, INTERIOR, [[2, 0, 1]]))
+    report = load_layers(load, HostPages(pool, INTERIOR, [[2, 0, 1]]).take)
     assert not report.failed
     assert device.close(WAIT_S)
     old, new = (memory[:, :, at // BLOCK_TOKENS, at % BLOCK_TOKENS] for at in (first, second))

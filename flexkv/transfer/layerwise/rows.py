@@ -7,27 +7,15 @@ from collections.abc import Sequence
 from flexkv.transfer.layerwise.base import Array, LostRows
 
 
-class ArrayRows:
-    """Rows that lie in one array [planes, tokens, heads, head_width], to be read or written."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-
-    def copy_to(self, rows: Array) -> None:
-        rows[:] = self._array
-
-    def copy_from(self, rows: Array) -> None:
-        self._array[:] = rows
-
-
 class PageRows:
     """Rows that lie in pages, one after the other: those of a chunk, a whole number of pages or a part of the last.
 
     Args:
-        pages: of each page its planes, arrays [block_tokens, heads, head_width] with any strides.
+        pages: of each page its planes, each [block_tokens, heads, head_width] with any strides. Rows of one array
+            [planes, tokens, heads, head_width] are one page.
     """
 
-    def __init__(self, pages: Sequence[Sequence[Array]]) -> None:
+    def __init__(self, pages: Sequence[Array]) -> None:
         self._pages = pages
 
     def copy_to(self, rows: Array) -> None:

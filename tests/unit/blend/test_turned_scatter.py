@@ -16,7 +16,7 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.pipeline import PipelineReport
-from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
+from flexkv.transfer.layerwise.rows import NoRows, PageRows
 from tests.unit.blend.turned_world import TurnedWorld
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, ReorderingDevice
 
@@ -33,7 +33,7 @@ def load(world: TurnedWorld, pipeline: LoadPipeline, lost: dict[int, int] | None
 
     def take(layer: int) -> Sequence[RowSource]:
         return [
-            NoRows("gone") if lost is not None and lost.get(number) == layer else ArrayRows(rows)
+            NoRows("gone") if lost is not None and lost.get(number) == layer else PageRows([rows])
             for number, rows in enumerate(world.stored[layer])
         ]
 
@@ -105,11 +105,11 @@ def test_a_layer_is_read_and_edited_in_paged_memory_once_it_is_scattered(host: H
     steps = pipeline.run()
     next(steps)
     expected = world.expected()
-    steps.send([ArrayRows(rows) for rows in world.stored[0]])
+    steps.send([PageRows([rows]) for rows in world.stored[0]])
     with pytest.raises(ContractError, match="changes keys as it scatters"):
         pipeline.get_kv(0)
     for layer in range(1, world.layers):
-        steps.send([ArrayRows(rows) for rows in world.stored[layer]])
+        steps.send([PageRows([rows]) for rows in world.stored[layer]])
         assert pipeline.wait_scattered(layer - 1)
         np.testing.assert_array_equal(world.memory[layer - 1], expected[layer - 1])
         world.memory[layer - 1][:] = 0
@@ -122,7 +122,7 @@ def test_a_layer_is_read_and_edited_in_paged_memory_once_it_is_scattered(host: H
 def test_what_breaks_is_said_to_who_waits(host: HostDevice) -> None:
     world = TurnedWorld(6)
 
-    class Broken(ArrayRows):
+    class Broken(PageRows):
         def copy_to(self, rows: np.ndarray) -> None:
             raise OSError("gone")
 
@@ -130,7 +130,7 @@ def test_what_breaks_is_said_to_who_waits(host: HostDevice) -> None:
     steps = pipeline.run()
     next(steps)
     for layer in range(2):
-        steps.send([Broken(rows) for rows in world.stored[layer]])
+        steps.send([Broken([rows]) for rows in world.stored[layer]])
     with pytest.raises(PipelineError, match="OSError: gone"):
         pipeline.wait_scattered(0)
     steps.close()

@@ -23,7 +23,7 @@ from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
-from flexkv.transfer.layerwise.rows import ArrayRows
+from flexkv.transfer.layerwise.rows import PageRows
 from flexkv.transfer.staging_limits import staging_cut
 from tests.unit.cache.host_world import end, ids, make
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
@@ -289,7 +289,7 @@ def test_300_tokens_go_to_slots_1600_and_3200() -> None:
         ]
         next(steps)
         for layer in range(layers):
-            steps.send([ArrayRows(rows[layer][:, :256]), ArrayRows(rows[layer][:, 256:])])
+            steps.send([PageRows([rows[layer][:, :256]]), PageRows([rows[layer][:, 256:]])])
         report = next(steps)
         assert report is not None
         assert report.quiet

@@ -15,7 +15,7 @@ from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.pipeline import PipelineReport
-from flexkv.transfer.layerwise.rows import ArrayRows
+from flexkv.transfer.layerwise.rows import PageRows
 
 GENEROUS_S = 60.0
 
@@ -72,7 +72,7 @@ class LayerWorld:
         ]
 
     def sources(self, layer: int) -> list[RowSource]:
-        return [ArrayRows(rows) for rows in self.stored[layer]]
+        return [PageRows([rows]) for rows in self.stored[layer]]
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
         """Load all, rotate, zero, scatter. `failed_from`: chunk -> the layer from which on it is lost."""

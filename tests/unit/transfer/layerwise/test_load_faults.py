@@ -15,7 +15,7 @@ from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
-from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
+from flexkv.transfer.layerwise.rows import NoRows, PageRows
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, turn
 
 
@@ -57,14 +57,14 @@ def test_a_transform_that_raises_fails_every_chunk(host: HostDevice, layer_of_fa
 def test_a_source_that_raises_anything_else_fails_every_chunk(host: HostDevice) -> None:
     world = LayerWorld(9, layers=3)
 
-    class Broken(ArrayRows):
+    class Broken(PageRows):
         def copy_to(self, rows: Any) -> None:
             raise OSError("gone")
 
     steps = world.pipeline(host).run()
     next(steps)
     for layer in range(3):
-        steps.send([Broken(rows) for rows in world.stored[layer]])
+        steps.send([Broken([rows]) for rows in world.stored[layer]])
     report = next(steps)
     assert report is not None
     assert set(report.failed) == set(range(len(world.stored[0])))
@@ -116,7 +116,7 @@ class LeavesAtOnce(LoadPipeline):
 def test_a_caller_who_stops_waits_for_what_was_begun(host: HostDevice, kind: type[LoadPipeline]) -> None:
     world, go_on = LayerWorld(17, layers=4), threading.Event()
 
-    class Hanging(ArrayRows):
+    class Hanging(PageRows):
         def copy_to(self, rows: Any) -> None:
             assert go_on.wait(GENEROUS_S)
             super().copy_to(rows)
@@ -124,7 +124,7 @@ def test_a_caller_who_stops_waits_for_what_was_begun(host: HostDevice, kind: typ
     pipeline = world.pipeline(host, kind)
     steps = pipeline.run()
     next(steps)
-    steps.send([Hanging(rows) for rows in world.stored[0]])
+    steps.send([Hanging([rows]) for rows in world.stored[0]])
     waits = kind is LoadPipeline
     if waits:
         threading.Timer(0.05, go_on.set).start()
@@ -138,7 +138,7 @@ def test_what_still_moves_at_the_deadline_is_said(host: HostDevice) -> None:
     world = LayerWorld(13, layers=1)
     go_on = threading.Event()
 
-    class Hanging(ArrayRows):
+    class Hanging(PageRows):
         def copy_to(self, rows: Any) -> None:
             assert go_on.wait(GENEROUS_S)
             super().copy_to(rows)
@@ -146,7 +146,7 @@ def test_what_still_moves_at_the_deadline_is_said(host: HostDevice) -> None:
     pipeline = LoadPipeline(host, world.paged, world.slots, world.chunks, turn, deadline_s=0.05)
     steps = pipeline.run()
     next(steps)
-    steps.send([Hanging(rows) for rows in world.stored[0]])
+    steps.send([Hanging([rows]) for rows in world.stored[0]])
     report = next(steps)
     assert report is not None
     assert not report.quiet

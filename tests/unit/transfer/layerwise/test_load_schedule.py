@@ -12,7 +12,7 @@ from flexkv.errors import ContractError
 from flexkv.transfer.layerwise.base import Event, PipelineError, Stream
 from flexkv.transfer.layerwise.host_device import HostDevice, HostStream
 from flexkv.transfer.layerwise.load import LoadPipeline
-from flexkv.transfer.layerwise.rows import ArrayRows
+from flexkv.transfer.layerwise.rows import PageRows
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice, turn
 
 
@@ -84,7 +84,7 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
     world = LayerWorld(6, layers=2)
     loaded = threading.Event()
 
-    class Telling(ArrayRows):
+    class Telling(PageRows):
         def copy_to(self, rows: Any) -> None:
             super().copy_to(rows)
             loaded.set()
@@ -92,7 +92,7 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
     steps = world.pipeline(host).run()
     next(steps)
     steps.send(world.sources(0))
-    steps.send([Telling(rows) for rows in world.stored[1]])
+    steps.send([Telling([rows]) for rows in world.stored[1]])
     assert loaded.wait(GENEROUS_S), "nobody waited for layer 1, and it came"
     next(steps)
 
@@ -119,7 +119,7 @@ def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool)
     device = DeviceWide() if device_wide else HostDevice(one_thread=False)
     world, go_on = LayerWorld(16, layers=2), threading.Event()
 
-    class Hanging(ArrayRows):
+    class Hanging(PageRows):
         def copy_to(self, rows: Any) -> None:
             assert go_on.wait(GENEROUS_S)
             super().copy_to(rows)
@@ -129,7 +129,7 @@ def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool)
     steps = pipeline.run()
     next(steps)
     steps.send(world.sources(0))
-    pipeline.prefetch(lambda layer: [Hanging(rows) for rows in world.stored[layer]])
+    pipeline.prefetch(lambda layer: [Hanging([rows]) for rows in world.stored[layer]])
     if device_wide:
         with pytest.raises(PipelineError, match="was not there"):
             pipeline.get_kv(0)

@@ -12,7 +12,7 @@ from flexkv.transfer.layerwise.base import LayerDevice, RowSource
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.pipeline import PipelineReport
-from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
+from flexkv.transfer.layerwise.rows import NoRows, PageRows
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
 
 EDIT = 5000
@@ -76,7 +76,7 @@ def test_a_missing_edge_is_found() -> None:
 def test_the_next_layer_is_there_while_this_one_is_in_hand(one_thread: bool) -> None:
     device, world, loaded = HostDevice(one_thread), LayerWorld(6, layers=2), threading.Event()
 
-    class Telling(ArrayRows):
+    class Telling(PageRows):
         def copy_to(self, rows: Any) -> None:
             super().copy_to(rows)
             loaded.set()
@@ -85,7 +85,7 @@ def test_the_next_layer_is_there_while_this_one_is_in_hand(one_thread: bool) -> 
     steps = pipeline.run()
     next(steps)
     steps.send(world.sources(0))
-    pipeline.prefetch(lambda layer: [Telling(rows) for rows in world.stored[layer]])
+    pipeline.prefetch(lambda layer: [Telling([rows]) for rows in world.stored[layer]])
     kv = pipeline.get_kv(0)
     assert loaded.wait(GENEROUS_S)
     kv[:, 0] = EDIT

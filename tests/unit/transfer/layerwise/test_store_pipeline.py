@@ -12,7 +12,7 @@ from flexkv.errors import ContractError
 from flexkv.transfer.layerwise.base import LayerDevice, RowTarget
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.pipeline import PipelineReport
-from flexkv.transfer.layerwise.rows import ArrayRows, NoRows
+from flexkv.transfer.layerwise.rows import NoRows, PageRows
 from flexkv.transfer.layerwise.store import StorePipeline
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
 
@@ -40,7 +40,7 @@ class Storing:
         self.pipeline = kind(device, world.paged, world.slots, world.chunks, GENEROUS_S)
 
     def targets(self, layer: int) -> list[RowTarget]:
-        return [ArrayRows(rows) for rows in self.out[layer]]
+        return [PageRows([rows]) for rows in self.out[layer]]
 
     def run(self) -> PipelineReport:
         steps = self.pipeline.run()
@@ -116,14 +116,14 @@ def test_a_chunk_that_cannot_be_taken_is_named(host: HostDevice) -> None:
 def test_a_target_that_breaks_fails_every_chunk(host: HostDevice) -> None:
     storing = Storing(4, host, layers=3)
 
-    class Broken(ArrayRows):
+    class Broken(PageRows):
         def copy_from(self, rows: Any) -> None:
             raise OSError("gone")
 
     steps = storing.pipeline.run()
     next(steps)
     for layer in range(3):
-        steps.send([Broken(rows) for rows in storing.out[layer]])
+        steps.send([Broken([rows]) for rows in storing.out[layer]])
     report = next(steps)
     assert report is not None
     assert set(report.failed) == set(range(len(storing.out[0])))
