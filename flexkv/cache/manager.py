@@ -78,6 +78,7 @@ class LocalCacheManager(CacheManager):
         unix_s: wall clock for times to live.
 
     Attributes:
+        counts: what was counted so far, running on; `stats` is a copy.
         hub: the pages in host memory.
         tiers: by number.
         cost: what was measured of them, and of the engine's steps.
@@ -109,7 +110,7 @@ class LocalCacheManager(CacheManager):
         self._limits = limits
         self._clock = clock
         self._unix_s = unix_s
-        self._counts = ManagerStats()
+        self.counts = ManagerStats()
         self._requests = RequestTable()
         self._ops = OpTable(clock)
         self._outbox = Outbox()
@@ -117,7 +118,7 @@ class LocalCacheManager(CacheManager):
         self.failed_loads = FailedLoads(limits.rest_s, clock)
         self._epoch = 0
         self.cost = CostModel()
-        self.hub = Hub(self._specs, policy, self._counts, [] if listener is None else [listener])
+        self.hub = Hub(self._specs, policy, self.counts, [] if listener is None else [listener])
         self.tiers: list[Tier] = []
         self._log = OpLog(clock, self.tiers)
         for number, make in enumerate(tiers):
@@ -175,7 +176,7 @@ class LocalCacheManager(CacheManager):
             self._promotions,
             self.failed_loads,
             limits,
-            self._counts,
+            self.counts,
             self._log,
         )
 
@@ -195,7 +196,7 @@ class LocalCacheManager(CacheManager):
             cost=self.cost,
             clock=self._clock,
             unix_s=self._unix_s,
-            stats=self._counts,
+            stats=self.counts,
             access_orders=self._access_orders,
             forgotten=self._forgotten,
         )
@@ -207,7 +208,7 @@ class LocalCacheManager(CacheManager):
 
     def stats(self) -> ManagerStats:
         """What was counted so far: a copy, which does not change any more."""
-        return replace(self._counts)
+        return replace(self.counts)
 
     def cached_blocks(self) -> int:
         """Blocks of all groups that are visible in host memory or being stored there."""
@@ -311,7 +312,7 @@ class LocalCacheManager(CacheManager):
         with self._broken_plans:
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
             plan = self._store_route().begin(offer, room, self._epoch)
-            self._counts.busy_pages += plan.dropped
+            self.counts.busy_pages += plan.dropped
             return plan
 
     def _stores_of(self, tier: TierId) -> StoreRoute:
@@ -368,8 +369,8 @@ class LocalCacheManager(CacheManager):
             op.failed[:] = True
             op.reasons.append("the cache was reset while the load was in flight")
         failed_pages = int(np.count_nonzero(op.failed))
-        self._counts.failed_load_pages += failed_pages
-        self._counts.loaded_pages += op.pages - failed_pages
+        self.counts.failed_load_pages += failed_pages
+        self.counts.loaded_pages += op.pages - failed_pages
         return op.completion(op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: RankOp) -> Completion:
@@ -381,7 +382,7 @@ class LocalCacheManager(CacheManager):
             self.work.offer(op.group, self.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
-        self._counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
+        self.counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
         return op.completion(~published, positions)
 
     def _mark_used(self, op: RankOp) -> None:
@@ -422,7 +423,7 @@ class LocalCacheManager(CacheManager):
                 continue
             tier.forget(group, keys[known])
             removed += tier.forget(group, keys[~known])
-        self._counts.forgotten_blocks += removed
+        self.counts.forgotten_blocks += removed
         return removed
 
     def reset(self) -> int:
@@ -439,7 +440,7 @@ class LocalCacheManager(CacheManager):
             for tier in self.tiers:
                 tier.finish_reset(ends_s)
         self._promises.resetting = False
-        self._counts.resets += 1
+        self.counts.resets += 1
         for listener in self.hub.listeners:
             listener.on_reset(self._epoch)
         return self._epoch

@@ -164,16 +164,15 @@ class TransferEngine(DataPlane):
         released.clear()
 
     def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
-        ticket = self._native.submit(graph.ops, graph.edges, self._stream_or_current(stream), gated)
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        ticket = self._native.submit(graph.ops, graph.edges, stream, gated)
         return None if ticket is None else Ticket(ticket)
 
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
-        self._native.open_layers(tickets, layers, self._stream_or_current(stream))
-
-    def _stream_or_current(self, stream: int | None) -> int | None:
         if stream is None and self._current_stream is not None:
-            return self._current_stream()
-        return stream
+            stream = self._current_stream()
+        self._native.open_layers(tickets, layers, stream)
 
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         if max_results < 1:

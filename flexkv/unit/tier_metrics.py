@@ -38,7 +38,7 @@ class TierMetrics:
 
     def count(self, counters: Counters) -> None:
         """Adds what was counted since the last call, and sets the gauges."""
-        evictions = self._manager.stats().evicted_blocks
+        evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:
             counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
             self._counted_evictions = evictions
@@ -78,7 +78,7 @@ class TierMetrics:
         counters.add("flexkv_disk_prefetched_pages_total", new["prefetched"])
         counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
         counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")
-        streamed = self._manager.stats().streamed_pages
+        streamed = self._manager.counts.streamed_pages
         counters.add("flexkv_disk_streamed_pages_total", streamed - self._counted_streamed)
         self._counted_streamed = streamed
         durable = self._durable
