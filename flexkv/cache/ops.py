@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import IntFlag
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +85,44 @@ class WriteOp(Op):
 
     host: EntryIds
     leaving: bool = False
+
+
+class Mark(IntFlag):
+    """What follows for a page that failed on a rank; `RankOp` has a field of each name."""
+
+    NONE = 0
+    SUSPECT = 1
+    DAMAGED = 2
+    WITHHELD = 4
+    SOURCE_FAILED = 8
+
+
+def _marks(of_cause: dict[FailureCause, Mark]) -> NDArray[np.uint8]:
+    return np.array([of_cause[cause] for cause in FailureCause], np.uint8)
+
+
+HOST_MARKS = _marks(
+    {
+        FailureCause.UNKNOWN: Mark.SUSPECT | Mark.DAMAGED,
+        FailureCause.CONTENT: Mark.SUSPECT | Mark.DAMAGED,
+        FailureCause.SOURCE: Mark.SUSPECT,
+        FailureCause.TRANSPORT: Mark.SUSPECT,
+        FailureCause.NOT_EXECUTED: Mark.SUSPECT,
+    }
+)
+"""By cause, of pages in host memory: there is no other route from it to an engine, so a page that stayed would fail
+again, whatever the cause."""
+
+STRAIGHT_MARKS = _marks(
+    {
+        FailureCause.UNKNOWN: Mark.SUSPECT | Mark.DAMAGED,
+        FailureCause.CONTENT: Mark.SUSPECT | Mark.DAMAGED,
+        FailureCause.SOURCE: Mark.WITHHELD | Mark.SOURCE_FAILED,
+        FailureCause.TRANSPORT: Mark.SOURCE_FAILED,
+        FailureCause.NOT_EXECUTED: Mark.NONE,
+    }
+)
+"""By cause, of pages of another tier: they may come by host memory the next time, unless their content is bad."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,17 +216,13 @@ class RankOp(Op):
     def _take_failures(
         self, rank: int, result: OpResult, bad: NDArray[np.bool_], causes: NDArray[np.uint8]
     ) -> None:
+        marks = np.where(bad, (STRAIGHT_MARKS if self.straight else HOST_MARKS)[causes], 0)
         self.failed |= bad
-        self.damaged |= bad & (causes <= FailureCause.CONTENT)
-        if self.straight:
-            self.suspect |= bad & (causes <= FailureCause.CONTENT)
-            self.withheld |= bad & (causes == FailureCause.SOURCE)
-            self.source_failed |= bool(
-                ((causes == FailureCause.SOURCE) | (causes == FailureCause.TRANSPORT)).any()
-            )
-        elif result.status is not OpStatus.CANCELLED:
-            # Whatever the cause, host memory has no other route to an engine: a page that stayed would fail again.
-            self.suspect |= bad
+        if result.status is not OpStatus.CANCELLED:
+            self.suspect |= (marks & Mark.SUSPECT) != 0
+        self.damaged |= (marks & Mark.DAMAGED) != 0
+        self.withheld |= (marks & Mark.WITHHELD) != 0
+        self.source_failed |= bool((marks & Mark.SOURCE_FAILED).any())
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")
 
