@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from flexkv.cache.ids import HUB, TierId
+from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import TierCounts
 from flexkv.observe import Counters
+
+ON_DISK = frozenset({"disk", "peers"})
+"""Labels of the tiers whose pages lie on disks of this machine: `flexkv_disk_*` adds these up, and no others."""
 
 
 class TierMetrics:
     """Of one manager.
 
     Args:
-        manager: whose tiers are counted; those behind host memory together.
+        manager: whose tiers are counted; those on disk together.
     """
 
     def __init__(self, manager: LocalCacheManager) -> None:
         self._manager = manager
-        self._behind = manager.tiers[1:]
         self._labels = [tier.facts.label for tier in manager.tiers]
+        self._disks = {
+            TierId(number): tier
+            for number, tier in enumerate(manager.tiers)
+            if self._labels[number] in ON_DISK
+        }
         self._counted = TierCounts()
         self._counted_streamed = 0
         self._counted_durable = 0
@@ -34,7 +41,7 @@ class TierMetrics:
 
     @property
     def _durable(self) -> int:
-        return sum(tier.durable_pages for tier in self._behind)
+        return sum(tier.durable_pages for tier in self._disks.values())
 
     def count(self, counters: Counters) -> None:
         """Adds what was counted since the last call, and sets the gauges."""
@@ -47,14 +54,17 @@ class TierMetrics:
             if hits != self._counted_hits[number]:
                 counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
                 self._counted_hits[number] = hits
-        if self._behind:
+        for tier in self._manager.tiers:
+            for name, value in tier.gauges().items():
+                counters.set(name, value)
+        if self._disks:
             self._count_pages(counters)
             self._count_costs(counters)
 
     def _count_pages(self, counters: Counters) -> None:
         now = TierCounts(
             **{
-                field.name: sum(getattr(t.counts, field.name) for t in self._behind)
+                field.name: sum(getattr(t.counts, field.name) for t in self._disks.values())
                 for field in fields(TierCounts)
             }
         )
@@ -87,12 +97,10 @@ class TierMetrics:
 
     def _count_costs(self, counters: Counters) -> None:
         cost = self._manager.cost
-        for number, tier in enumerate(self._manager.tiers):
-            for name, value in tier.gauges().items():
-                counters.set(name, value)
-            if number != HUB and tier.sink is not None:
+        for number, tier in self._disks.items():
+            if tier.sink is not None:
                 # Of tiers that are only read, such as other units' folders, no cost has a name of its own.
-                counters.set("flexkv_disk_page_seconds", cost.fetch(TierId(number)).line()[1], what="read")
-                counters.set("flexkv_disk_page_seconds", cost.straight(TierId(number)).line()[1], what="gds")
+                counters.set("flexkv_disk_page_seconds", cost.fetch(number).line()[1], what="read")
+                counters.set("flexkv_disk_page_seconds", cost.straight(number).line()[1], what="gds")
         counters.set("flexkv_disk_page_seconds", cost.load.line()[1], what="load")
         counters.set("flexkv_compute_token_seconds", cost.compute.line()[1])

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import TierFactory
+from flexkv.cache.tier import TierContext, TierFactory, TierFacts
 from flexkv.cache.tiers import factory
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
@@ -26,6 +27,8 @@ from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
 from flexkv.unit.ranks import NO_UNIT, RankFacts, UnitOwner
+from flexkv.unit.tier_metrics import TierMetrics
+from tests.unit.cache.test_tier_seam import ToyTier
 
 STRIPE = 4096
 OWNER = UnitOwner("a model", b"n" * 32, "unit0")
@@ -285,3 +288,19 @@ def test_control_without_cleaning_up_the_folder_stays_locked(
     with pytest.raises(DiskError, match=r"in use|uses"):
         build(disk__folders=str(tmp_path), disk__bytes_per_folder="1MiB")
     left.close()
+
+
+@pytest.mark.parametrize(("name", "counted"), [("remote", False), ("disk", True)])
+def test_disk_metrics_count_tiers_on_disk_alone(name: str, counted: bool) -> None:
+    def tier(context: TierContext) -> ToyTier:
+        made = ToyTier(context)
+        made.facts = TierFacts(name)
+        return made
+
+    manager = LocalCacheManager([GroupSpec(4, 8)], tiers=[*factory.unit_tiers(), tier])
+    manager.tiers[1].counts.read = manager.tiers[1].counts.evicted = 5
+    counters = Counters()
+    TierMetrics(manager).count(counters)
+    of_disk = {name for name in counters.data if name.startswith("flexkv_disk_")}
+    assert bool(of_disk) == counted
+    assert counters.data.get("flexkv_disk_pages_total", {}) == ({"read": 5} if counted else {})
