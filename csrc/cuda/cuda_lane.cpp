@@ -164,7 +164,7 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
     issued_now.error = failure.what();
   }
   try {
-    // Also after a failure: what was enqueued before it moves, and the pages stay leased until it has ended.
+    // Also after a failure: what was enqueued before it moves, and the pages stay pinned until it has ended.
     issued_now.event = std::make_shared<Event>(device, stream);
   } catch (const std::exception& failure) {
     if (issued_now.error.empty()) issued_now.error = failure.what();

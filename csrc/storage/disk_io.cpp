@@ -76,7 +76,7 @@ void Disk::run(const std::shared_ptr<WorkSource>& source) {
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // What is under way may still move and is never heard of again: its slots stay leased for good.
+    // What is under way may still move and is never heard of again: its slots stay pinned for good.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;

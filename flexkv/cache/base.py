@@ -302,7 +302,7 @@ class CacheManager(ABC):
         """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
 
         Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
-        slot. The engine blocks stay leased by the caller until the op's `Completion`.
+        slot. The engine blocks stay pinned by the caller until the op's `Completion`.
 
         Args:
             tokens: valid tokens in each of the blocks; None for whole blocks.

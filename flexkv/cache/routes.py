@@ -1,6 +1,6 @@
 """The ways between engine blocks and a tier, one for each kind of op: what a manager may ask of them.
 
-Contract with the index that a route's entries are of: an op's entries are leased from its plan to its end on every
+Contract with the index that a route's entries are of: an op's entries are pinned from its plan to its end on every
 rank, so that nobody is given the slots or places that a rank may still read or write.
 """
 
@@ -47,7 +47,7 @@ class LoadRoute(ABC):
 
     @abstractmethod
     def end(self, op: RankOp, current: bool) -> None:
-        """A load has ended on every rank, and so does its lease; suspect pages are forgotten.
+        """A load has ended on every rank: its pages are unpinned, and suspect pages are forgotten.
 
         Args:
             current: there was no reset since it was planned.

@@ -227,7 +227,7 @@ class Source(ABC):
 
     @abstractmethod
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
-        """All has stopped: the lease ends, and pages marked in `suspect`, which were not what was asked for, are
+        """All has stopped: entries are unpinned, and those marked in `suspect`, which were not what was asked for, are
         forgotten."""
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Sink(ABC):
         """Gives pages a place, evicting what is used least. What lay there is announced as gone before.
 
         Returns:
-            Positions in `keys` of those that got a place, their entries (leased until `end_write`), and the op.
+            Positions in `keys` of those that got a place, their entries (pinned until `end_write`), and the op.
         """
 
     @abstractmethod
@@ -301,7 +301,7 @@ class Tier(ABC):
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Misses from now on; leased pages leave with their last lease. Returns how many were known."""
+        """Misses from now on; pinned pages leave with their last pin. Returns how many were known."""
 
     @abstractmethod
     def begin_reset(self) -> None:
@@ -346,7 +346,7 @@ class Tier(ABC):
     def check_integrity(self, pinned: Sequence[EntryIds]) -> None:
         """
         Args:
-            pinned: entries that promises and ops lease, each once.
+            pinned: entries that leases and ops pin, each once.
 
         Raises:
             ContractError: an invariant is broken.

@@ -128,7 +128,7 @@ class TierWork:
         return self.moving or len(self._outbox) > 0 or any(queue.busy for queue in self._writes.values())
 
     def offer_all(self) -> None:
-        """What is in host memory, not leased and not in a tier that takes pages is to be written, whatever the mode."""
+        """What is in host memory, not pinned and not in a tier that takes pages is to be written, whatever the mode."""
         with self._broken:
             for queue in self._writes.values():
                 queue.offer_all(self._groups)
@@ -144,7 +144,7 @@ class TierWork:
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """Pages in host memory that some tier that takes pages lacks, leased ones among them."""
+        """Pages in host memory that some tier that takes pages lacks, pinned ones among them."""
         return max((queue.unwritten(self._groups) for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:

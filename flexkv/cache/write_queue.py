@@ -86,7 +86,7 @@ class WriteQueue:
         return self._ops.count(role, self._tier_id)
 
     def offer_all(self, groups: int) -> None:
-        """Offers what is in host memory, not leased and not in the tier, in whatever mode.
+        """Offers what is in host memory, not pinned and not in the tier, in whatever mode.
 
         What was used last goes first, each chain from its start, and no more than the tier holds; the rest counts as
         dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
@@ -94,9 +94,9 @@ class WriteQueue:
         """
         if self._tier.down:
             return
-        self._keep_leased_waiting()
+        self._keep_pinned_waiting()
         for group in range(groups):
-            keys = self._unleased(group)
+            keys = self._unpinned(group)
             room = self._sink.room(group)
             self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys[room:])))
             keys = keys[:room]
@@ -109,10 +109,10 @@ class WriteQueue:
                 self._waiting_pages += len(keys)
 
     def unwritten(self, groups: int) -> int:
-        """Pages in host memory that the tier lacks; those that somebody leases, or that are on their way, count."""
+        """Pages in host memory that the tier lacks; those that are pinned, or that are on their way, count."""
         written = 0
         for group in range(groups):
-            written += int(np.count_nonzero(self._tier.present(group, self._unleased(group))))
+            written += int(np.count_nonzero(self._tier.present(group, self._unpinned(group))))
         return len(self._hub.index) - written
 
     def give_up_waiting(self) -> int:
@@ -148,25 +148,25 @@ class WriteQueue:
 
     # --- internals ---
 
-    def _unleased(self, group: int) -> Keys:
-        """The visible pages in host memory that nobody leases, used last first."""
+    def _unpinned(self, group: int) -> Keys:
+        """The visible pages in host memory that nothing pins, used last first."""
         index = self._hub.index
         entries = index.take_coldest(group, index.up_slots(group))
         keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
         index.unpin(entries)
         return keys
 
-    def _keep_leased_waiting(self) -> None:
-        """What nobody leases, or has left host memory, does not wait any more."""
+    def _keep_pinned_waiting(self) -> None:
+        """What nothing pins, or what has left host memory, does not wait any more."""
         index = self._hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
             entries = index.find(group, keys)
             there = entries != NO_ENTRY
-            leased = keys[there][index.pins_of(entries[there]) > 0]
-            if len(leased):
-                self._waiting.append((group, leased))
-                self._waiting_pages += len(leased)
+            pinned = keys[there][index.pins_of(entries[there]) > 0]
+            if len(pinned):
+                self._waiting.append((group, pinned))
+                self._waiting_pages += len(pinned)
 
     def _room(self) -> int:
         if self._in_flight(OpRole.WRITE) >= self._facts.fetch_ops:
@@ -245,7 +245,7 @@ class WriteQueue:
         )
 
     def _leave(self, group: int, entries: EntryIds) -> None:
-        """Unpins pages and evicts those that nobody else leases."""
+        """Unpins pages and evicts those that nothing else pins."""
         index = self._hub.index
         alone = entries[index.pins_of(entries) == 1]
         keys = index.keys_of(alone)

@@ -140,7 +140,7 @@ class LoadConfig(Section):
     )
     deadline_s: Seconds = Field(
         30.0,
-        description="A load that takes longer is given up and recomputed. Its blocks stay leased until the last byte "
+        description="A load that takes longer is given up and recomputed. Its blocks stay pinned until the last byte "
         "has stopped moving.",
     )
     lease_s: Seconds = Field(

@@ -27,7 +27,7 @@ from flexkv.transfer.graph import (
 
 
 class StoredTier(Tier, Source):
-    """Pages that are there, to be looked up and read. An entry is leased while an op uses its place.
+    """Pages that are there, to be looked up and read. An entry is pinned while an op uses its place.
 
     Epochs are even while the weights are those that the process loaded at its start, which is what the fingerprint of
     the folder names, and odd after a reset: then they are known to this process alone. What was written in an odd epoch
@@ -134,14 +134,14 @@ class StoredTier(Tier, Source):
         return tag_fields(plan.tags)["tokens"] if self._any_partial else None
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
-        """Pages were read, and their lease ends; those marked in `suspect` did not hold what was asked for."""
+        """Pages were read, and are unpinned; those marked in `suspect` did not hold what was asked for."""
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
         self.presence.unpin(entries, hit=True)
 
     def tags_of(self, group: int, places: Places) -> PageTags:
-        """What places hold; to be read only, and while the places are leased."""
+        """What places hold; to be read only, and while the places are pinned."""
         # As whole numbers, five a tag: NumPy takes those four times as fast as records.
         rows = self._tags[group].view(np.uint64).reshape(-1, TAG_BYTES // 8)
         if not in_a_row(places):

@@ -44,7 +44,7 @@ class HostPages:
 
     Args:
         slots: of each chunk its pages' slots, in order. A chunk starts with a page's first token; its last page may be
-            used in part. The slots are leased until the pipeline is over.
+            used in part. The slots are pinned until the pipeline is over.
     """
 
     def __init__(self, pool: HostPool, interior: PageInterior, slots: Sequence[Sequence[int]]) -> None:

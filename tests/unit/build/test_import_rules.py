@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
-# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage.
+# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage,
+# `unit.ranks` (plain facts) that between unit and the plans of tiers.
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),

@@ -1,6 +1,6 @@
 """Loads from the unit's own disks to engine blocks, with no page of host memory between (docs/gds.md).
 
-Contract with the tier: from the promise to the end of the load on every rank its entries are leased, so that nobody
+Contract with the tier: from the promise to the end of the load on every rank its entries are pinned, so that nobody
 writes their places. Each rank verifies what it brings against the tags; a page that fails is named to the engine, which
 computes it, and is forgotten on disk where its place held something else (`FailureCause`).
 """

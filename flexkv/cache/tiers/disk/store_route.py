@@ -1,7 +1,7 @@
 """Stores from engine blocks to the unit's own disks, with no page of host memory between (docs/gds.md).
 
 Each rank writes its stripe and reports the digests of its runs; then the disk lane writes the trailers, and the pages
-exist. Contract with the tier: from the plan to the end of the seal its entries are pending and leased, so that nobody
+exist. Contract with the tier: from the plan to the end of the seal its entries are pending and pinned, so that nobody
 reads or rewrites their places; a page that is not sealed is never visible.
 """
 

@@ -108,7 +108,7 @@ class DiskTier(StoredTier, Sink):
         """Gives a place to keys that have none, evicting what is used least, for at most `room` of them.
 
         Returns:
-            Positions in `keys` of those that got one, their entries (leased until `end_write`), places and tags.
+            Positions in `keys` of those that got one, their entries (pinned until `end_write`), places and tags.
         """
         positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
         self.counts.evicted += len(evicted)
@@ -126,7 +126,7 @@ class DiskTier(StoredTier, Sink):
         return positions, entries, places, tags
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these entries, leased since `begin_write`, are still to become visible, bool [entries]."""
+        """Which of these entries, pinned since `begin_write`, are still to become visible, bool [entries]."""
         return np.asarray(
             self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
         )
