@@ -8,10 +8,11 @@ that returns has broken no rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.cache.base import GroupSpec
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tier import TierCounts, WriteMode
@@ -58,6 +59,7 @@ class SimulationConfig:
         ranks: workers that report each op.
         engine_blocks: engine blocks of each group.
         requests: live requests at once.
+        most_steps: length of a request at most, in steps (`step_tokens`).
         failure_rate: share of moved pages that fail.
         ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
             share engine blocks whose load has not been verified yet.
@@ -85,6 +87,7 @@ class SimulationConfig:
     ranks: int = 2
     engine_blocks: int = 64
     requests: int = 8
+    most_steps: int = 8
     failure_rate: float = 0.03
     ordered_reports: bool = True
     integrity_every: int = 10
@@ -100,6 +103,21 @@ class SimulationConfig:
     gds_stores: bool = False
     source_error_rate: float = 0.0
     tier_places: int = 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that requests grow by: whole blocks of every group. With blocks of one size a step is a block."""
+        return math.lcm(*(spec.block_tokens for spec in self.groups))
+
+    @property
+    def pages_a_step(self) -> list[int]:
+        """By group."""
+        return [self.step_tokens // spec.block_tokens for spec in self.groups]
+
+    @property
+    def takes_tails(self) -> bool:
+        """Whether the groups may have partial tails."""
+        return all(spec.rule is Rule.FULL and spec.block_tokens == self.step_tokens for spec in self.groups)
 
     @property
     def has_tiers(self) -> bool:

@@ -31,7 +31,7 @@ class Lookups:
         start = request.start
         world.model.release(request.request_id)
         tails = None
-        model_blocks = world.model.restorable(request.request_id, request.keys, start)
+        model_steps = world.model.restorable(request.request_id, request.keys, start)
         # One that has waited mostly asks for whole blocks first, as an engine does.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
@@ -49,24 +49,26 @@ class Lookups:
                 )
                 for counts in request.tail_keys
             ]
-        block_tokens = world.config.groups[0].block_tokens
+        step_tokens = world.config.step_tokens
         failure = world.model.failures.get(request.request_id)
         world.report.lookups_after_failures += failure is not None
-        result = world.manager.match(request.request_id, request.arrays, start * block_tokens, tails)
-        world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_blocks)
+        result = world.manager.match(request.request_id, request.arrays, start * step_tokens, tails)
+        promised = result.tokens // step_tokens
+        world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_steps)
         self.orders_planned()
-        streamed = (world.config.stream or world.config.gds_loads) and result.blocks > model_blocks
+        streamed = (world.config.stream or world.config.gds_loads) and promised > model_steps
+        require(result.tokens % step_tokens == 0, "match promised a part of a step")
         require(
-            result.blocks == model_blocks or streamed,
-            f"match promised {result.blocks} blocks, {model_blocks} are restorable",
+            promised == model_steps or streamed,
+            f"match promised {promised} steps, {model_steps} are restorable",
         )
         require(
-            result.blocks <= world.model.reach(request.request_id, request.keys, start),
+            promised <= world.model.reach(request.request_id, request.keys, start),
             "what a load of the request did not bring is promised to it again",
         )
         pages: list[tuple[Key, int]] = []
         for group, match in enumerate(result.groups):
-            needed = world.model.needed(group, start, result.blocks)
+            needed = world.model.needed(group, start, promised)
             slots = match.slots.tolist()
             if world.config.gds_loads and streamed:
                 on_disk = len(needed) - len(slots)
@@ -77,12 +79,7 @@ class Lookups:
             require(not needed or match.first_block == needed.start, "match starts at another block")
             pages += [((group, request.keys[group][n]), slot) for n, slot in zip(needed, slots, strict=True)]
         model_tail = 0
-        if (
-            tails is not None
-            and failure is None
-            and tails[0].base_block == start + result.blocks
-            and not streamed
-        ):
+        if tails is not None and failure is None and tails[0].base_block == start + promised and not streamed:
             model_tail = world.model.tail(request.tail_keys, len(pages))
         require(
             result.tail_tokens == model_tail,
@@ -94,7 +91,7 @@ class Lookups:
                 for group, match in enumerate(result.groups)
             ]
         world.model.lease(request.request_id, pages, streamed)
-        request.promised, request.promised_tail = result.blocks, result.tail_tokens
+        request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
         if result.reads and world.random.random() < 0.8:
             # An engine gives no block to a request that waits for a lookup, and looks into its own cache again.
@@ -121,14 +118,13 @@ class Lookups:
             shared += 1
         if not all(donor.has[g][n] for g in groups for n in world.model.needed(g, 0, shared)):
             return
-        for g in groups:
-            for number in range(shared):
+        for g, pages in enumerate(world.config.pages_a_step):
+            for number in range(shared * pages):
                 world.give_block(request, g, donor.blocks[g][number], donor.has[g][number])
         request.start = request.computed = request.offered = shared
 
     def load(self, request: SimRequest) -> None:
         world = self.world
-        groups = range(len(world.config.groups))
         prefix_only = all(spec.rule is Rule.FULL for spec in world.config.groups)
         taken = request.promised
         if prefix_only and world.random.random() < 0.2:
@@ -139,10 +135,10 @@ class Lookups:
         lease = dict(world.model.leases[request.request_id])
         targets: list[list[int]] = []
         planned: list[tuple[list[Key], list[int]]] = []
-        for g in groups:
+        for g, pages in enumerate(world.config.pages_a_step):
             needed = world.model.needed(g, request.start, taken)
-            free = iter(world.random.sample(world.engine.pool.free(g), taken + tail))
-            for number in range(request.start, request.start + taken):
+            free = iter(world.random.sample(world.engine.pool.free(g), taken * pages + tail))
+            for number in range(request.start * pages, (request.start + taken) * pages):
                 world.give_block(request, g, next(free), number in needed)
             numbers = list(needed)
             keys: list[Key] = [(g, request.keys[g][n]) for n in numbers]

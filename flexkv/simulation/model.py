@@ -17,8 +17,9 @@ from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 class Model:
     """The manager's state as the rules have it."""
 
-    def __init__(self, specs: Sequence[GroupSpec], limits: ManagerLimits) -> None:
+    def __init__(self, specs: Sequence[GroupSpec], step_tokens: int, limits: ManagerLimits) -> None:
         self.specs = specs
+        self.step_tokens = step_tokens
         self.limits = limits
         self.visible: dict[Key, int] = {}
         self.pending: dict[Key, int] = {}
@@ -49,27 +50,29 @@ class Model:
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
-    def needed(self, group: int, start: int, blocks: int) -> range:
-        """Numbers of the blocks that restore a prefix of `blocks` blocks after `start`."""
-        spec, end = self.specs[group], start + blocks
+    def needed(self, group: int, start: int, steps: int) -> range:
+        """Numbers of the pages of a group that restore `steps` steps after step `start`."""
+        spec = self.specs[group]
+        had, end = (step * self.step_tokens // spec.block_tokens for step in (start, start + steps))
         if spec.rule is Rule.FULL:
-            return range(start, end)
+            return range(had, end)
         if spec.rule is Rule.STATE:
-            return range(max(start, end - 1), end)
+            return range(max(had, end - 1), end)
         if spec.rule is Rule.WINDOW:
-            return range(max(start, end - spec.reach), end)
+            return range(max(had, end - spec.reach), end)
         tokens_in_chunk = end * spec.block_tokens % spec.reach
         first_token = end * spec.block_tokens - tokens_in_chunk
-        return range(max(start, first_token // spec.block_tokens), end)
+        return range(max(had, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Blocks after `start` that may be promised to a request, for all that its loads did not bring."""
-        end, failure = min(map(len, keys)), self.failures.get(request_id)
+        """Steps after `start` that may be promised to a request, for all that its loads did not bring."""
+        tokens = min(len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
+        failure = self.failures.get(request_id)
         if failure is not None and len(failure.loads) > 1:
             return 0
-        if failure is not None and failure.first is not None:
-            end = min(end, failure.first)
-        return max(0, end - start)
+        if failure is not None and failure.first_token is not None:
+            tokens = min(tokens, failure.first_token)
+        return max(0, tokens // self.step_tokens - start)
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)
@@ -78,19 +81,29 @@ class Model:
             op.abandoned |= op.role is OpRole.LOAD and op.request_id == request_id
 
     def restorable(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """The longest prefix after `start` that may be promised now."""
+        """The most steps after `start` that may be promised now."""
         room = self.limits.inflight_load_pages - self.load_pages()
-        for blocks in range(self.reach(request_id, keys, start), 0, -1):
-            pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, blocks)]
-            if len(pages) <= room and all(page in self.visible for page in pages):
-                return blocks
+        for steps in range(self.reach(request_id, keys, start), 0, -1):
+            pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, steps)]
+            if self.most_pages(start, steps) <= room and all(page in self.visible for page in pages):
+                return steps
         return 0
+
+    def most_pages(self, start: int, steps: int) -> int:
+        """What room is asked for: of a chunk group a whole chunk, wherever the hit ends in it."""
+        pages = 0
+        for group, spec in enumerate(self.specs):
+            if spec.rule is Rule.CHUNK:
+                whole = -(-spec.reach // spec.block_tokens)
+                pages += min(whole, steps * self.step_tokens // spec.block_tokens)
+            else:
+                pages += len(self.needed(group, start, steps))
+        return pages
 
     def tail(self, tails: Sequence[dict[int, bytes]], pages: int) -> int:
         """The longest partial tail that may be promised after `pages` pages; `tails` maps token counts to keys."""
-        prefix_only = all(spec.rule is Rule.FULL for spec in self.specs)
         room = self.limits.inflight_load_pages - self.load_pages() - pages
-        if not prefix_only or room < len(tails) or not tails:
+        if room < len(tails) or not tails:
             return 0
         common = set.intersection(*(set(counts) for counts in tails))
         stored = [n for n in common if all((g, counts[n]) in self.visible for g, counts in enumerate(tails))]
@@ -116,11 +129,11 @@ class Model:
         return read.slots[read.keys.index(key)] if read is not None and read.role is OpRole.LOAD else -1
 
     def evict_for_lookup(
-        self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, blocks: int
+        self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, steps: int
     ) -> None:
         """Applies evictions that made room for reads; none may be of what this lookup was promised."""
         groups = range(len(keys))
-        promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, blocks)}
+        promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, steps)}
         require(not promised & set(evicted), "a lookup evicted what it promises")
         self.evict(evicted)
 
@@ -234,12 +247,13 @@ class Model:
         if op.role is OpRole.STORE:
             self.pending.update((key, op_id) for key in op.keys)
 
-    def bar(self, request_id: str, first_block: int) -> int:
+    def bar(self, request_id: str, first_token: int) -> int:
         """Applies `discard_from`; returns how many pages it bars."""
         count = 0
         for op_id, op in self.ops.items():
             if op.request_id == request_id and op.role is OpRole.STORE:
-                pages = {i for i, n in enumerate(op.numbers) if n >= first_block} - op.revoked
+                size = self.specs[op.keys[0][0]].block_tokens
+                pages = {i for i, n in enumerate(op.numbers) if (n + 1) * size > first_token} - op.revoked
                 op.revoked |= pages
                 count += len(pages)
                 for i in pages:
@@ -270,7 +284,7 @@ class Model:
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
-            self.bar(op.request_id, min(op.numbers[i] for i in op.failed))
+            self.bar(op.request_id, self._first_failed_token(op))
             if op.epoch == self.epoch and not op.abandoned:
                 self._remember_failure(op)
 
@@ -280,8 +294,11 @@ class Model:
         if op.slots[0] == NO_SLOT:
             failure.from_disk = True
         else:
-            first = min(op.numbers[i] for i in op.failed)
-            failure.first = first if failure.first is None else min(first, failure.first)
+            first = self._first_failed_token(op)
+            failure.first_token = first if failure.first_token is None else min(first, failure.first_token)
+
+    def _first_failed_token(self, op: ModelOp) -> int:
+        return min(op.numbers[i] for i in op.failed) * self.specs[op.keys[0][0]].block_tokens
 
     def end_op(
         self, op_id: int, completion: Completion | None, evicted: list[Key], published: list[Key]

@@ -41,5 +41,5 @@ class ModelFailure:
     """What the loads of one request did not bring."""
 
     loads: set[int] = field(default_factory=set)
-    first: int | None = None
+    first_token: int | None = None
     from_disk: bool = False

@@ -180,13 +180,13 @@ class Ranks:
         for request_id, table in world.retired:
             bad = [n for n, block in enumerate(table[op.group]) if block in failed]
             if bad:
-                self.requests.bar_from(request_id, bad[0])
+                self.requests.bar_from(request_id, bad[0] * world.config.groups[op.group].block_tokens)
         for request in list(world.live):
             request.unverified.discard(op.op_id)
             for group, blocks in enumerate(request.blocks):
                 bad = [n for n, block in enumerate(blocks) if group == op.group and block in failed]
                 if bad:
-                    self.requests.recompute_from(request, bad[0])
+                    self.requests.recompute_from(request, bad[0] // world.config.pages_a_step[group])
             if (
                 request.request_id == model_op.request_id
                 and request.state == "loading"

@@ -9,15 +9,15 @@ from flexkv.cache.base import Keys
 
 @dataclass
 class SimRequest:
-    """A request that wants the blocks of `path`, then `tail`.
+    """A request that wants the steps of `path`, then `tail`.
 
     Attributes:
         arrays: per group, the keys as the manager wants them.
         keys: the same as bytes.
         tail_keys: per group, token count -> key of the partial tail of that many tokens.
-        blocks: per group, engine block of each block number; the tail's block comes last.
+        start, promised, computed, offered: in steps; computed ones (and then the tail) the engine believes done.
+        blocks: per group, engine block of each page number; the tail's block comes last.
         has: per group, whether the engine believes that block to hold KV.
-        computed: blocks (and then the tail) that the engine believes done.
         unverified: loads in flight whose target the engine uses already.
     """
 
@@ -39,8 +39,9 @@ class SimRequest:
     unverified: set[int] = field(default_factory=set)
 
     def key_of(self, group: int, number: int) -> bytes:
-        """Key of whole block `number`, or of the whole tail."""
-        return self.keys[group][number] if number < len(self.path) else self.tail_keys[group][len(self.tail)]
+        """Key of page `number`, or of the whole tail."""
+        keys = self.keys[group]
+        return keys[number] if number < len(keys) else self.tail_keys[group][len(self.tail)]
 
     @property
     def total(self) -> int:

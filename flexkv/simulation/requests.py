@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import Keys, OpRole, Rule
+from flexkv.cache.base import Keys, OpRole
 from flexkv.cache.ids import NO_ENTRY
 from flexkv.simulation.base import Key, Place, require
 from flexkv.simulation.lookups import Lookups
@@ -28,14 +28,17 @@ class Requests:
         if len(world.live) >= world.config.requests:
             return
         groups = range(len(world.config.groups))
-        length = world.random.randint(0, 8)
+        length = world.random.randint(0, world.config.most_steps)
         # Few branches, so that requests share prefixes and want again what was stored before.
         path = tuple(int(world.random.random() < 0.15) for _ in range(length))
         block_tokens = world.config.groups[0].block_tokens
         tail = tuple(world.random.randrange(2) for _ in range(world.random.randrange(block_tokens)))
-        if any(spec.rule is not Rule.FULL for spec in world.config.groups):
+        if not world.config.takes_tails:
             tail = ()
-        keys = [[block_key(g, path[: i + 1]) for i in range(length)] for g in groups]
+        keys = [
+            [block_key(g, path[: i // pages + 1], i) for i in range(length * pages)]
+            for g, pages in enumerate(world.config.pages_a_step)
+        ]
         arrays = [np.frombuffer(b"".join(k), np.uint8).reshape(-1, 16) for k in keys]
         tail_keys = [
             {n: block_key(g, path, "tail", tail[:n]) for n in range(1, len(tail) + 1)} for g in groups
@@ -50,9 +53,8 @@ class Requests:
         if request is None or request.state != "new":
             return
         start = 0 if world.random.random() < 0.7 else world.random.randint(0, len(request.path))
-        block_tokens = world.config.groups[0].block_tokens
         under_way = set(world.disk_lane.ops)
-        world.manager.prefetch(request.request_id, request.arrays, start * block_tokens)
+        world.manager.prefetch(request.request_id, request.arrays, start * world.config.step_tokens)
         world.model.evict(world.recorder.take_evicted())
         self.lookups.orders_planned()
         require(not world.manager.leased_pages(request.request_id), "a prefetch promises something")
@@ -115,21 +117,24 @@ class Requests:
         number = request.computed
         if number >= request.total:
             return
-        groups = range(len(world.config.groups))
-        if any(len(request.blocks[g]) <= number for g in groups) and not world.room_for(1):
+        steps = list(enumerate(world.config.pages_a_step))
+        if any(len(request.blocks[g]) <= number * pages for g, pages in steps) and not world.room_for(1):
             return
         inputs: list[tuple[Place, bytes]] = []
         outputs: list[tuple[Place, bytes]] = []
-        for g in groups:
-            if len(request.blocks[g]) <= number:
-                world.give_block(request, g, world.random.choice(world.engine.pool.free(g)), False)
+        for g, pages in steps:
+            mine = range(number * pages, (number + 1) * pages)
+            if len(request.blocks[g]) <= mine.start:
+                for block in world.random.sample(world.engine.pool.free(g), pages):
+                    world.give_block(request, g, block, False)
             inputs += [
                 ((g, request.blocks[g][n]), request.keys[g][n]) for n in world.model.needed(g, 0, number)
             ]
             if number == len(request.path) and request.tail_loaded:
                 inputs.append(((g, request.blocks[g][number]), request.tail_keys[g][request.tail_loaded]))
-            outputs.append(((g, request.blocks[g][number]), request.key_of(g, number)))
-            request.has[g][number] = True
+            for page in mine:
+                outputs.append(((g, request.blocks[g][page]), request.key_of(g, page)))
+                request.has[g][page] = True
         world.engine.compute(inputs, outputs)
         request.computed = number + 1
 
@@ -137,8 +142,8 @@ class Requests:
         world = self.world
         first = request.offered if world.random.random() < 0.8 else world.random.randint(0, request.offered)
         end = world.random.randint(first, request.computed)
-        for group in range(len(world.config.groups)):
-            numbers = [n for n in range(first, end) if request.has[group][n]]
+        for group, pages in enumerate(world.config.pages_a_step):
+            numbers = [n for n in range(first * pages, end * pages) if request.has[group][n]]
             # An op names consecutive blocks; groups with a window have holes.
             while numbers:
                 cut = next((i for i in range(1, len(numbers)) if numbers[i] != numbers[0] + i), len(numbers))
@@ -209,16 +214,15 @@ class Requests:
         world.free_blocks(request)
         request.state = "new"
 
-    def bar_from(self, request_id: str, number: int) -> None:
-        """What the request stores of block `number` and later ones was computed from a load that failed."""
-        token = number * self.world.config.groups[0].block_tokens
+    def bar_from(self, request_id: str, token: int) -> None:
+        """What the request stores of tokens from `token` on was computed from a load that failed."""
         require(
-            self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, number),
+            self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, token),
             "discard_from revoked another number of pages",
         )
 
     def recompute_from(self, request: SimRequest, number: int) -> None:
-        """The engine learns that block `number` holds no KV: nothing computed from it counts.
+        """The engine learns that step `number` holds no KV: nothing computed from it counts.
 
         It goes back to the last boundary before which it has what every group needs to go on.
         """
@@ -231,9 +235,9 @@ class Requests:
         groups = range(len(world.config.groups))
         while not all(request.has[g][n] for g in groups for n in world.model.needed(g, 0, number)):
             number -= 1
-        self.bar_from(request.request_id, number)
+        self.bar_from(request.request_id, number * world.config.step_tokens)
         request.computed = min(request.computed, number)
         request.offered = min(request.offered, number)
-        for has in request.has:
-            has[number:] = [False] * len(has[number:])
+        for has, pages in zip(request.has, world.config.pages_a_step, strict=True):
+            has[number * pages :] = [False] * len(has[number * pages :])
         request.tail_loaded = 0

@@ -86,7 +86,7 @@ class World:
                 *([self._symbolic_tier] if config.tier_places else []),
             ],
         )
-        self.model = Model(config.groups, limits)
+        self.model = Model(config.groups, config.step_tokens, limits)
         if config.has_tiers:
             self.model.waiting_slots = self._waiting_slots
         slots = [spec.slots for spec in config.groups]
@@ -134,8 +134,9 @@ class World:
     def pick(self) -> SimRequest | None:
         return self.random.choice(self.live) if self.live else None
 
-    def room_for(self, blocks: int) -> bool:
-        return all(len(self.engine.pool.free(g)) >= blocks for g in range(len(self.config.groups)))
+    def room_for(self, steps: int) -> bool:
+        wanted = enumerate(self.config.pages_a_step)
+        return all(len(self.engine.pool.free(g)) >= steps * pages for g, pages in wanted)
 
     def give_block(self, request: SimRequest, group: int, block: int, has: bool) -> None:
         self.engine.pool.hold((group, block))

@@ -52,7 +52,7 @@ class StoredTier(Tier, Source):
         """Of each place, the tag that it was written with last."""
         self._any_expires = False
         self._any_partial = False
-        self._block_tokens = context.specs[0].block_tokens
+        self._sizes = [spec.block_tokens for spec in context.specs]
         for group, count in enumerate(slots):
             self.presence.grow(group, count)
             self._adopt(group)
@@ -71,7 +71,7 @@ class StoredTier(Tier, Source):
             self._any_expires = True
             entries = self.presence.find(group, rows.keys[taken])
             self.presence.set_expiry(entries, rows.expiries[taken].astype(np.uint64))
-        self._any_partial |= bool((rows.tokens != self._block_tokens).any())
+        self._any_partial |= bool((rows.tokens != self._sizes[group]).any())
 
     def __len__(self) -> int:
         return len(self.presence)

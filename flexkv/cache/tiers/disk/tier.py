@@ -119,7 +119,7 @@ class DiskTier(StoredTier, Sink):
         expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
         generations = self.volumes.next_generations(len(places))
         tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
-        self._any_partial |= bool((tokens[positions] != self._block_tokens).any())
+        self._any_partial |= bool((tokens[positions] != self._sizes[group]).any())
         self._tags[group][places] = tag_fields(tags)
         if self._any_expires:
             self.presence.set_expiry(entries, np.full(len(entries), expiry, np.uint64))
