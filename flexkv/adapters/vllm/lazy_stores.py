@@ -9,17 +9,13 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from flexkv.adapters.vllm.block_keys import GROUP
-from flexkv.adapters.vllm.engine_spec import EngineSpec
-from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
-from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.adapters.vllm.stores import RequestStores
+from flexkv.adapters.vllm.requests import RequestTracker
+from flexkv.adapters.vllm.stores import RequestStores, StoreTables
 from flexkv.cache.base import KEY_BYTES, CacheListener, Keys
 from flexkv.cache.keys import EngineKeyChain
-from flexkv.observe import Counters, get_logger, warn_once
+from flexkv.observe import get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
-from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -43,19 +39,14 @@ class LazyStores(RequestStores, CacheListener):
     A block is offered once, and again when its store was not published or the cache has lost it.
     """
 
-    def __init__(
-        self,
-        unit: EngineUnit,
-        spec: EngineSpec,
-        requests: RequestTable,
-        watch: StoreWatch,
-        counters: Counters,
-        events: EventLog | None,
-    ) -> None:
-        super().__init__(unit, spec, requests, watch, counters, events)
+    def __init__(self, tables: StoreTables) -> None:
+        super().__init__(tables)
+        spec = tables.spec
         self._namespace = spec.namespace
         # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
-        self._ahead = min(STEPS_AHEAD * -(-spec.step_tokens // self._block_tokens), max(1, unit.slots // 2))
+        self._ahead = min(
+            STEPS_AHEAD * -(-spec.step_tokens // self._block_tokens), max(1, tables.unit.slots // 2)
+        )
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}

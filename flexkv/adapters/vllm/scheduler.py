@@ -17,7 +17,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMe
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
-from flexkv.adapters.vllm.stores import EagerStores, NoStores, StoreMode
+from flexkv.adapters.vllm.stores import EagerStores, NoStores, StoreMode, StoreTables
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError
@@ -129,7 +129,7 @@ class SchedulerSide:
         if not spec.role.stores:
             return NoStores()
         mode = LazyStores if spec.config.store.mode == "lazy" else EagerStores
-        return mode(unit, spec, self.requests, self._watch, self.counters, self.events)
+        return mode(StoreTables(unit, spec, self.requests, self._watch, self.counters, self.events))
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
         """From now on the engine is served by `unit`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
@@ -85,24 +86,29 @@ class NoStores(StoreMode):
         """Nothing is stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreTables:
+    """Of one engine's scheduler: what a mode that stores reads, and where it reports to."""
+
+    unit: EngineUnit
+    spec: EngineSpec
+    requests: RequestTable
+    watch: StoreWatch
+    counters: Counters
+    events: EventLog | None
+
+
 class RequestStores(StoreMode):
     """What the modes that store know of requests: which tokens are certain, and which blocks hold KV of replaced
     weights."""
 
-    def __init__(
-        self,
-        unit: EngineUnit,
-        spec: EngineSpec,
-        requests: RequestTable,
-        watch: StoreWatch,
-        counters: Counters,
-        events: EventLog | None,
-    ) -> None:
-        self._manager = unit.manager
-        self._requests = requests
-        self._watch = watch
-        self._counters = counters
-        self._events = events
+    def __init__(self, tables: StoreTables) -> None:
+        spec = tables.spec
+        self._manager = tables.unit.manager
+        self._requests = tables.requests
+        self._watch = tables.watch
+        self._counters = tables.counters
+        self._events = tables.events
         self._block_tokens = spec.geometry.block_tokens
         self._prompt_only = spec.config.store.tokens == "prompt"
         self._stale_hashes: dict[int, bytes] = {}
@@ -153,19 +159,11 @@ class EagerStores(RequestStores):
     that connector class names the blocks that the engine hands out again.
     """
 
-    def __init__(
-        self,
-        unit: EngineUnit,
-        spec: EngineSpec,
-        requests: RequestTable,
-        watch: StoreWatch,
-        counters: Counters,
-        events: EventLog | None,
-    ) -> None:
-        super().__init__(unit, spec, requests, watch, counters, events)
-        self._with_tails = spec.config.store.partial_blocks
-        self._by_layer = spec.config.store.mode == "layerwise"
-        self._within_steps = spec.role.stores_end_in_step
+    def __init__(self, tables: StoreTables) -> None:
+        super().__init__(tables)
+        self._with_tails = tables.spec.config.store.partial_blocks
+        self._by_layer = tables.spec.config.store.mode == "layerwise"
+        self._within_steps = tables.spec.role.stores_end_in_step
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
