@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.model_identity import LONG_ROPE, has_long_rope, plain_config
 from flexkv.adapters.common.weights import COMMIT_PREFIX
-from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
@@ -83,7 +82,7 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
         "apart": model.apart,
         "namespace": settings.identity.namespace,
     }
-    return namespace_digest({name: framed(value) for name, value in fields.items()})
+    return plain_namespace(fields)
 
 
 def draft_refusal(method: str) -> ConfigError:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from flexkv.cache.keys import namespace_digest
+
+
+def plain_namespace(fields: Mapping[str, Any]) -> bytes:
+    """The namespace that these plain values name, 32 bytes.
+
+    Raises:
+        TypeError: a value has no stable form.
+    """
+    return namespace_digest({name: framed(value) for name, value in fields.items()})
 
 
 def framed(value: Any) -> bytes:

@@ -17,13 +17,12 @@ from flexkv.adapters.common.common_keys import (
     draft_refusal,
     other_config_refusal,
 )
-from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.lora_names import content_before, process_start_ns
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
-from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.unit.capacity import PromptLimit
@@ -86,7 +85,7 @@ def owner_of(
         fields["adapters"] = adapters
     if kernels := _kernels(server_args):
         fields["kernels"] = kernels
-    digest = namespace_digest({name: framed(value) for name, value in fields.items()})
+    digest = plain_namespace(fields)
     return UnitOwner(str(model.model_path), digest, place.name)
 
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
-from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.framed import framed, plain_namespace
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
@@ -66,7 +66,7 @@ def engine_namespace(
         "draft": arguments.draft,
         "namespace": settings.identity.namespace,
     }
-    return namespace_digest({name: framed(value) for name, value in fields.items()})
+    return plain_namespace(fields)
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from flexkv.adapters.tensorrt_llm.identity import request_namespace
 from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, TokenChain
-from flexkv.transfer.graph import OpId
+from flexkv.transfer.graph import BlockIds, OpId
 
 GROUP = 0
 """The one KV group of a cache that this adapter accepts."""
@@ -70,6 +72,18 @@ class Tracked:
     told: int | None = None
     prompt_tokens: int = 0
 
+    def certain_tokens(self, tokens: int, prompt_only: bool) -> int:
+        """How many of its `tokens` have KV that is certain and may be stored."""
+        computed = self.computed
+        if computed and tokens > self.prompt_tokens:
+            # A token was sampled, which takes all of the prompt.
+            computed = max(computed, self.prompt_tokens)
+        # The last token was sampled and not fed back, so it has no KV.
+        end = min(computed, tokens - 1)
+        if prompt_only and self.prompt_tokens:
+            end = min(end, self.prompt_tokens)
+        return max(0, end)
+
     @property
     def ordered(self) -> bool:
         """Whether ranks may have to do with a load of this id yet."""
@@ -79,6 +93,12 @@ class Tracked:
     def may_be_named(self) -> bool:
         """Whether the engine may yet wait for a load of this id."""
         return self.ordered or self.unsettled
+
+
+def present_runs(blocks: BlockIds) -> list[tuple[int, int]]:
+    """The ranges of positions whose block exists: the engine says -1 where it keeps no page."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], (blocks >= 0).astype(np.int8), [0]))))
+    return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tokens_of(blocks: range, block_tokens: int) -> range:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, SaveOrder, StepMetadata
 from flexkv.adapters.tensorrt_llm.promises import Promises
 from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
-from flexkv.adapters.tensorrt_llm.request_stores import RequestStores
+from flexkv.adapters.tensorrt_llm.requests import GROUP, Tracked, present_runs
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import OpResult
+from flexkv.transfer.graph import OpResult, TransferGraph, TransferOp
 from flexkv.unit.base import EngineUnit
 
 logger = get_logger(__name__)
@@ -32,7 +34,7 @@ class SchedulerSide:
         self.counters = Counters()
         self.ranks = RankCoordinator(config, arguments, self.counters)
         self._promises = Promises(self.ranks, self.counters, self.sync, self.by_layer, config.load.lease_s)
-        self._stores = RequestStores(self.counters, config.store.tokens == "prompt")
+        self._prompt_only = config.store.tokens == "prompt"
         self._step = 0
 
     @property
@@ -100,13 +102,33 @@ class SchedulerSide:
             self.ranks.order(CancelOrder(tracked.request_id))
         if tracked.load is None and self.usable:
             joined.unit.grow()
-            graph = self._stores.plan(joined, tracked, request, block_ids)
+            graph = self._plan_stores(joined, tracked, request, block_ids)
         # After the stores, because it marks the request's blocks as used together.
         joined.unit.manager.end_request(str(tracked.request_id))
         if graph is None and not tracked.may_be_named:
             return False
         self.ranks.order(SaveOrder(tracked.request_id, graph))
         return True
+
+    def _plan_stores(
+        self, joined: Joined, tracked: Tracked, request: Any, block_ids: list[int]
+    ) -> TransferGraph | None:
+        """Stores of the whole blocks of an ended request that a forward has certainly computed; None for nothing."""
+        if tracked.keys is None:
+            return None
+        tokens = request.get_tokens(0)
+        certain = tracked.certain_tokens(len(tokens), self._prompt_only)
+        blocks = np.asarray(block_ids[: certain // joined.block_tokens], np.int32)
+        keys = tracked.keys.of(tokens)
+        ops: list[TransferOp] = []
+        for first, last in present_runs(blocks):
+            plan = joined.unit.manager.begin_store(
+                str(tracked.request_id), GROUP, keys[first:last], blocks[first:last], first
+            )
+            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="busy")
+            if plan.graph is not None:
+                ops += plan.graph.ops
+        return TransferGraph(tuple(ops)) if ops else None
 
     def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
         """The engine will not take prompt tokens [start, end) of what it was promised; None for all from `start` on."""

@@ -14,11 +14,10 @@ from flexkv.adapters.common.common_keys import (
     draft_refusal,
     other_config_refusal,
 )
-from flexkv.adapters.common.framed import framed
+from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
 from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
 from flexkv.observe import get_logger
@@ -63,9 +62,7 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
             "calculate_kv_scales: the KV scales come from the first forward of this run, so what is stored is of use "
             "to this run alone; it can be shared with no other engine and found by none after a restart"
         )
-    return namespace_digest(
-        {name: framed(value) for name, value in _fields(config, geometry, settings).items()}
-    )
+    return plain_namespace(_fields(config, geometry, settings))
 
 
 def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> SharedModel:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexkv.adapters.tensorrt_llm import worker
-from flexkv.adapters.tensorrt_llm.request_stores import present_runs
+from flexkv.adapters.tensorrt_llm.requests import present_runs
 from flexkv.errors import TransferError
 from flexkv.observe import failed_ops
 from flexkv.transfer.graph import OpKind
