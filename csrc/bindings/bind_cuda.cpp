@@ -57,7 +57,7 @@ void bind_cuda(py::module_& m) {
   thresholds["kernel_multiprocessors"] = cuda::kKernelMultiprocessors;
   thresholds["transform_multiprocessors"] = kTransformBlocks;
   thresholds["sub_batch_bytes"] = kSubBatchBytes;
-  thresholds["pieces_in_flight"] = cuda::kPiecesInFlight;
+  thresholds["pieces_in_flight"] = cuda::kItemsInFlight;
   m.attr("CUDA_THRESHOLDS") = thresholds;
 }
 

@@ -50,14 +50,14 @@ struct Copier::Staging {
 
 Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches)
     : device_(std::move(device)), launcher_(launcher) {
-  means_.max_pitch_bytes = device_->max_pitch();
+  capabilities_.max_pitch_bytes = device_->max_pitch();
   const auto note = [&](const std::string& text) { notes_ += (notes_.empty() ? "" : "; ") + text; };
-  means_.kernel = switches.kernel && launcher_ != nullptr && device_->host_addresses_work();
+  capabilities_.kernel = switches.kernel && launcher_ != nullptr && device_->host_addresses_work();
   if (!switches.kernel) {
     note("the copy kernel is switched off");
   } else if (launcher_ == nullptr) {
     note("no copy kernel: built without CUDA");
-  } else if (!means_.kernel) {
+  } else if (!capabilities_.kernel) {
     note("no copy kernel: the device has other addresses for host memory");
   }
   if (!switches.batch) {
@@ -67,11 +67,11 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
   } else if (const std::string failure = self_test(); !failure.empty()) {
     note("no batched copies: self-test: " + failure);
   } else {
-    means_.batch = true;
+    capabilities_.batch = true;
   }
   for (auto& staging : stagings_) {
     staging = std::make_unique<Staging>(device_);
-    if (!means_.kernel) continue;
+    if (!capabilities_.kernel) continue;
     if (const std::string error = staging->reserve(kTableBytes); !error.empty()) throw CapacityError(error);
   }
 }
@@ -87,11 +87,11 @@ std::string Copier::enqueue(Direction direction, std::span<const Segment> segmen
                             std::span<const PageEnds> pages, bool registered, int staging,
                             StreamHandle stream) {
   if (pages.empty() || segments.empty()) return {};
-  Capabilities means = means_;
-  means.kernel = means.kernel && registered;
+  Capabilities usable = capabilities_;
+  usable.kernel = usable.kernel && registered;
   // The driver stages pageable memory itself; what batches do with it is not documented.
-  means.batch = means.batch && registered;
-  Path path = choose_path(mean_run_bytes(segments), means);
+  usable.batch = usable.batch && registered;
+  Path path = choose_path(mean_run_bytes(segments), usable);
   std::string error;
   int64_t calls = 0;
   if (path == Path::kKernel) {
@@ -189,7 +189,7 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
 std::string Copier::by_rows(Direction direction, std::span<const Copy> copies, StreamHandle stream,
                             int64_t& calls) {
   const Driver& driver = device_->driver();
-  for (const PitchedCopy& group : group_rows(copies, means_.max_pitch_bytes)) {
+  for (const PitchedCopy& group : group_rows(copies, capabilities_.max_pitch_bytes)) {
     ++calls;
     if (group.rows == 1) {
       if (std::string error = single(direction, group.first, stream); !error.empty()) return error;

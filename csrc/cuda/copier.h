@@ -42,7 +42,7 @@ class Copier {
   std::string enqueue(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
                       bool registered, int staging, StreamHandle stream);
 
-  const Capabilities& means() const { return means_; }
+  const Capabilities& capabilities() const { return capabilities_; }
   // What is not used and why, in words; empty when everything is.
   const std::string& notes() const { return notes_; }
   PathCount count(Path path) const;
@@ -67,7 +67,7 @@ class Copier {
 
   const std::shared_ptr<Device> device_;
   const KernelLauncher launcher_;
-  Capabilities means_;
+  Capabilities capabilities_;
   std::string notes_;
   std::array<Cell, kPaths> counts_;
   std::vector<DeviceAddress> dsts_, srcs_;

@@ -41,11 +41,11 @@ const char* to_string(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-Path choose_path(int64_t run_bytes, const Capabilities& means) {
-  const int64_t kernel_below = means.batch ? kKernelBelowBytesWithBatch : kKernelBelowBytes;
-  if (means.kernel && run_bytes < kernel_below) return Path::kKernel;
-  if (means.batch) return Path::kBatch;
-  return means.max_pitch_bytes > 0 ? Path::kPitched : Path::kSingle;
+Path choose_path(int64_t run_bytes, const Capabilities& capabilities) {
+  const int64_t kernel_below = capabilities.batch ? kKernelBelowBytesWithBatch : kKernelBelowBytes;
+  if (capabilities.kernel && run_bytes < kernel_below) return Path::kKernel;
+  if (capabilities.batch) return Path::kBatch;
+  return capabilities.max_pitch_bytes > 0 ? Path::kPitched : Path::kSingle;
 }
 
 int64_t mean_run_bytes(std::span<const Segment> segments) {

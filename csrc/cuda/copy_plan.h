@@ -41,7 +41,7 @@ struct Capabilities {
 };
 
 // By the coalesced view: `run_bytes` is the mean length of the segments.
-Path choose_path(int64_t run_bytes, const Capabilities& means);
+Path choose_path(int64_t run_bytes, const Capabilities& capabilities);
 
 int64_t mean_run_bytes(std::span<const Segment> segments);
 

@@ -23,10 +23,10 @@ Direction direction_of(OpKind kind) {
   return kind == OpKind::kH2D ? Direction::kToDevice : Direction::kToHost;
 }
 
-// A piece that was taken and is enqueued portion by portion. The issuing thread makes it, the ending one ends
-// it.
+// A work item that was taken and is enqueued portion by portion. The issuing thread makes it, the ending one
+// ends it.
 struct Issuing {
-  std::shared_ptr<WorkItem> piece;
+  std::shared_ptr<WorkItem> item;
   std::vector<MoveResult> results;
   std::vector<PageEnds> pages;  // that may be copied
   bool registered = true;
@@ -71,7 +71,7 @@ struct CudaLane::Shared {
   std::array<std::condition_variable, kDirections> to_end;
   std::array<std::deque<Issued>, kDirections> issued;
   std::array<int, kDirections> in_flight{};
-  // The issuing thread's. A piece here has portions left, which go on as those before them arrive.
+  // The issuing thread's. A work item here has portions left, which go on as those before them arrive.
   std::array<std::shared_ptr<Issuing>, kDirections> unfinished;
   std::array<int, kDirections> next_staging{};
   bool woken = false;
@@ -92,14 +92,14 @@ void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
   }
 }
 
-// Enqueues one portion, of a piece that has begun or of another. False: there is none, or no room for it.
+// Enqueues one portion, of a work item that has begun or of another. False: there is none, or no room for it.
 bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
   static constexpr std::array kKinds = {OpKind::kH2D, OpKind::kD2H};
   KindSet allowed = 0;
   for (size_t direction = 0; direction < kDirections; ++direction) {
     {
       const std::lock_guard lock(mutex);
-      if (in_flight[direction] >= kPiecesInFlight) continue;
+      if (in_flight[direction] >= kItemsInFlight) continue;
     }
     if (unfinished[direction]) {
       issue(source, unfinished[direction]);
@@ -107,50 +107,50 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
     }
     allowed |= kind_bit(kKinds[direction]);
   }
-  const std::shared_ptr<WorkItem> piece = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
-  if (!piece) return false;
+  const std::shared_ptr<WorkItem> item = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
+  if (!item) return false;
   const auto now = std::make_shared<Issuing>();
-  now->piece = piece;
-  now->results.resize(piece->positions().size());
-  unfinished[static_cast<size_t>(direction_of(piece->kind()))] = now;
+  now->item = item;
+  now->results.resize(item->positions().size());
+  unfinished[static_cast<size_t>(direction_of(item->kind()))] = now;
   issue(source, now);
   return true;
 }
 
-// Lists what of the piece may be copied, fills in what may not, and makes the stream wait for the engine's.
+// Lists what of the item may be copied, fills in what may not, and makes the stream wait for the engine's.
 // Empty, or why nothing may be enqueued.
 std::string CudaLane::Shared::prepare(Issuing& issuing) {
-  const WorkItem& piece = *issuing.piece;
-  const Direction direction = direction_of(piece.kind());
-  const AttachedView& view = *piece.page(0).view;
+  const WorkItem& item = *issuing.item;
+  const Direction direction = direction_of(item.kind());
+  const AttachedView& view = *item.page(0).view;
   for (size_t i = 0; i < issuing.results.size(); ++i) {
-    const PageMove page = piece.page(i);
+    const PageMove page = item.page(i);
     if (direction == Direction::kToDevice && view.has_digests()) {
-      issuing.results[i] = check_digests(view, page.slot, piece.layer_lo(), piece.layer_hi());
+      issuing.results[i] = check_digests(view, page.slot, item.layer_lo(), item.layer_hi());
       if (issuing.results[i].status != Status::kOk) continue;
     }
     issuing.pages.push_back({page.block, view.stripe(page.slot)});
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
-  const std::span<const Segment> segments = view.segments(piece.layer_lo(), piece.layer_hi());
+  const std::span<const Segment> segments = view.segments(item.layer_lo(), item.layer_hi());
   // Only a single layer of a single page can be longer: the scheduler counts the rest.
-  if (view.layer_bytes(piece.layer_lo(), piece.layer_hi()) > kSubBatchBytes) {
+  if (view.layer_bytes(item.layer_lo(), item.layer_hi()) > kSubBatchBytes) {
     issuing.portions = cut_to_portions(segments, kSubBatchBytes);
   } else {
     issuing.portions.emplace_back(segments.begin(), segments.end());
   }
   // The engine's stream first: what a store reads must have been written, and what a load overwrites must
   // have been read by the forwards enqueued before.
-  if (piece.fence() == nullptr) return {};
-  return piece.fence()->make_wait(
+  if (item.fence() == nullptr) return {};
+  return item.fence()->make_wait(
       reinterpret_cast<StreamId>(streams[static_cast<size_t>(direction)]->handle()));
 }
 
 void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuing) {
-  const Direction direction = direction_of(issuing->piece->kind());
+  const Direction direction = direction_of(issuing->item->kind());
   const auto number = static_cast<size_t>(direction);
   const StreamHandle stream = streams[number]->handle();
-  // In order, so with kPiecesInFlight under way at most the one whose turn it is has ended.
+  // In order, so with kItemsInFlight under way at most the one whose turn it is has ended.
   const int staging = next_staging[number];
   next_staging[number] = (staging + 1) % Copier::kStagings;
   Issued issued_now{issuing, nullptr, {}, false};
@@ -173,14 +173,14 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
   }
   issued_now.last = !issued_now.error.empty() || issuing->next_portion == issuing->portions.size();
   if (issued_now.last) unfinished[number] = nullptr;
-  if (issued_now.last && issued_now.error.empty()) source.issued(issuing->piece, issued_now.event);
+  if (issued_now.last && issued_now.error.empty()) source.issued(issuing->item, issued_now.event);
   const std::lock_guard lock(mutex);
   ++in_flight[number];
   issued[number].push_back(std::move(issued_now));
   to_end[number].notify_one();
 }
 
-// The thread that ends the pieces of one direction, in the order of its stream.
+// The thread that ends the items of one direction, in the order of its stream.
 void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
   const Current here(*device);
   for (;;) {
@@ -196,27 +196,27 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       next.error = error;
     }
     Issuing& issuing = *next.of;
-    const WorkItem& piece = *issuing.piece;
+    const WorkItem& item = *issuing.item;
     for (size_t i = 0; i < issuing.results.size(); ++i) {
       MoveResult& result = issuing.results[i];
       if (result.status != Status::kOk) continue;
       if (!next.error.empty()) {
         result = {Status::kFailed, next.error, {}, FailureCause::kTransport};
       } else if (next.last && direction == static_cast<size_t>(Direction::kToHost)) {
-        const PageMove page = piece.page(i);
+        const PageMove page = item.page(i);
         if (page.view->has_digests()) {
-          write_digests_of_stripe(*page.view, page.slot, piece.layer_lo(), piece.layer_hi());
+          write_digests_of_stripe(*page.view, page.slot, item.layer_lo(), item.layer_hi());
         }
       }
     }
-    issuing.piece->touch();
+    issuing.item->touch();
     {
       const std::lock_guard lock(mutex);
       --in_flight[direction];
       woken = true;
       to_issue.notify_one();
     }
-    if (next.last) source.finish(issuing.piece, issuing.results);
+    if (next.last) source.finish(issuing.item, issuing.results);
   }
 }
 

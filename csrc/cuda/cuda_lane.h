@@ -1,8 +1,8 @@
 // Moves pages of H2D and D2H ops between one GPU and the host pool, on own streams.
 //
-// One thread issues: it takes pieces while a direction has fewer than kPiecesInFlight under way, makes the
+// One thread issues: it takes items while a direction has fewer than kItemsInFlight under way, makes the
 // direction's stream wait for the engine's, enqueues the copies and an event. One thread for each direction
-// sleeps on those events in order and ends the pieces. Nothing synchronises with the device as a whole.
+// sleeps on those events in order and ends the items. Nothing synchronises with the device as a whole.
 #pragma once
 #include <memory>
 #include <string>
@@ -15,9 +15,9 @@
 
 namespace flexkv::cuda {
 
-// Unit: pieces, of at most kSubBatchBytes. Two keep the link busy while the next is prepared; more would only
+// Unit: items, of at most kSubBatchBytes. Two keep the link busy while the next is prepared; more would only
 // make a load wait longer behind stores.
-inline constexpr int kPiecesInFlight = Copier::kStagings;
+inline constexpr int kItemsInFlight = Copier::kStagings;
 
 class CudaLane : public Lane {
  public:
@@ -27,7 +27,7 @@ class CudaLane : public Lane {
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  int32_t concurrency() const override { return 2 * kPiecesInFlight; }
+  int32_t concurrency() const override { return 2 * kItemsInFlight; }
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   void wake() override;
   bool needs_stream() const override { return true; }

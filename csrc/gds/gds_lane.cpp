@@ -21,9 +21,9 @@ namespace {
 // way.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
-// A page of a piece.
+// A page of a work item.
 struct Task {
-  size_t piece = 0;
+  size_t item = 0;
   size_t index = 0;
   PageMove move;
 };
@@ -80,38 +80,38 @@ struct GdsLane::Shared {
   int32_t disks() const { return static_cast<int32_t>(groups.front().slabs.size()); }
   void run(WorkSource& source, int32_t lane);
   std::vector<std::shared_ptr<WorkItem>> take(WorkSource& source, int32_t lane) const;
-  void move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
+  void move(const std::vector<std::shared_ptr<WorkItem>>& items,
             std::vector<std::vector<MoveResult>>& results);
-  void move_group(const std::vector<std::shared_ptr<WorkItem>>& pieces, const std::vector<Task>& tasks,
+  void move_group(const std::vector<std::shared_ptr<WorkItem>>& items, const std::vector<Task>& tasks,
                   std::vector<std::vector<MoveResult>>& results);
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
-// A piece, and more of its op's kind while they are there.
+// A work item, and more of its op's kind while they are there.
 std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
-  std::vector<std::shared_ptr<WorkItem>> pieces;
-  std::shared_ptr<WorkItem> piece = source.take(lane);
-  for (int64_t bytes = 0; piece != nullptr;) {
-    pieces.push_back(piece);
-    bytes += static_cast<int64_t>(piece->positions().size()) *
-             groups[static_cast<size_t>(piece->page(0).group)].codec->image_bytes();
+  std::vector<std::shared_ptr<WorkItem>> items;
+  std::shared_ptr<WorkItem> item = source.take(lane);
+  for (int64_t bytes = 0; item != nullptr;) {
+    items.push_back(item);
+    bytes += static_cast<int64_t>(item->positions().size()) *
+             groups[static_cast<size_t>(item->page(0).group)].codec->image_bytes();
     if (bytes >= kMostTransferBytes) break;
-    piece = source.try_take(lane, kind_bit(piece->kind()));
+    item = source.try_take(lane, kind_bit(item->kind()));
   }
-  return pieces;
+  return items;
 }
 
 void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   for (;;) {
-    const auto pieces = take(source, lane);
-    if (pieces.empty()) return;
+    const auto items = take(source, lane);
+    if (items.empty()) return;
     std::vector<std::vector<MoveResult>> results;
-    for (const auto& piece : pieces) {
-      results.emplace_back(piece->positions().size(),
+    for (const auto& item : items) {
+      results.emplace_back(item->positions().size(),
                            MoveResult{Status::kFailed, "was not moved", {}, FailureCause::kTransport});
     }
     try {
-      move(pieces, results);
+      move(items, results);
     } catch (const std::exception& error) {
       for (auto& of_piece : results) {
         for (MoveResult& result : of_piece) {
@@ -119,22 +119,22 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
         }
       }
     }
-    for (size_t i = 0; i < pieces.size(); ++i) source.finish(pieces[i], results[i]);
+    for (size_t i = 0; i < items.size(); ++i) source.finish(items[i], results[i]);
   }
 }
 
 // Pages of one view and fence go together, up to one whose target another op of this take has: the later
 // op's bytes stay.
-void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
+void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results) {
   std::vector<Task> tasks;
   std::unordered_set<int32_t> targets;  // blocks of a read, places of a write
   const auto flush = [&] {
     try {
-      if (!tasks.empty()) move_group(pieces, tasks, results);
+      if (!tasks.empty()) move_group(items, tasks, results);
     } catch (const std::exception& error) {
       for (const Task& task : tasks) {
-        MoveResult& result = results[task.piece][task.index];
+        MoveResult& result = results[task.item][task.index];
         if (result.status != Status::kOk) result.reason = error.what();
       }
     }
@@ -142,12 +142,12 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
     targets.clear();
   };
   const auto differs = [&](const Task& a, const PageMove& b, const WorkItem& of_b) {
-    return a.move.view != b.view || pieces[a.piece]->fence() != of_b.fence();
+    return a.move.view != b.view || items[a.item]->fence() != of_b.fence();
   };
-  for (size_t p = 0; p < pieces.size(); ++p) {
-    for (size_t i = 0; i < pieces[p]->positions().size(); ++i) {
-      const PageMove page = pieces[p]->page(i);
-      if (!tasks.empty() && differs(tasks.front(), page, *pieces[p])) flush();
+  for (size_t p = 0; p < items.size(); ++p) {
+    for (size_t i = 0; i < items[p]->positions().size(); ++i) {
+      const PageMove page = items[p]->page(i);
+      if (!tasks.empty() && differs(tasks.front(), page, *items[p])) flush();
       const GdsGroup& group = groups[static_cast<size_t>(page.group)];
       const int32_t disk = striped_slot(page.place, disks()).disk;
       if (group.slabs[static_cast<size_t>(disk)].device < 0) {
@@ -164,7 +164,7 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& pieces,
   flush();
 }
 
-void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& pieces,
+void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& items,
                                  const std::vector<Task>& tasks,
                                  std::vector<std::vector<MoveResult>>& results) {
   const PageMove& first = tasks.front().move;
@@ -182,8 +182,8 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& p
     wanted.push_back({{slab.id, static_cast<uint64_t>(slot)}, PageTag::read(task.move.tag)});
   }
   SlabGate gate(group.codec, manager->device_ptr(), std::move(wanted), view.runs().size(),
-                [&](int32_t at) { pieces[tasks[static_cast<size_t>(at)].piece]->touch(); });
-  const TransferHooks hooks{&gate, pieces[tasks.front().piece]->fence().get()};
+                [&](int32_t at) { items[tasks[static_cast<size_t>(at)].item]->touch(); });
+  const TransferHooks hooks{&gate, items[tasks.front().item]->fence().get()};
   const TransferReport report = manager->transfer(map, pages, is_read, nullptr, false, hooks);
   std::vector<const PageFailure*> failures(tasks.size());
   for (const PageFailure& failure : report.failures) {
@@ -191,7 +191,7 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& p
   }
   for (size_t i = 0; i < tasks.size(); ++i) {
     const auto at = static_cast<int32_t>(i);
-    MoveResult& result = results[tasks[i].piece][tasks[i].index];
+    MoveResult& result = results[tasks[i].item][tasks[i].index];
     if (failures[i] != nullptr) {
       result = failed(tasks[i].move, *failures[i], gate.miss(at));
       continue;

@@ -38,13 +38,13 @@ Disk::Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
 }
 
 void Disk::add(std::vector<Ended>& ended, const PageTask& task, MoveResult result) {
-  if (ended.empty() || ended.back().piece != task.piece) ended.push_back({task.piece, {}, {}});
+  if (ended.empty() || ended.back().item != task.item) ended.push_back({task.item, {}, {}});
   ended.back().indices.push_back(task.index);
   ended.back().results.push_back(std::move(result));
 }
 
 void Disk::report(const std::vector<Ended>& ended, WorkSource& source) {
-  for (const Ended& one : ended) source.finish_pages(one.piece, one.indices, one.results);
+  for (const Ended& one : ended) source.finish_pages(one.item, one.indices, one.results);
 }
 
 MoveResult Disk::lost_result() const {

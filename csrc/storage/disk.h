@@ -48,9 +48,9 @@ struct DiskCounts {
   std::array<std::atomic<int64_t>, kPageMisses> misses{};
 };
 
-// A page that a lane took: one of a piece.
+// A page that a lane took: one of a work item.
 struct PageTask {
-  std::shared_ptr<WorkItem> piece;
+  std::shared_ptr<WorkItem> item;
   size_t index = 0;
   PageMove move;
   int64_t slot = 0;  // of the disk's slab
@@ -86,7 +86,7 @@ class Disk {
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
   // After stop(): whether run() returns, or will as soon as what is under way ends. False when it hangs in a
-  // write of its own, which no piece waits for, and still does at `until`.
+  // write of its own, which no item waits for, and still does at `until`.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
@@ -113,7 +113,7 @@ class Disk {
     IoRequest request;
   };
   struct Ended {
-    std::shared_ptr<WorkItem> piece;
+    std::shared_ptr<WorkItem> item;
     std::vector<size_t> indices;
     std::vector<MoveResult> results;
   };

@@ -29,12 +29,12 @@ bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
 
-const LayerReads& layers_of(const DiskGroup& group, const WorkItem& piece) {
+const LayerReads& layers_of(const DiskGroup& group, const WorkItem& item) {
   const auto found = std::find_if(group.layer_reads.begin(), group.layer_reads.end(),
-                                  [&](const LayerReads& reads) { return reads.lo == piece.layer_lo(); });
-  if (found == group.layer_reads.end() || found->hi != piece.layer_hi()) {
-    throw ContractError("layers [" + std::to_string(piece.layer_lo()) + ", " +
-                        std::to_string(piece.layer_hi()) + ") are no range that a disk reads");
+                                  [&](const LayerReads& reads) { return reads.lo == item.layer_lo(); });
+  if (found == group.layer_reads.end() || found->hi != item.layer_hi()) {
+    throw ContractError("layers [" + std::to_string(item.layer_lo()) + ", " +
+                        std::to_string(item.layer_hi()) + ") are no range that a disk reads");
   }
   return *found;
 }
@@ -79,7 +79,7 @@ void Disk::begin(const PageTask& task) {
     codec.seal(image, {slab.shape().id, static_cast<uint64_t>(job.task.slot)},
                PageTag::read(job.task.move.tag), unix_now());
     add_io(at, true, image, codec.image_bytes(), 0);
-  } else if (job.task.piece->layer_lo() == 0 && job.task.piece->layer_hi() == codec.layers()) {
+  } else if (job.task.item->layer_lo() == 0 && job.task.item->layer_hi() == codec.layers()) {
     add_io(at, false, image, codec.image_bytes(), 0);
   } else {
     begin_layers(at);
@@ -111,7 +111,7 @@ void Disk::begin_seal(size_t at) {
 void Disk::begin_layers(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
-  const LayerReads& layers = layers_of(*job.group, *job.task.piece);
+  const LayerReads& layers = layers_of(*job.group, *job.task.item);
   job.layers = &layers;
   std::byte* image = job.group->pool->slot_address(job.task.move.slot);
   int64_t total = 0;
@@ -220,7 +220,7 @@ MoveResult Disk::end_read(Job& job) {
   const PageCheck found = check(job, job.group->pool->slot_address(job.task.move.slot));
   if (found.miss != PageMiss::kNone) return miss(job, found);
   counts_.read_bytes += job.bytes;
-  if (job.task.piece->layer_hi() == job.group->codec->layers()) ++counts_.read_pages;
+  if (job.task.item->layer_hi() == job.group->codec->layers()) ++counts_.read_pages;
   return {};
 }
 

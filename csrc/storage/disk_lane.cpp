@@ -168,13 +168,13 @@ void DiskLane::dispatch(const std::shared_ptr<Shared>& shared, const std::shared
   const auto disks = static_cast<int32_t>(shared->disks.size());
   for (;;) {
     shared->wait_room();
-    const std::shared_ptr<WorkItem> piece = source->take(lane);
-    if (!piece) break;
+    const std::shared_ptr<WorkItem> item = source->take(lane);
+    if (!item) break;
     std::vector<std::vector<PageTask>> tasks(shared->disks.size());
-    for (size_t i = 0; i < piece->positions().size(); ++i) {
-      const PageMove move = piece->page(i);
+    for (size_t i = 0; i < item->positions().size(); ++i) {
+      const PageMove move = item->page(i);
       const StripedSlot at = striped_slot(move.place, disks);
-      tasks[static_cast<size_t>(at.disk)].push_back({piece, i, move, at.slot});
+      tasks[static_cast<size_t>(at.disk)].push_back({item, i, move, at.slot});
     }
     for (size_t d = 0; d < tasks.size(); ++d) {
       if (!tasks[d].empty()) shared->disks[d]->push(std::move(tasks[d]), *source);

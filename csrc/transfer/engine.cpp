@@ -14,7 +14,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How long a destructor waits for pieces under way; one of 8 MiB takes about a millisecond.
+// Unit: seconds. How long a destructor waits for items under way; one of 8 MiB takes about a millisecond.
 constexpr double kDestructorWaitS = 2.0;
 // Unit: threads. Beyond this host copies only contend for memory bandwidth.
 constexpr int32_t kMostCopyThreads = 64;

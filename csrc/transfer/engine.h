@@ -23,7 +23,7 @@ namespace flexkv {
 struct EngineOptions {
   int32_t queue_ops = 1024;  // places for each (kind, priority); held until an op's result is polled
   int32_t copy_threads = 1;  // shared by both directions of host copies
-  double op_stuck_s = 30.0;  // a piece without progress for longer takes its lane down; <= 0: never
+  double op_stuck_s = 30.0;  // a work item without progress for longer takes its lane down; <= 0: never
 };
 
 // All methods may be called from any thread, in the process that made the engine: its threads do not follow a

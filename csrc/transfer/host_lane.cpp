@@ -7,9 +7,9 @@
 namespace flexkv {
 namespace {
 
-MoveResult move_page(PageMover& mover, const WorkItem& piece, size_t index) {
+MoveResult move_page(PageMover& mover, const WorkItem& item, size_t index) {
   try {
-    return mover.move(piece.page(index), piece.layer_lo(), piece.layer_hi());
+    return mover.move(item.page(index), item.layer_lo(), item.layer_hi());
   } catch (const std::exception& error) {
     return {Status::kFailed, error.what()};
   }
@@ -17,13 +17,13 @@ MoveResult move_page(PageMover& mover, const WorkItem& piece, size_t index) {
 
 void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMover>& mover, int32_t lane) {
   std::vector<MoveResult> results;
-  while (const std::shared_ptr<WorkItem> piece = source->take(lane)) {
+  while (const std::shared_ptr<WorkItem> item = source->take(lane)) {
     results.clear();
-    for (size_t i = 0; i < piece->positions().size(); ++i) {
-      results.push_back(move_page(*mover, *piece, i));
-      piece->touch();
+    for (size_t i = 0; i < item->positions().size(); ++i) {
+      results.push_back(move_page(*mover, *item, i));
+      item->touch();
     }
-    source->finish(piece, results);
+    source->finish(item, results);
   }
 }
 

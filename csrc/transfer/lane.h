@@ -1,7 +1,7 @@
 // The border between the scheduler, which knows what may move, and the lanes, which move it.
 //
 // Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous
-// device (a GPU stream, an io_uring) keeps several pieces under way with try_take() and is woken by wake().
+// device (a GPU stream, an io_uring) keeps several items under way with try_take() and is woken by wake().
 // Priority, preemption, cancel and deadlines are decided here once, for all of them.
 #pragma once
 #include <atomic>
@@ -52,20 +52,21 @@ class WorkItem {
 class WorkSource {
  public:
   virtual ~WorkSource() = default;
-  // Blocks until there is a piece for lane `lane`; null when the engine is closing: the thread must then end.
+  // Blocks until there is a work item for lane `lane`; null when the engine is closing: the thread must then
+  // end.
   virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
-  // A piece of one of the kinds in `allowed`, or null. Null also while something more urgent of another kind
-  // waits: a store does not start past a load for which the lane has no room yet.
+  // A work item of one of the kinds in `allowed`, or null. Null also while something more urgent of another
+  // kind waits: a store does not start past a load for which the lane has no room yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
-  // The piece's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
+  // The item's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
   // finish().
-  virtual void issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) = 0;
-  // Ends a piece, after its last byte has stopped moving: one result a position. Every piece taken must be
+  virtual void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) = 0;
+  // Ends a work item, after its last byte has stopped moving: one result a position. Every item taken must be
   // finished.
-  virtual void finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) = 0;
+  virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
   // The same for some of its pages, by their index in positions(), for lanes whose pages end one by one.
   // Every page must be finished once.
-  virtual void finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
+  virtual void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                             const std::vector<MoveResult>& results) = 0;
 };
 
@@ -85,12 +86,12 @@ class Lane {
   // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
   // submit throws when the op names a group, slot or place that is not there, or cannot be run.
   virtual PageSizes check(const OpSpec& op) const;
-  // The lane finds what hangs by itself and ends what it can: the engine's watchdog only names such pieces.
+  // The lane finds what hangs by itself and ends what it can: the engine's watchdog only names such items.
   virtual bool watches_itself() const { return false; }
   // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
   // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // There may be a piece to try_take(). Called under the scheduler's lock: only signal.
+  // There may be a work item to try_take(). Called under the scheduler's lock: only signal.
   virtual void wake() {}
   // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
@@ -103,9 +104,9 @@ class Lane {
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
   // - what `stream` is given from now on starts after `event`. Throws CapacityError.
   virtual void make_wait(StreamEvent&, StreamId) {}
-  // After take() has returned null and no piece is under way: joins the threads.
+  // After take() has returned null and no item is under way: joins the threads.
   virtual void join() = 0;
-  // Instead of join() when pieces are stuck: lets the threads go on alone.
+  // Instead of join() when items are stuck: lets the threads go on alone.
   virtual void abandon() = 0;
 
  private:

@@ -110,7 +110,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   Priority effective_priority = Priority::kLoad;
   std::shared_ptr<StreamEvent> fence;  // of its graph
   std::vector<std::shared_ptr<StreamEvent>>
-      stage_events;  // a stage: after the last piece of it that was issued
+      stage_events;  // a stage: after the last item of it that was issued
   bool cancelled = false;
   bool ended = false;
 

@@ -18,13 +18,13 @@
 
 namespace flexkv {
 
-// Unit: pieces. After this many pieces of loads in a row that a waiting store (or delete) had to let pass, it
+// Unit: items. After this many items of loads in a row that a waiting store (or delete) had to let pass, it
 // gets one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
 inline constexpr int32_t kPiecesBeforeAged = 16;
 // Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
 inline constexpr size_t kRememberedGraphs = 256;
 
-// Unit: looks. A piece is stuck when the watchdog, looking this often in `op_stuck_s`, never saw it move.
+// Unit: looks. A work item is stuck when the watchdog, looking this often in `op_stuck_s`, never saw it move.
 // Counted in looks and not in seconds: a process that was stopped (SIGSTOP, a frozen container, a suspended
 // machine) wakes up with all its copies late and none of them hung.
 inline constexpr int32_t kLooksUntilStuck = 4;
@@ -55,7 +55,7 @@ struct LaneState {
 
 class Scheduler : public WorkSource {
  public:
-  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no piece is ever held to be stuck.
+  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no item is ever held to be stuck.
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 
@@ -88,11 +88,11 @@ class Scheduler : public WorkSource {
 
   // Refuses submits, cancels what is queued, lets lanes' take() return null. Idempotent.
   void begin_close();
-  // Whether no piece is under way any more, within the deadline.
+  // Whether no item is under way any more, within the deadline.
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // Takes lanes down whose pieces have not moved for `op_stuck_s`, until close. The watchdog thread's whole
+  // Takes lanes down whose items have not moved for `op_stuck_s`, until close. The watchdog thread's whole
   // life: it sleeps while nothing moves.
   void watch();
 
@@ -102,9 +102,9 @@ class Scheduler : public WorkSource {
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
   std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) override;
-  void issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) override;
-  void finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) override;
-  void finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
+  void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) override;
+  void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) override;
+  void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                     const std::vector<MoveResult>& results) override;
 
  private:
@@ -170,8 +170,8 @@ class Scheduler : public WorkSource {
   const double op_stuck_s_;
   const int event_fd_;
   mutable std::mutex mutex_;
-  std::condition_variable progress_;  // an op ended, a layer was done, a piece was finished
-  std::condition_variable watchdog_;  // a piece is under way where none was, or closing
+  std::condition_variable progress_;  // an op ended, a layer was done, a work item was finished
+  std::condition_variable watchdog_;  // a work item is under way where none was, or closing
   std::condition_variable arrivals_;  // a load waits for slots where none did, or closing
   std::vector<std::unique_ptr<LaneEntry>> lanes_;
   std::array<KindQueue, kOpKinds> queues_;

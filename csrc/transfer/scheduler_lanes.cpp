@@ -1,4 +1,4 @@
-// The lanes' side of the scheduler: handing out pieces and taking their results.
+// The lanes' side of the scheduler: handing out items and taking their results.
 #include <algorithm>
 #include <numeric>
 #include <tuple>
@@ -92,21 +92,21 @@ OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
 std::shared_ptr<WorkItem> Scheduler::take_locked(int32_t lane, KindSet allowed) {
   OpState* op = pick(*lanes_[static_cast<size_t>(lane)], allowed);
   if (op == nullptr) return nullptr;
-  auto piece = std::make_shared<WorkItem>();
-  piece->op_ = op->shared_from_this();
+  auto item = std::make_shared<WorkItem>();
+  item->op_ = op->shared_from_this();
   auto [stage, positions] = op->take(kSubBatchBytes);
-  piece->stage_ = stage;
-  std::tie(piece->layer_lo_, piece->layer_hi_) = op->layers_of(stage);
-  piece->view_ = op->view();
-  piece->kind_ = op->spec().kind;
-  piece->lane_ = lane;
-  piece->positions_ = std::move(positions);
-  piece->unfinished_ = piece->positions_.size();
-  piece->touch();
+  item->stage_ = stage;
+  std::tie(item->layer_lo_, item->layer_hi_) = op->layers_of(stage);
+  item->view_ = op->view();
+  item->kind_ = op->spec().kind;
+  item->lane_ = lane;
+  item->positions_ = std::move(positions);
+  item->unfinished_ = item->positions_.size();
+  item->touch();
   update_runnable(*op);
-  moving_.insert(piece);
+  moving_.insert(item);
   if (watchdog_idle_) watchdog_.notify_one();
-  return piece;
+  return item;
 }
 
 std::shared_ptr<WorkItem> Scheduler::try_take(int32_t lane, KindSet allowed) {
@@ -119,7 +119,7 @@ std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
   LaneEntry& entry = *lanes_[static_cast<size_t>(lane)];
   for (;;) {
     if (closing_) return nullptr;
-    if (auto piece = take_locked(lane, entry.lane->kinds())) return piece;
+    if (auto item = take_locked(lane, entry.lane->kinds())) return item;
     ++entry.idle;
     entry.work.wait(lock);
     --entry.idle;
@@ -127,39 +127,39 @@ std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
   }
 }
 
-void Scheduler::issued(const std::shared_ptr<WorkItem>& piece, std::shared_ptr<StreamEvent> event) {
+void Scheduler::issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) {
   const std::lock_guard lock(mutex_);
-  OpState& op = *piece->op_;
-  for (const int32_t page : piece->positions_) op.mark_issued(page);
-  op.stage_events[static_cast<size_t>(piece->stage_)] = std::move(event);
-  if (op.stage_issued(piece->stage_)) progress_.notify_all();
+  OpState& op = *item->op_;
+  for (const int32_t page : item->positions_) op.mark_issued(page);
+  op.stage_events[static_cast<size_t>(item->stage_)] = std::move(event);
+  if (op.stage_issued(item->stage_)) progress_.notify_all();
 }
 
-void Scheduler::finish(const std::shared_ptr<WorkItem>& piece, const std::vector<MoveResult>& results) {
-  std::vector<size_t> all(piece->positions_.size());
+void Scheduler::finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) {
+  std::vector<size_t> all(item->positions_.size());
   std::iota(all.begin(), all.end(), size_t{0});
-  finish_pages(piece, all, results);
+  finish_pages(item, all, results);
 }
 
-void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& piece, const std::vector<size_t>& indices,
+void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                              const std::vector<MoveResult>& results) {
   const std::lock_guard lock(mutex_);
-  if (moving_.count(piece) == 0 || indices.size() > piece->unfinished_)
-    throw ContractError("a lane finished a piece that it had not taken");
+  if (moving_.count(item) == 0 || indices.size() > item->unfinished_)
+    throw ContractError("a lane finished a item that it had not taken");
   if (results.size() != indices.size()) throw ContractError("a lane must give one result for each page");
-  piece->unfinished_ -= indices.size();
-  piece->touch();
-  OpState& op = *piece->op_;
-  if (piece->unfinished_ == 0) {
-    moving_.erase(piece);
+  item->unfinished_ -= indices.size();
+  item->touch();
+  OpState& op = *item->op_;
+  if (item->unfinished_ == 0) {
+    moving_.erase(item);
     // Before the result can be seen: whoever then detaches the view may free its memory.
-    piece->view_.reset();
-    if (piece->stuck_) revive();
+    item->view_.reset();
+    if (item->stuck_) revive();
   }
   const KindQueue& queue = queue_of(op);
   bool layer_done = false;
   for (size_t i = 0; i < results.size(); ++i) {
-    const int32_t page = piece->positions_[indices[i]];
+    const int32_t page = item->positions_[indices[i]];
     if (results[i].status != Status::kOk) {
       end_page(op, page, bad_state(results[i].status), results[i].reason, results[i].cause);
       continue;
@@ -196,8 +196,8 @@ std::vector<LaneState> Scheduler::lanes() const {
     state.open_ops = static_cast<int64_t>(queue.open.size());
     state.times_down = queue.times_down;
     for (const int32_t places : queue.places) state.held_places += places;
-    for (const auto& piece : moving_) {
-      if (piece->stuck_ && piece->kind_ == state.kind) state.stuck.push_back(piece->op_->spec().op_id);
+    for (const auto& item : moving_) {
+      if (item->stuck_ && item->kind_ == state.kind) state.stuck.push_back(item->op_->spec().op_id);
     }
   }
   return states;

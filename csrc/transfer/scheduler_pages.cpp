@@ -96,7 +96,7 @@ void Scheduler::carry_on() {
   }
 }
 
-// Ends what has not been taken by a lane; pages under way end when their piece does.
+// Ends what has not been taken by a lane; pages under way end when their item does.
 void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& reason) {
   if (op.ended) return;
   if (op.pages() == 0) op.fail_empty(end, reason);

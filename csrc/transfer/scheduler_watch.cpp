@@ -1,4 +1,4 @@
-// What the scheduler looks for now and then: pieces that hang, slots that other transfer engines' reads have
+// What the scheduler looks for now and then: items that hang, slots that other transfer engines' reads have
 // filled.
 #include <utility>
 
@@ -20,30 +20,30 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   }
 }
 
-// Takes down what stuck pieces stand for: their kind, and all kinds of a lane that has no room left beside
+// Takes down what stuck items stand for: their kind, and all kinds of a lane that has no room left beside
 // them.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
-  for (const auto& piece : moving_) {
-    const Clock::rep moved = piece->last_moved_.load(std::memory_order_relaxed);
-    piece->quiet_looks_ = moved == piece->seen_moved_ ? piece->quiet_looks_ + 1 : 0;
-    piece->seen_moved_ = moved;
-    const bool was_stuck = piece->stuck_;
-    piece->stuck_ = piece->quiet_looks_ >= kLooksUntilStuck;
-    moved_again |= was_stuck && !piece->stuck_;
-    if (piece->stuck_) ++stuck_of_lane[piece->lane_];
+  for (const auto& item : moving_) {
+    const Clock::rep moved = item->last_moved_.load(std::memory_order_relaxed);
+    item->quiet_looks_ = moved == item->seen_moved_ ? item->quiet_looks_ + 1 : 0;
+    item->seen_moved_ = moved;
+    const bool was_stuck = item->stuck_;
+    item->stuck_ = item->quiet_looks_ >= kLooksUntilStuck;
+    moved_again |= was_stuck && !item->stuck_;
+    if (item->stuck_) ++stuck_of_lane[item->lane_];
   }
-  // Ending pages below changes no piece under way, so `moving_` stays as it is.
-  for (const auto& piece : moving_) {
-    if (!piece->stuck_) continue;
-    const LaneEntry& entry = *lanes_[static_cast<size_t>(piece->lane_)];
+  // Ending pages below changes no item under way, so `moving_` stays as it is.
+  for (const auto& item : moving_) {
+    if (!item->stuck_) continue;
+    const LaneEntry& entry = *lanes_[static_cast<size_t>(item->lane_)];
     if (entry.lane->watches_itself()) continue;
-    const std::string reason = std::string("lane ") + to_string(piece->kind_) + " is down: op " +
-                               std::to_string(piece->op_->spec().op_id) + " has not moved for " +
+    const std::string reason = std::string("lane ") + to_string(item->kind_) + " is down: op " +
+                               std::to_string(item->op_->spec().op_id) + " has not moved for " +
                                std::to_string(op_stuck_s_) + " s";
-    take_down(piece->kind_, reason);
-    if (stuck_of_lane[piece->lane_] < entry.lane->concurrency()) continue;
+    take_down(item->kind_, reason);
+    if (stuck_of_lane[item->lane_] < entry.lane->concurrency()) continue;
     // Nothing that shares its threads can move either.
     for (int kind = 0; kind < kOpKinds; ++kind) {
       const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
@@ -61,10 +61,10 @@ void Scheduler::revive() {
     if (queue.up || queue.lane < 0) continue;
     int32_t stuck = 0;
     bool of_this_kind = false;
-    for (const auto& piece : moving_) {
-      if (!piece->stuck_ || piece->lane_ != queue.lane) continue;
+    for (const auto& item : moving_) {
+      if (!item->stuck_ || item->lane_ != queue.lane) continue;
       ++stuck;
-      of_this_kind |= piece->kind_ == static_cast<OpKind>(kind);
+      of_this_kind |= item->kind_ == static_cast<OpKind>(kind);
     }
     const Lane& lane = *lanes_[static_cast<size_t>(queue.lane)]->lane;
     if (of_this_kind || stuck >= lane.concurrency()) continue;

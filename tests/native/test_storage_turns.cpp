@@ -108,11 +108,11 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
     }
     const auto ticket = scheduler->submit(std::move(graph), {nullptr}, {{codec->image_bytes(), 1}});
     REQUIRE(ticket);
-    while (const auto piece = scheduler->try_take(0, kind_bit(kind))) {
+    while (const auto item = scheduler->try_take(0, kind_bit(kind))) {
       std::vector<PageTask> tasks;
-      for (size_t i = 0; i < piece->positions().size(); ++i) {
-        const PageMove move = piece->page(i);
-        tasks.push_back({piece, i, move, move.place});
+      for (size_t i = 0; i < item->positions().size(); ++i) {
+        const PageMove move = item->page(i);
+        tasks.push_back({item, i, move, move.place});
       }
       disk.push(std::move(tasks), *scheduler);
     }

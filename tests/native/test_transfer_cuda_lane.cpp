@@ -85,7 +85,7 @@ TEST_CASE("cuda lane: batches are bounded, attributed from copy 0, and ordered b
 TEST_CASE("cuda lane: a driver whose batches lose bytes fails the self-test and is not given any") {
   CudaWorld world({}, {.batch_corrupts = true}, {.batch = true, .kernel = false});
   CHECK(world.lane->copier().notes().find("self-test: other bytes came back") != std::string::npos);
-  CHECK_FALSE(world.lane->copier().means().batch);
+  CHECK_FALSE(world.lane->copier().capabilities().batch);
   const int64_t tested = fake_cuda::calls().batch;
   world.fill(0, 9);
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
