@@ -115,7 +115,12 @@ class Lease:
 
     @property
     def pages(self) -> int:
-        return sum(group.pages for group in self.groups)
+        pages = 0
+        for group in self.groups:
+            pages += len(group.entries)
+            if group.straight is not None:
+                pages += len(group.straight.entries)
+        return pages
 
 
 def joined_shares(

@@ -16,6 +16,9 @@ from flexkv.cache.tables import CacheTables
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.waits import FetchWaits
 
+MAX_TOKENS = 2**62
+"""More than any request has."""
+
 
 @dataclass(slots=True)
 class Looked:
@@ -80,8 +83,10 @@ class Lookup:
 
     def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
         """How many tokens after the start every group has keys of."""
-        ends = (len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
-        return max(0, min(ends) - start_tokens)
+        end = MAX_TOKENS
+        for of_group, spec in zip(keys, self.specs, strict=True):
+            end = min(end, len(of_group) * spec.block_tokens)
+        return max(0, end - start_tokens)
 
     def cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
         """Of each group, the keys of the first `tokens`."""
