@@ -1,5 +1,5 @@
-// Host memory for slot images, in extents that come up in the background. Private, or shared with the worker
-// processes of the unit.
+// Host memory for slot images, in extents that are mapped in the background. Private, or shared with the
+// worker processes of the unit.
 #pragma once
 #include <sys/types.h>
 
@@ -79,7 +79,7 @@ class HostPool {
   int64_t ready_slots() const;
   // Whether `slots` slots came up within the deadline; false at once when bring-up ended short of it.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will come up: bring-up ended short, or the process that did it is gone. Empty while
+  // Why no more slots will be mapped: that ended short, or the process that did it is gone. Empty while
   // they may, or when all have.
   std::string stopped_reason() const;
   // Whether bring-up is over, for better or worse.
@@ -87,7 +87,7 @@ class HostPool {
   // Of an attached pool: whether the process that made it has ended or closed it. The memory stays.
   bool creator_gone() const;
 
-  // From now on extents are registered through `registrar`, in the background, as they come up. Only
+  // From now on extents are registered through `registrar`, in the background, as they are mapped. Only
   // processes whose devices copy need it. Once a pool; later calls change nothing.
   void pin(std::shared_ptr<Registrar> registrar);
   // Slots [0, pinned_slots()) lie in extents whose registration was tried; 0 without pin().

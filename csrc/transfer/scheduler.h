@@ -50,7 +50,7 @@ struct LaneState {
   int64_t open_ops = 0;        // not ended
   int64_t held_places = 0;     // not ended, or ended and not polled
   std::vector<int64_t> stuck;  // op ids whose bytes may still move though the lane is down
-  int64_t times_down = 0;      // since the engine was made; it comes up again when nothing of it is stuck
+  int64_t times_down = 0;      // since the engine was made; it works again when nothing of it is stuck
 };
 
 class Scheduler : public WorkSource {

@@ -93,7 +93,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
     } else {
       end_page(
           op, page, PageState::kSkipped,
-          "page " + std::to_string(page) + " did not come up from disk (read " + std::to_string(read) + ")");
+          "page " + std::to_string(page) + " was not read from disk (read " + std::to_string(read) + ")");
     }
   }
   coming.pages = std::move(waiting);

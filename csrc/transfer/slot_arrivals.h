@@ -16,7 +16,7 @@ inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
 // What a read has brought to a slot so far.
 struct SlotArrival {
-  bool failed = false;  // it did not come up, or the slot has been filled by a later read
+  bool failed = false;  // it was not read, or the slot has been filled by a later read
   int32_t layers = 0;   // [0, layers) have verified: whoever sees this sees their bytes
 };
 

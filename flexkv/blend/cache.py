@@ -185,7 +185,7 @@ class SegmentCache:
         self.unit.live.poll()
 
     def cached_tokens(self, tokens: Tokens) -> int:
-        """How many leading tokens of a segment are cached, in host memory or on disk. Brings nothing up."""
+        """How many leading tokens of a segment are cached, in host memory or on disk. Reads nothing."""
         return self._cached(self.scheme.keys(tokens))
 
     def _cached(self, keys: SegmentKeys) -> int:

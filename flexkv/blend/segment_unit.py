@@ -82,7 +82,7 @@ class SegmentUnit:
         if not self.live.pool.wait_ready(slots, deadline_s):
             reason = self.live.pool.stopped_reason
             self.live.close()
-            raise CapacityError(f"the pool for {slots} pages did not come up: {reason}")
+            raise CapacityError(f"the pool for {slots} pages was not mapped: {reason}")
         self.live.grow()
         self._survives: bool | None = None
         """What `close` found."""

@@ -71,7 +71,7 @@ class HostConfig(Section):
         ge=2 * MIB,
         le=GIB,
         multiple_of=2 * MIB,
-        description="The pool comes up, is pinned and is bound to a NUMA node in extents of this size. Smaller ones "
+        description="The pool is mapped, pinned and bound to a NUMA node in extents of this size. Smaller ones "
         "are usable sooner; 1 GiB at most, which is what the kernel registers for I/O at once.",
     )
     huge_pages: Annotated[Literal["auto", "off"], BeforeValidator(off_is_a_word)] = Field(
@@ -246,8 +246,8 @@ class DiskConfig(Section):
     )
     compute_if_faster: bool = Field(
         True,
-        description="Leave blocks that are on disk to the engine where it computes them sooner than the disk brings "
-        "them up, as both were measured lately; off for engines whose time is dearer than a request's.",
+        description="Leave blocks that are on disk to the engine where it computes them sooner than the disk reads "
+        "them, as both were measured lately; off for engines whose time is dearer than a request's.",
     )
     stream: bool = Field(
         False,

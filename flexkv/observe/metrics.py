@@ -208,7 +208,7 @@ _TABLE = (
         "flexkv_disk_streamed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages loaded that had been promised while the disk brought them up (`disk.stream`).",
+        "Pages loaded that had been promised while the disk still read them (`disk.stream`).",
     ),
     Metric(
         "flexkv_disk_gds_pages_total",
@@ -231,8 +231,10 @@ _TABLE = (
         "seconds",
         "What a token more adds to a prefill step of the engine, as measured lately. Only with a disk tier.",
     ),
-    Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Places on the disks in use."),
-    Metric("flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Places that hold a page or receive one."),
+    Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Slots on the disks in use."),
+    Metric(
+        "flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Disk slots that hold a page or receive one."
+    ),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
     Metric(
         "flexkv_lost_samples_total",

@@ -62,8 +62,8 @@ class PoolDescriptor:
 class HostPool:
     """An arena of `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
 
-    Memory comes up in the background, in order: slots [0, `ready_slots`) can be used. What is found too much while it
-    comes up ends bring-up (`stopped_reason`); the slots that are ready stay.
+    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. What is found too much
+    meanwhile ends that (`stopped_reason`); the slots that are ready stay.
 
     Args:
         numa_node: where the memory is taken from as long as it has any; None leaves it to the kernel.
@@ -134,13 +134,13 @@ class HostPool:
 
     @property
     def ready_slots(self) -> int:
-        """Slots [0, ready_slots) are up. Only grows; an attached pool sees what its creator has brought up."""
+        """Slots [0, ready_slots) are mapped. Only grows; an attached pool sees what its creator has mapped."""
         ready = self.native.ready_slots
         self._log_once()
         return ready
 
     def pin(self, device: int) -> None:
-        """Registers the memory with a GPU in the background, extent by extent as it comes up, for this process.
+        """Registers the memory with a GPU in the background, extent by extent as it is mapped, for this process.
 
         Only a process whose GPU copies needs it. Later calls change nothing: registered memory is known to all GPUs.
 
@@ -158,12 +158,12 @@ class HostPool:
 
     @property
     def settled(self) -> bool:
-        """Of a pool that this process made: no more slots will come up, and a look at them has logged what did."""
+        """Of a pool that this process made: no more slots will be mapped, and a look at them has logged what was."""
         return self._logged
 
     @property
     def stopped_reason(self) -> str:
-        """Why no more slots will come up: bring-up ended short, or the pool's process did. Empty if all came up."""
+        """Why no more slots will be mapped: mapping ended short, or the pool's process did. Empty if all are."""
         return self.native.stopped_reason
 
     @property
@@ -238,7 +238,7 @@ class HostPool:
         if not self._creator_missed and native.creator_gone:
             self._creator_missed = True
             logger.warning(
-                "host pool: the process that made it has ended or closed it; no slots will come up any more"
+                "host pool: the process that made it has ended or closed it; no more slots will be mapped"
             )
         if self._logged or not native.settled:
             return

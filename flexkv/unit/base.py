@@ -65,7 +65,7 @@ class EngineUnit(ABC):
         reason: why it is not usable; empty while it is.
         manager: the control plane.
         slots: of the host pool, once all of it is up.
-        growing: some of the pool's memory is yet to come up, or to be used: `grow` takes it.
+        growing: some of the pool's memory is yet to be mapped, or to be used: `grow` takes it.
         has_tiers: there is a tier behind host memory, which is to be polled; only fetching from one competes with
             computing.
         grant: what workers in other processes need to map the pool; None once all have it, and where none needs it.

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 START_WAIT_S = 10.0
 """How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
-the first requests find room; the rest comes up while the engine runs."""
+the first requests find room; the rest is mapped while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
 """How long nothing is promised to an engine that ends a request whose load is late. Each try costs a client its
@@ -157,7 +157,7 @@ def _make_pool(config: FlexKVConfig, slot_bytes: int, slots: int, shared: bool) 
             logger.warning("host tier: no memory came up: %s", pool.stopped_reason)
         else:
             logger.warning(
-                "host tier: none of its memory is up after %.0f s; it comes up meanwhile, and takes blocks as it does",
+                "host tier: none of its memory is mapped after %.0f s; it takes blocks as its memory is mapped",
                 START_WAIT_S,
             )
     return pool

@@ -118,7 +118,7 @@ class _DiskWays:
         if device is not None:
             self._pool.pin(device)
         if not self._pool.wait_ready(pages, WAIT_S):
-            raise ContractError(f"the host pool did not come up: {self._pool.stopped_reason}")
+            raise ContractError(f"the host pool was not mapped: {self._pool.stopped_reason}")
         for slot in range(pages):
             self._pool.slot(slot)[:] = slot % 251
         self._bare = BareReads(folder, pages * self._stripe)

@@ -132,7 +132,7 @@ class TransferBench:
             if self._device is not None:
                 pool.pin(self._device)
             if not pool.wait_ready(blocks, WAIT_S):
-                raise ContractError(f"the host pool did not come up: {pool.stopped_reason}")
+                raise ContractError(f"the host pool was not mapped: {pool.stopped_reason}")
             ends_s = time.monotonic() + WAIT_S
             while self._device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
                 time.sleep(0.01)
