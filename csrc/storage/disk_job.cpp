@@ -135,7 +135,7 @@ void Disk::begin_layers(size_t at) {
   }
 }
 
-// Whether every byte of the page's slot has its place on the disk already.
+// Whether every byte of the page's slot is allocated on the disk already.
 bool Disk::has_space(const PageTask& task) const {
   const SlabFile& slab = *slabs_[static_cast<size_t>(task.move.group)];
   return slab.next_unwritten(slab.offset(task.slot)).first >= slab.offset(task.slot + 1);

@@ -106,7 +106,7 @@ class SegmentUnit:
     def flush(self, deadline_s: float) -> bool:
         """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds.
 
-        False where there is no disk; also where some of it is pinned, could not be written, or found no place.
+        False where there is no disk; also where some of it is pinned, could not be written, or found no room.
         """
         if not self.live.has_tiers:
             return False

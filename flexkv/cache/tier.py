@@ -102,7 +102,7 @@ class TierCounts:
     Attributes:
         written: pages whose write ended well.
         failed_writes: pages whose write did not.
-        dropped_writes: pages never written, because a queue was full or there was no place for them.
+        dropped_writes: pages never written, because a queue or the tier was full.
         lost: pages that left host memory before they were written.
         read: pages brought to host memory and verified.
         failed_reads: pages that were not: damaged, torn, of another write, or the tier failed.

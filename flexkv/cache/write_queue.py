@@ -196,7 +196,7 @@ class WriteQueue:
     def _write(
         self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, epoch: int, leaving: bool
     ) -> EntryIds:
-        """Plans a write of pinned pages; returns the entries that found no place, still pinned."""
+        """Plans a write of pinned pages; returns the entries that found no room, still pinned."""
         tokens: NDArray[np.int32] = self._hub.tokens[group][slots]
         op_id = self._ops.next_id()
         positions, stored, plan = self._sink.plan_write(op_id, group, keys, slots, tokens)

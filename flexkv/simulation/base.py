@@ -70,7 +70,7 @@ class SimulationConfig:
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
         policy: which pages leave every tier first.
-        disk_places: places on disk of each group; 0 for no disk tier.
+        disk_places: disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
         disks: that the places are striped over.
         measured_steps: the manager sees how long the engine computes, now slow and now fast, so that it leaves pages

@@ -63,7 +63,7 @@ class SimDiskLane:
         for other in (*self.ops.values(), *self.rank_ops.values()):
             if other.group == op.group and (op.kind in WRITES or other.kind in WRITES):
                 shared = set(op.places.tolist()) & set(other.places.tolist())
-                require(not shared, "a place on disk was given away while an op uses it")
+                require(not shared, "a disk slot was given away while an op uses it")
 
     def move_page(self, op_id: int, fails: bool) -> bool:
         """Moves the next page of an op; a failing one leaves garbage. True when it was the last."""

@@ -31,7 +31,7 @@ class Movement:
 
     Attributes:
         left: the pages still to move.
-        missing: those that failed because their place on disk holds something else.
+        missing: those that failed because their disk slot holds something else.
         arrived: what each moved page brought.
     """
 

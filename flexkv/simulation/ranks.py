@@ -121,7 +121,7 @@ class Ranks:
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason, causes = OpStatus.OK, movement.failed, "", NO_CAUSES
-        # A lane that is down would end all loads from disk places for the rest of the run.
+        # A lane that is down would end all loads from disk slots for the rest of the run.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"

@@ -120,7 +120,7 @@ class TransferOp:
         slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
         layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
             page by page, which is faster and lets stream edges start early.
-        places: for the disk and GDS kinds, the places on disk, as many as pages; empty for other kinds.
+        places: for the disk and GDS kinds, the disk slots, as many as pages; empty for other kinds.
         tags: for these kinds, what each place must hold or is to hold; empty for other kinds.
         digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
         reads: for H2D, of each page the DISK_READ that brings it to its slot, or 0 for a page that is there; empty when

@@ -1,4 +1,4 @@
-"""Whose pages a rank's cache holds: the namespace of its keys, and the name of its place on disk."""
+"""Whose pages a rank's cache holds: the namespace of its keys, and the name of its folder on disk."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ NAMES = {
 PROSE = {
     "invalidate": r"disown\w*",
     "pending, flush": r"owed|owes",
+    "disk slot, queue entry": r"(?:disk|queue) places?|places? on (?:the )?disks?",
     "poll": r"pump\w*",
     "source error": r"astray",
     "fault events": r"upsets?",
