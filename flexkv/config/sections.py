@@ -242,7 +242,8 @@ class DiskConfig(Section):
     prefetch_requests: CountOrNone = Field(
         16,
         description="Requests in the engine's queue whose blocks are read from disk before the engine first asks for "
-        "them; 0: reads begin when it asks. They are kept a quarter of host memory at most. Only with vLLM.",
+        "them; 0: reads begin when it asks. They are kept a quarter of host memory at most. With vLLM, and SGLang's "
+        "linker.",
     )
     compute_if_faster: bool = Field(
         True,

@@ -28,7 +28,7 @@ class SpyingLinker(FlexKVLinker):
     """Notes of rank R are lines of JSON in `notes-R`.
 
     A file `corrupt-R` makes that rank's next reset damage what is stored, a file `die-R` that holds `load` or `offload`
-    kills its process when it has started the next one.
+    kills its process when it has started the next one. While there is a file `no-prefetch-R`, nothing is prefetched.
     """
 
     def __init__(self, server_args: Any, params: Any, **named: Any) -> None:
@@ -40,9 +40,16 @@ class SpyingLinker(FlexKVLinker):
         self._note("start", cached=self._cache.manager.cached_blocks())
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        # Of this request alone where the engine is asked for one at a time.
+        begun = sum(tier.counts.prefetched for tier in self._cache.manager.tiers)
         found = super().lookup(rid, transfers)
-        self._note("lookup", asked=len(transfers[0].keys), found=len(found))
+        if not self._prefetching:
+            self._note("lookup", asked=len(transfers[0].keys), found=len(found), prefetched=begun)
         return found
+
+    def prefetch(self, tree_cache: Any, request: Any) -> None:
+        if not (self._folder / f"no-prefetch-{self._rank}").exists():
+            super().prefetch(tree_cache, request)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         self._note("load", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())

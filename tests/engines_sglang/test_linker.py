@@ -85,6 +85,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
         answer = again.ask_one("a")
         judge("a", answer)
         assert answer["host"] == whole("a"), "served from disk"
+        assert again.notes("lookup")[0]["prefetched"] == whole("a") // PAGE_TOKENS, "read while it was queued"
         again.order("corrupt-0")
         again.forget()
         assert again.notes("corrupt")[-1]["slots"] > 0
@@ -94,9 +95,13 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
             again.ask("late")
     third = Spied(model, spied.folder.parent / "third", disk)
     with third.engine:
+        third.order("no-prefetch-0")
         answer = third.ask_one("a")
         judge("a", answer)
         assert answer["host"] == whole("a")
+        assert third.notes("lookup")[0]["prefetched"] == 0, (
+            "the control: without the hook reads begin with the lookup"
+        )
         judge("late", third.ask_one("late"))
         # New weights, although they are the same: nothing from before may be served.
         assert third.engine.call("update_weights", path=str(model))

@@ -1,4 +1,4 @@
-"""Hears of what SGLang's scheduler does without a word to its caches: new weights, and KV memory that goes away.
+"""What SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory, queues requests.
 
 SGLang tells its caches of a flush, which alone says nothing about the weights, and which comes after the memory of the
 pool was released. Its own registry of hooks reaches both.
@@ -7,7 +7,7 @@ pool was released. Its own registry of hooks reaches both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -18,6 +18,10 @@ WEIGHTS_METHOD = "_observe_weight_load"
 
 MEMORY_METHOD = "release_memory_occupation"
 """Unmaps the pool of an engine without requests, whose last stores may still be under way."""
+
+
+QUEUE_METHOD = "_prefetch_kvcache"
+"""Called for each request that enters the scheduler's queue, with HiCache or without."""
 
 
 class Watching(Protocol):
@@ -38,8 +42,16 @@ class HoldsPool(Protocol):
         """
 
 
+class Prefetches(Protocol):
+    """What reads pages of a request before the scheduler asks for them."""
+
+    def prefetch(self, tree_cache: Any, request: Any) -> None:
+        """The request enters the queue; called by the engine's scheduler thread."""
+
+
 _watching: WeakSet[Watching] = WeakSet()
 _holding: WeakSet[HoldsPool] = WeakSet()
+_prefetching: WeakSet[Prefetches] = WeakSet()
 _hooked: set[str] = set()
 
 
@@ -49,7 +61,7 @@ def watch_weights(watching: Watching) -> bool:
     False where this SGLang has no such place: then every flush has to count as new weights.
     """
     _watching.add(watching)
-    return _hook(WEIGHTS_METHOD, _tell_of_weights)
+    return _hook(SchedulerWeightUpdaterManager, WEIGHTS_METHOD, _tell_of_weights)
 
 
 def watch_memory(holding: HoldsPool) -> bool:
@@ -58,18 +70,29 @@ def watch_memory(holding: HoldsPool) -> bool:
     False where this SGLang has no such place.
     """
     _holding.add(holding)
-    return _hook(MEMORY_METHOD, _tell_of_release)
+    return _hook(SchedulerWeightUpdaterManager, MEMORY_METHOD, _tell_of_release)
 
 
-def _hook(method: str, hook: Callable[..., None]) -> bool:
+def watch_queue(prefetches: Prefetches) -> bool:
+    """Tells `prefetches` of every request that enters this process's queue.
+
+    False where this SGLang has no such place.
+    """
+    # Here, because a cache may be made where no scheduler is imported.
+    from sglang.srt.managers.scheduler import Scheduler
+
+    _prefetching.add(prefetches)
+    return _hook(Scheduler, QUEUE_METHOD, _tell_of_request)
+
+
+def _hook(owner: type, method: str, hook: Callable[..., None]) -> bool:
     if method not in _hooked:
-        before = getattr(SchedulerWeightUpdaterManager, method, None)
+        before = getattr(owner, method, None)
         if before is None:
             return False
-        owner = f"{SchedulerWeightUpdaterManager.__module__}.{SchedulerWeightUpdaterManager.__qualname__}"
-        HookRegistry.register(f"{owner}.{method}", hook, HookType.BEFORE)
+        HookRegistry.register(f"{owner.__module__}.{owner.__qualname__}.{method}", hook, HookType.BEFORE)
         HookRegistry.apply_hooks()
-        if getattr(SchedulerWeightUpdaterManager, method) is before:
+        if getattr(owner, method) is before:
             return False
         _hooked.add(method)
     return True
@@ -83,3 +106,8 @@ def _tell_of_weights(*_arguments: object, **_named: object) -> None:
 def _tell_of_release(*_arguments: object, **_named: object) -> None:
     for holding in list(_holding):
         holding.end_copies()
+
+
+def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
+    for prefetches in list(_prefetching):
+        prefetches.prefetch(scheduler.tree_cache, request)

@@ -11,14 +11,14 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.sglang.engine_watch import watch_memory, watch_weights
+from flexkv.adapters.sglang.engine_watch import watch_memory, watch_queue, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.config import load_config
+from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
 from flexkv.unit.build import share_of_node
@@ -82,13 +82,14 @@ class FlexKVLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._loads
         self._offloads = Offloads(self._cache)
         self._queued: dict[str, QueuedLoad] = {}
+        self._prefetching = False
         try:
-            self._watch_engine()
+            self._watch_engine(config)
         except BaseException:
             self._cache.close()
             raise
 
-    def _watch_engine(self) -> None:
+    def _watch_engine(self, config: FlexKVConfig) -> None:
         self._hears_of_weights = watch_weights(self)
         if not self._hears_of_weights:
             logger.warning(
@@ -100,6 +101,12 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "release_memory_occupation, or a store that is under way reads memory that is gone"
             )
 
+        # By the settings alone: SGLang reduces a lookup over its ranks, so all of them prefetch or none does.
+        if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
+            logger.warning(
+                "this SGLang does not say when a request enters its queue: reads from disk begin with its lookup"
+            )
+
     def make_mover(self) -> Any:
         """The mover of host lanes; None takes the transfer engine's own. For subclasses that decorate it."""
         return None
@@ -109,9 +116,23 @@ class FlexKVLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every prefix of the pages found can be restored: blocks stand alone in the index."""
         hashes = _only(transfers).keys
+        if self._prefetching:
+            self._cache.prefetch(rid, self._cache.keys(hashes))
+            return []
         self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._page_size)
         pages = self._cache.match(rid, self._cache.keys(hashes), self._wait_s)
         return list(range(1, pages + 1))
+
+    def prefetch(self, tree_cache: Any, request: Any) -> None:
+        """A request enters the engine's queue: reads of what is on disk begin, and nothing is promised.
+
+        The engine's own lookup finds the hashes of the pages that its tree does not have.
+        """
+        self._prefetching = True
+        try:
+            request.init_next_round_input(tree_cache, cow_mamba=False)
+        finally:
+            self._prefetching = False
 
     # --- loads ---
 

@@ -135,6 +135,15 @@ class RankCache:
             self.manager.release(request_id)
         return match.blocks
 
+    def prefetch(self, request_id: str, keys: Keys) -> None:
+        """Begins to read what is on disk, before `match` asks for it.
+
+        What is read for a request that never asks is kept from eviction for twice `disk.wait_s` at most.
+        """
+        self.poll()
+        if self.manager.prefetch(request_id, [keys]):
+            self.poll()
+
     def _pause(self, request_id: str, pause: Pause) -> None:
         try:
             pause(READ_LOOK_S)
