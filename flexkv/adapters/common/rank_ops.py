@@ -1,4 +1,4 @@
-"""One rank's ops between submit and report: waiting for a place, under way, given up, ended."""
+"""One rank's ops between submit and report: waiting for a queue entry, under way, given up, ended."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, Tr
 NO_TICKET = Ticket(-1)
 """Of an op that was refused."""
 
-PLACE_WAIT_S = 0.002
+FULL_WAIT_S = 0.002
 """How often a load that a forward waits for is tried again while its lane's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """A load that found no place in its lane's queue.
+    """A load that found its lane's queue full.
 
     Attributes:
-        deadline_s: when it is given up, whether it has found a place or not.
+        deadline_s: when it is given up, whether it has entered the queue or not.
     """
 
     job: LoadJob
@@ -108,7 +108,7 @@ class RankOps:
             self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
 
     def submit_store(self, graph: TransferGraph, urgent: bool = False, gated: bool = False) -> None:
-        """Starts a store; one that finds no place is dropped and reported so.
+        """Starts a store; one that finds the queue full is dropped and reported so.
 
         Args:
             urgent: a forward waits for its end.
@@ -173,7 +173,7 @@ class RankOps:
                 the engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._config.load.deadline_s
-        self._find_place(job)
+        self._wait_for_entry(job)
         ops = [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]
         tickets = {op.ticket for op in ops}
         if not wait_all(self.engine, tickets, max(0.0, ends_s - time.monotonic())):
@@ -194,7 +194,7 @@ class RankOps:
         Returns:
             False when that was not so by `ends_s`: the whole load then counts as failed.
         """
-        self._find_place(job)
+        self._wait_for_entry(job)
         for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
             if mine.given_up:
                 return False
@@ -296,9 +296,9 @@ class RankOps:
 
     # --- internals ---
 
-    def _find_place(self, job: LoadJob) -> None:
+    def _wait_for_entry(self, job: LoadJob) -> None:
         while any(load.job is job for load in self._waiting):
-            self.poll(PLACE_WAIT_S)
+            self.poll(FULL_WAIT_S)
 
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.graph.ops:

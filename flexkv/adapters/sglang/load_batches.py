@@ -125,9 +125,9 @@ class LoadBatches:
             return
         graph = graph.layerwise()
         while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
-            # More requests in one batch than the queue has places: the first of them will have ended soon.
+            # More requests in one batch than the queue has entries: the first of them will have ended soon.
             if time.monotonic() > batch.ends_s:
-                self._cache.drop(graph, "found no place in the queue before load.deadline_s")
+                self._cache.drop(graph, "the queue was full until load.deadline_s")
                 return
             time.sleep(REQUEUE_S)
             self._cache.take_results()

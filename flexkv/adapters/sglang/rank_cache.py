@@ -156,7 +156,7 @@ class RankCache:
     def submit(self, graph: TransferGraph, watcher: Watcher, stream: int | None = None) -> Ticket | None:
         """Starts what the manager planned; `watcher` is called for each op once. None: the lane's queue is full.
 
-        A graph that found no place stays planned: submit it again, or `drop` it.
+        A graph that found the queue full stays planned: submit it again, or `drop` it.
         """
         for op in graph.ops:
             self._watchers[op.op_id] = watcher
