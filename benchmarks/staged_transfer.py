@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.config import GdsConfig, IoBackend
-from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
+from flexkv.transfer.raw.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
 KIB, MIB = 1 << 10, 1 << 20
 KV = 2

@@ -9,7 +9,7 @@ import pytest
 
 from flexkv.config import load_config
 from flexkv.errors import CapacityError, ConfigError, GeometryError
-from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
+from flexkv.transfer.raw.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
 LAYERS, CHUNK, BLOCKS = 5, 4096, 10
 

@@ -18,12 +18,12 @@ from flexkv.cache.base import GroupSpec
 from flexkv.cache.keys import namespace_digest, tail_candidates, tail_key
 from flexkv.config import load_config
 from flexkv.config.sizes import format_size
-from flexkv.transfer.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
 from flexkv.transfer.layerwise.paged import PagedLayers
 from flexkv.transfer.layerwise.rows import PageRows
+from flexkv.transfer.raw.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 from flexkv.transfer.staging_limits import staging_cut
 from tests.unit.cache.host_world import end, ids, make
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice
