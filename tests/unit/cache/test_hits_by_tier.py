@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys
+from flexkv.cache.base import GroupSpec, Keys, Rule
 from flexkv.cache.ids import HUB
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.tiers.disk.load_route import GdsUse
@@ -100,3 +101,59 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
     assert table.fetched_for("r", 0, 16) == {DISK: 4, HUB: 2}
     assert table.fetched_for("r", 0, 9) == {DISK: 0, HUB: 0}
     assert table.fetched_for("another", 0, 16) == {}
+
+
+def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
+    """Eight pages of a full group, half as many of twice the size of a window's; in host memory, or on disk alone."""
+    world = DiskWorld(groups=(GroupSpec(4, 16), GroupSpec(8, 16, Rule.WINDOW, 2)))
+    keys = [chain(8), chain(4, seed=1)]
+    for group in range(2):
+        world.store(keys[group], group=group)
+    world.run()
+    if on_disk:
+        world.drop_host()
+    return world, keys
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_of_groups_with_other_rules_each_tier_has_the_share_of_its_pages(on_disk: bool) -> None:
+    world, keys = hybrid(on_disk)
+    result = world.manager.match("r", keys, 0)
+    assert (result.tokens, result.reads) == ((0, 2) if on_disk else (32, 0))
+    world.run()
+    result = world.manager.match("r", keys, 0)
+    assert [len(group.slots) for group in result.groups] == [8, 2]
+    assert (result.tokens, result.by_tier) == (32, (0, 32) if on_disk else (32, 0))
+    graph = world.manager.begin_load("r", [np.arange(8, dtype=np.int32), np.arange(2, dtype=np.int32)])
+    assert graph is not None
+    assert hits(world) == ([0, 8] if on_disk else [8, 0]), "in blocks of the first group"
+    world.manager.check_integrity()
+
+
+def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
+    """Host memory alone has a shorter hit, which is promised meanwhile."""
+    world, keys = hybrid(on_disk=True)
+    for group, first in ((0, slice(0, 4)), (1, slice(0, 2))):
+        world.store(keys[group][first], group=group)
+    result = world.manager.match("r", keys, 0)
+    assert (result.tokens, result.reads) == (16, 2)
+    world.run()
+    result = world.manager.match("r", keys, 0)
+    # Of ten pages the window's first two are not needed any more: four of the full group were in host memory.
+    assert (result.tokens, result.by_tier) == (32, (13, 19))
+    world.manager.check_integrity()
+
+
+def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, keys = hybrid(on_disk=True)
+    for group, first in ((0, slice(0, 4)), (1, slice(0, 2))):
+        world.store(keys[group][first], group=group)
+    weighed: list[int] = []
+
+    def weigh(runs: object, tokens: int) -> bool:
+        weighed.append(tokens)
+        return True
+
+    monkeypatch.setattr(world.manager.choice, "all_worth", weigh)
+    world.manager.match("r", keys, 8)
+    assert weighed == [16], "the engine has 8 tokens, 8 are in host memory"

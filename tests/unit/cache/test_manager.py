@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits, Rule
+from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import BlockRangeError, ConfigError, ContractError, KeySchemeError
@@ -98,12 +98,37 @@ def test_bad_calls_change_nothing() -> None:
         manager.match("a", [chain[:, :8]], 0)
     with pytest.raises(ContractError, match="2 key arrays"):
         manager.match("a", [chain, chain], 0)
+    with pytest.raises(
+        ContractError, match="start token 6 lies within a block of group 0, which has 4 tokens"
+    ):
+        manager.match("a", [chain], 6)
+    with pytest.raises(ContractError, match="start token 6"):
+        manager.prefetch("a", [chain], 6)
+    with pytest.raises(BlockRangeError, match="start token -4"):
+        manager.match("a", [chain], -4)
     with pytest.raises(BlockRangeError, match="allowed are 16 to 16"):
         manager.grow(0, 17)
     assert manager.begin_load("a", [ids()]) is None
     assert manager.free_slots(0) == 16
     assert manager.inflight_ops() == 0
     manager.check_integrity()
+
+
+@pytest.mark.parametrize("other", [GroupSpec(8, 8), GroupSpec(4, 8, Rule.STATE)])
+def test_tails_are_for_full_groups_with_blocks_of_one_size(other: GroupSpec) -> None:
+    manager = LocalCacheManager([GroupSpec(4, 8), other], tiers=unit_tiers())
+    tail = TailCandidates(keys(1), np.array([3], np.int32), 2)
+    with pytest.raises(ContractError, match="match: tails, and group 1 has rule"):
+        manager.match("a", [keys(2), keys(2)], 0, [tail, tail])
+
+
+def test_hits_are_whole_blocks_of_every_group() -> None:
+    groups = [GroupSpec(4, 8), GroupSpec(6, 8)]
+    for alignment in (0, 4, 13, 2**41):
+        with pytest.raises(ConfigError, match=f"aligned to {alignment} tokens; allowed are multiples of 12"):
+            LocalCacheManager(groups, tiers=unit_tiers(), alignment_tokens=alignment)
+    manager = LocalCacheManager(groups, tiers=unit_tiers(), alignment_tokens=24)
+    assert manager.match("a", [keys(2), keys(2)], 0).tokens == 0
 
 
 @pytest.mark.parametrize(
