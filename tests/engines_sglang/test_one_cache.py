@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.engines_sglang.spied import wait_until_durable
 
 BLOCK_TOKENS = 32
 """The smallest block of vLLM on a CPU; SGLang takes it as its page size."""
+
+WRITTEN_DEADLINE_S = 60.0
 
 NAMES = ("a", "b")
 CACHED = {name: (len(PROMPTS[name]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in NAMES}
@@ -86,14 +89,26 @@ class Vllm:
 
 
 @contextmanager
-def over(disk: Path | None, engine: Sglang | Vllm) -> Iterator[Sglang | Vllm]:
-    """Ends the engine when what it stored is on disk."""
+def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iterator[Sglang | Vllm]:
+    """Ends the engine when what it stored is on disk; with `stores` that is something."""
     try:
+        before = slab_times(disk) if stores else {}
         yield engine
+        ends_s = time.monotonic() + WRITTEN_DEADLINE_S
+        while stores and slab_times(disk) == before:
+            # A folder at rest may only mean that the engine has not come to its stores yet.
+            assert time.monotonic() < ends_s, "nothing was written to disk"
+            time.sleep(0.1)
         if disk is not None:
             wait_until_durable(disk)
     finally:
         engine.process.close()
+
+
+def slab_times(disk: Path | None) -> dict[str, int]:
+    """When each slab was written last."""
+    slabs = [] if disk is None else disk.rglob("*.slab")
+    return {str(slab): slab.stat().st_mtime_ns for slab in slabs}
 
 
 def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, tmp_path: Path) -> None:
@@ -101,13 +116,13 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
     with over(None, Vllm(model, tmp_path / "vllm-plain.log", None)) as plain:
         judge_vllm = judge_of({name: plain.ask(name) for name in NAMES})
 
-    with over(disk, Sglang(model, tmp_path / "sglang-stores.log", disk)) as sglang:
+    with over(disk, Sglang(model, tmp_path / "sglang-stores.log", disk), stores=True) as sglang:
         cold = sglang.ask("a")
         judge("a", cold)
         assert cold["cached"] == 0
     shutil.copytree(disk, spoiled)
 
-    with over(disk, Vllm(model, tmp_path / "vllm-loads.log", disk)) as vllm:
+    with over(disk, Vllm(model, tmp_path / "vllm-loads.log", disk), stores=True) as vllm:
         for name, cached in (("a", CACHED["a"]), ("b", 0)):
             answer = vllm.ask(name)
             judge_vllm(name, answer)
