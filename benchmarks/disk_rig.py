@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from build_support.preflight import compiler
 from flexkv import c_ext
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.header import codec_of, read_header
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import read_header
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.base import Ticket

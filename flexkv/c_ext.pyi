@@ -283,14 +283,21 @@ class PageCodec:
     Args:
         runs: of each rank, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
         host_digests: `seal` finds the run digests in the image and leaves them.
+        group: number of the KV group, in [0, 2**32): its pages name it, and one that names another is a miss.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
     """
 
     def __init__(
-        self, stripe_bytes: list[int], runs: list[NDArray[np.int64]], host_digests: bool = False
+        self,
+        stripe_bytes: list[int],
+        runs: list[NDArray[np.int64]],
+        host_digests: bool = False,
+        group: int = 0,
     ) -> None: ...
+    @property
+    def group(self) -> int: ...
     @property
     def image_bytes(self) -> int: ...
     @property
@@ -355,7 +362,7 @@ class DiskLane(Lane):
     """DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `StripedSlabs.lane`.
 
     Args:
-        slabs: of each disk, one a group.
+        slabs: of each disk, one a group; the same one for groups that share it.
         zero_fill: clear slots that have space and were never written, ahead of the pages, while a disk is idle.
         register_buffers: io_uring keeps the pools' pages pinned; where it is refused that, I/O goes on without.
 

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -41,8 +42,11 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
     std::vector<std::string>& names = paths.emplace_back();
     for (size_t g = 0; g < groups.size(); ++g) {
       const auto& [path, header_bytes, slot_bytes, slots, id] = slabs[disk][g];
-      names.push_back(path);
-      groups[g].slabs[disk] = {static_cast<int32_t>(paths.size()) - 1, {header_bytes, slot_bytes, slots, id}};
+      const auto at = std::find(names.begin(), names.end(), path) - names.begin();
+      if (at == static_cast<ptrdiff_t>(names.size())) names.push_back(path);  // groups may share it
+      groups[g].slabs[disk] = {static_cast<int32_t>(paths.size()) - 1,
+                               {header_bytes, slot_bytes, slots, id},
+                               static_cast<int32_t>(at)};
     }
   }
   // What stands still is found by the engine's watchdog, which keeps blocks and places until it ends.

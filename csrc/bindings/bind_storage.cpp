@@ -45,10 +45,10 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
 }
 
 std::shared_ptr<PageCodec> make_codec(List<int64_t> stripe_bytes, const List<RunArray>& runs,
-                                      bool host_digests) {
+                                      bool host_digests, uint32_t group) {
   std::vector<std::vector<PageRun>> of_ranks;
   for (const RunArray& rows : runs) of_ranks.push_back(to_runs(rows));
-  return std::make_shared<PageCodec>(std::move(stripe_bytes), of_ranks, host_digests);
+  return std::make_shared<PageCodec>(std::move(stripe_bytes), of_ranks, host_digests, group);
 }
 
 void require_image(const PageCodec& codec, const ByteBuffer& buffer) {
@@ -142,7 +142,9 @@ void bind_storage(py::module_& m) {
   m.attr("PAGE_VERSION") = kPageVersion;
   m.def("uring_refusal", &uring_refusal);
   NativeBinding<PageCodec, std::shared_ptr<PageCodec>>(m, "PageCodec")
-      .def(py::init(&make_codec), py::arg("stripe_bytes"), py::arg("runs"), py::arg("host_digests") = false)
+      .def(py::init(&make_codec), py::arg("stripe_bytes"), py::arg("runs"), py::arg("host_digests") = false,
+           py::arg("group") = 0)
+      .def_property_readonly("group", &PageCodec::group)
       .def_property_readonly("image_bytes", &PageCodec::image_bytes)
       .def_property_readonly("trailer_offset", [](const PageCodec& c) { return c.image().trailer_offset(); })
       .def_property_readonly("trailer_bytes", [](const PageCodec& c) { return c.image().trailer_bytes(); })

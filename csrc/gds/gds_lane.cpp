@@ -69,6 +69,15 @@ FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   return failure_cause_of(miss);  // without a miss, the way's
 }
 
+// Of a group's slab on a disk: the largest image of the groups that share it.
+int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64_t slab_id) {
+  int64_t bytes = 0;
+  for (const GdsGroup& group : groups) {
+    if (group.slabs[disk].shape.id == slab_id) bytes = std::max(bytes, group.codec->image_bytes());
+  }
+  return bytes;
+}
+
 }  // namespace
 
 struct GdsLane::Shared {
@@ -176,9 +185,9 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
   std::vector<SlabPage> wanted;
   for (const Task& task : tasks) {
     const auto [disk, slot] = striped_slot(task.move.place, disks());
-    const auto& [device, slab] = group.slabs[static_cast<size_t>(disk)];
+    const auto& [device, slab, file] = group.slabs[static_cast<size_t>(disk)];
     const int64_t at = slab.header_bytes + slot * slab.slot_bytes;
-    pages.push_back({task.move.block, device, task.move.group, at});
+    pages.push_back({task.move.block, device, file, at});
     wanted.push_back({{slab.id, static_cast<uint64_t>(slot)}, PageTag::read(task.move.tag)});
   }
   SlabGate gate(group.codec, manager->device_ptr(), std::move(wanted), view.runs().size(),
@@ -228,10 +237,15 @@ GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<G
     if (group.slabs.size() != groups.front().slabs.size() || group.slabs.empty()) {
       throw ContractError("a gds lane needs a slab of each group on each disk");
     }
-    for (const auto& [device, shape] : group.slabs) {
-      if (device < 0 || shape.slot_bytes == group.codec->image_bytes()) continue;
+  }
+  for (const GdsGroup& group : groups) {
+    for (size_t disk = 0; disk < group.slabs.size(); ++disk) {
+      const SlabShape& shape = group.slabs[disk].shape;
+      if (group.slabs[disk].device < 0) continue;
+      const int64_t image = slab_slot_bytes(groups, disk, shape.id);
+      if (shape.slot_bytes == image) continue;
       throw GeometryError("slots of " + std::to_string(shape.slot_bytes) + " bytes for slot images of " +
-                          std::to_string(group.codec->image_bytes()));
+                          std::to_string(image));
     }
   }
   if (manager->device().number() != kHostDevice) device_ = cuda::Device::open(manager->device().number());
@@ -252,7 +266,7 @@ PageSizes GdsLane::check(const OpSpec& op) const {
   const GdsGroup& group = shared_->groups[static_cast<size_t>(op.group)];
   const int64_t disks = shared_->disks();
   int64_t slots = INT32_MAX;
-  for (const auto& [device, shape] : group.slabs) slots = device < 0 ? slots : std::min(slots, shape.slots);
+  for (const GdsSlab& slab : group.slabs) slots = slab.device < 0 ? slots : std::min(slots, slab.shape.slots);
   const auto bad = std::find_if(op.places.begin(), op.places.end(),
                                 [&](int32_t place) { return place < 0 || place >= slots * disks; });
   if (bad != op.places.end()) {
@@ -271,9 +285,9 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
   const PageMap map = PageMap::stripe(view, place_of(*of.codec, shared_->stripe, view), true);
   std::vector<StagedPage> samples;  // two blocks show how all of them are aligned
-  for (const auto& [device, shape] : of.slabs) {
+  for (const auto& [device, shape, file] : of.slabs) {
     if (device < 0) continue;
-    for (const int64_t block : {0, 1}) samples.push_back({block, device, group, shape.header_bytes});
+    for (const int64_t block : {0, 1}) samples.push_back({block, device, file, shape.header_bytes});
   }
   shared_->manager->reserve_staging(map, samples);
 }

@@ -21,9 +21,10 @@ namespace flexkv {
 struct GdsSlab {
   int32_t device = -1;  // of the manager; -1 where the disk is lost
   SlabShape shape = {};
+  int32_t file = 0;  // of the device's files
 };
 
-// One KV group: its slabs, one a disk.
+// One KV group: its slabs, one a disk; groups that share slabs have the same ones, by their ids.
 struct GdsGroup {
   std::shared_ptr<const PageCodec> codec;
   std::vector<GdsSlab> slabs;
@@ -34,8 +35,8 @@ int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
  public:
-  // `manager` has the slab files: file g of a device is that of group g. `stripe`: the rank whose stripe is
-  // moved. Place p of a group is slot p / disks of disk p % disks. Throws ContractError and GeometryError.
+  // `manager` has the slab files, each once. `stripe`: the rank whose stripe is moved. Place p of a group is
+  // slot p / disks of disk p % disks. Throws ContractError and GeometryError.
   GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager);
   ~GdsLane() override { abandon(); }
 

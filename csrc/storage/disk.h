@@ -147,7 +147,7 @@ class Disk {
   MoveResult lost_result() const;
 
   const int32_t number_;
-  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one a group
+  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one a group; groups may share one
   const std::shared_ptr<const std::vector<DiskGroup>> groups_;
   const DiskOptions options_;
   const WrapQueue wrap_;  // none: the queue as it is

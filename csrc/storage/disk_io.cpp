@@ -1,6 +1,7 @@
 // A disk's I/O thread: which page is begun next, and when what has arrived is looked at.
 #include <chrono>
 #include <exception>
+#include <unordered_set>
 #include <utility>
 
 #include "io/thread_queue.h"
@@ -37,7 +38,9 @@ void Disk::note(const std::string& text) {
 IoMemories Disk::host_memory() {
   IoMemories memories;
   if (!options_.register_buffers) return memories;
+  std::unordered_set<const HostPool*> seen;  // groups that share slabs share a pool
   for (const DiskGroup& group : *groups_) {
+    if (!seen.insert(group.pool.get()).second) continue;
     const ExtentTable& extents = group.pool->extents();
     for (int64_t extent = 0; extent < extents.count; ++extent) {
       const int64_t first = extent * extents.slots_per_extent;

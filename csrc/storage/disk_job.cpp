@@ -135,10 +135,11 @@ void Disk::begin_layers(size_t at) {
   }
 }
 
-// Whether every byte of the page's slot is allocated on the disk already.
+// Whether every byte of the page's image is allocated on the disk already.
 bool Disk::has_space(const PageTask& task) const {
-  const SlabFile& slab = *slabs_[static_cast<size_t>(task.move.group)];
-  return slab.next_unwritten(slab.offset(task.slot)).first >= slab.offset(task.slot + 1);
+  const auto group = static_cast<size_t>(task.move.group);
+  const int64_t at = slabs_[group]->offset(task.slot);
+  return slabs_[group]->next_unwritten(at).first >= at + (*groups_)[group].codec->image_bytes();
 }
 
 // Whether a write failed for want of space. A file system that runs out of it in the middle of one says so

@@ -24,6 +24,18 @@ constexpr int32_t kLooksUntilStuck = 4;
 // Unit: seconds. What a write of zeros may take at a close where `stuck_s` says nothing.
 constexpr double kLeastStuckS = 1.0;
 
+// Of a group's slabs: the largest image of the groups that share them.
+int64_t slab_slot_bytes(const std::vector<DiskGroup>& groups,
+                        const std::vector<std::vector<std::shared_ptr<SlabFile>>>& slabs, size_t group) {
+  int64_t bytes = groups[group].codec->image_bytes();
+  for (const auto& of_disk : slabs) {
+    for (size_t g = 0; g < of_disk.size(); ++g) {
+      if (of_disk[g] == of_disk[group]) bytes = std::max(bytes, groups[g].codec->image_bytes());
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 struct DiskLane::Shared {
@@ -88,10 +100,15 @@ DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::s
   if (options.io == IoBackend::kUring) {
     if (const std::string refusal = uring_refusal(); !refusal.empty()) throw DiskError(refusal);
   }
+  for (const auto& of_disk : slabs) {
+    if (!of_disk.empty() && of_disk.size() != groups.size()) {
+      throw ContractError("a disk lane needs a slab for each group");
+    }
+  }
   shared_->places.resize(groups.size(), INT32_MAX);
   for (size_t g = 0; g < groups.size(); ++g) {
     groups[g].layer_reads = plan_layer_reads(*groups[g].codec);
-    const int64_t image = groups[g].codec->image_bytes();
+    const int64_t image = slab_slot_bytes(groups, slabs, g);
     const int64_t slot = groups[g].pool->geometry().slot_bytes;
     if (slot != image) {
       throw GeometryError("group " + std::to_string(g) + ": host slots of " + std::to_string(slot) +
@@ -99,7 +116,6 @@ DiskLane::DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::s
     }
     for (const auto& of_disk : slabs) {
       if (of_disk.empty()) continue;
-      if (of_disk.size() != groups.size()) throw ContractError("a disk lane needs a slab for each group");
       const SlabShape& shape = of_disk[g]->shape();
       if (shape.slot_bytes != image) {
         throw GeometryError(of_disk[g]->path() + ": slots of " + std::to_string(shape.slot_bytes) +

@@ -21,8 +21,10 @@ struct DiskState {
 class DiskLane : public Lane {
  public:
   // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk
-  // p % disks. A disk without slabs is lost from the start. Throws GeometryError when a pool's slots or a
-  // slab's are no images of its group, DiskError when io_uring is asked for and refused.
+  // p % disks. Groups that share slabs have the same one on each disk, and the places of one are those of
+  // all. A disk without slabs is lost from the start. Throws GeometryError when the slots of a pool or slab
+  // have another size than the largest image that lies in them, DiskError when io_uring is asked for and
+  // refused.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }

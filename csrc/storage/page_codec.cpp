@@ -53,8 +53,8 @@ PageCheck differs(PageMiss miss, const char* what, uint64_t found, uint64_t want
 }  // namespace
 
 PageCodec::PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
-                     bool host_digests)
-    : image_(std::move(stripe_bytes), trailer_bytes(runs)), host_digests_(host_digests) {
+                     bool host_digests, uint32_t group)
+    : image_(std::move(stripe_bytes), trailer_bytes(runs)), host_digests_(host_digests), group_(group) {
   if (runs.size() != static_cast<size_t>(image_.ranks())) {
     throw GeometryError(std::to_string(image_.ranks()) + " stripes with the runs of " +
                         std::to_string(runs.size()) + " ranks");
@@ -117,6 +117,7 @@ void PageCodec::seal_trailer(std::byte* trailer, const PagePlace& place, const P
   head.slot = place.slot;
   head.tag = tag;
   head.written = written;
+  head.group = group_;
   std::memcpy(trailer, &head, sizeof(head));
   head.digest = trailer_digest(trailer);
   std::memcpy(trailer, &head, sizeof(head));
@@ -140,6 +141,7 @@ PageCheck PageCodec::check_trailer_alone(const std::byte* trailer, const PagePla
   if (head.slab_id != place.slab_id || head.slot != place.slot) {
     return differs(PageMiss::kElsewhere, "page of slot", head.slot, place.slot);
   }
+  if (head.group != group_) return differs(PageMiss::kGroup, "page of KV group", head.group, group_);
   if (wanted) {
     if (head.tag.key != wanted->key) {
       return {PageMiss::kKey, "key " + hex(head.tag.key) + ", wanted " + hex(wanted->key)};

@@ -25,7 +25,8 @@ struct PageTrailer {
   uint64_t slot = 0;  // of its slab
   PageTag tag = {};
   uint64_t written = 0;  // unix seconds
-  uint64_t reserved = 0;
+  uint32_t group = 0;    // number of the KV group
+  uint32_t reserved = 0;
   uint64_t digest = 0;  // of the trailer and the run digests, with this field 0
 };
 inline constexpr int64_t kTrailerHeadBytes = 96;
@@ -47,15 +48,17 @@ struct PagePlace {
 class PageCodec {
  public:
   // Of each rank the stripe's size and its runs, ascending by offset. `host_digests`: device lanes write the
-  // run digests into the slot. Throws GeometryError unless the runs fill the stripes and every layer has one.
+  // run digests into the slot. `group`: the number of the KV group, which its pages name. Throws
+  // GeometryError unless the runs fill the stripes and every layer has one.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
-            bool host_digests);
+            bool host_digests, uint32_t group = 0);
 
   const SlotImage& image() const { return image_; }
   int64_t image_bytes() const { return image_.total_bytes(); }
   int32_t layers() const { return layers_; }
   const std::vector<PageRun>& runs() const { return runs_; }
   bool host_digests() const { return host_digests_; }
+  uint32_t group() const { return group_; }
   // Of a rank's first run digest, in the image.
   int64_t digest_offset(int32_t rank) const;
 
@@ -68,8 +71,8 @@ class PageCodec {
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
   // The same for a trailer that lies alone, after its run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // Whether the trailer is whole, from this place, and of what `wanted` names, its expiry aside. Without
-  // `wanted` any tag will do. `now`: unix seconds.
+  // Whether the trailer is whole, from this place, of this group, and of what `wanted` names, its expiry
+  // aside. Without `wanted` any tag will do. `now`: unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
@@ -88,6 +91,7 @@ class PageCodec {
   std::vector<int64_t> first_run_;  // of each rank
   int32_t layers_ = 0;
   bool host_digests_;
+  uint32_t group_;
 };
 
 }  // namespace flexkv

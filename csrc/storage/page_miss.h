@@ -13,6 +13,7 @@ enum class PageMiss : int32_t {
   kTrailer,     // the trailer is damaged, or was never written
   kVersion,     // written by another version of the format
   kElsewhere,   // another slot's or slab's image
+  kGroup,       // of another KV group, where several share a slab
   kKey,         // another block
   kGeneration,  // the block, from another write than the index names
   kEpoch,       // of other weights
@@ -23,11 +24,11 @@ enum class PageMiss : int32_t {
   kIo,          // the disk said no
   kDiskLost,    // its disk was taken out
 };
-inline constexpr int kPageMisses = 13;
+inline constexpr int kPageMisses = 14;
 
 inline constexpr std::array<const char*, kPageMisses> kMissNames = {
-    "none",   "trailer", "version", "elsewhere", "key", "generation", "epoch",
-    "tokens", "expired", "data",    "short",     "io",  "disk_lost"};
+    "none",  "trailer", "version", "elsewhere", "group", "key", "generation",
+    "epoch", "tokens",  "expired", "data",      "short", "io",  "disk_lost"};
 
 constexpr FailureCause failure_cause_of(PageMiss miss) {
   switch (miss) {

@@ -11,14 +11,19 @@
 
 namespace flexkv {
 
-ZeroFill::ZeroFill(std::vector<std::shared_ptr<SlabFile>> slabs) {
-  for (auto& file : slabs) slabs_.push_back({file, file->offset(0), 0});
+ZeroFill::ZeroFill(const std::vector<std::shared_ptr<SlabFile>>& slabs) {
+  for (const auto& file : slabs) {
+    const auto known =
+        std::find_if(slabs_.begin(), slabs_.end(), [&](const Slab& slab) { return slab.file == file; });
+    slab_of_.push_back(static_cast<size_t>(known - slabs_.begin()));
+    if (known == slabs_.end()) slabs_.push_back({file, file->offset(0), 0});
+  }
 }
 
 void ZeroFill::Free::operator()(void* memory) const { std::free(memory); }
 
 void ZeroFill::wrote(size_t group, int64_t slot) {
-  Slab& slab = slabs_[group];
+  Slab& slab = slabs_[slab_of_[group]];
   const int64_t ahead = slab.file->offset(slot + 1) + kZeroFillAheadBytes;
   slab.allowed = std::max(slab.allowed, std::min(ahead, slab.file->offset(slab.file->shape().slots)));
 }

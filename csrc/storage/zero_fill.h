@@ -18,9 +18,10 @@ inline constexpr int64_t kZeroFillAheadBytes = int64_t{1} << 30;
 // For the thread that owns the disk's I/O, while none is under way: nothing else may write to the slabs.
 class ZeroFill {
  public:
-  explicit ZeroFill(std::vector<std::shared_ptr<SlabFile>> slabs);
+  // `slabs`: one a group, the same one for groups that share it.
+  explicit ZeroFill(const std::vector<std::shared_ptr<SlabFile>>& slabs);
 
-  // A page was written to this slot of slab `group`.
+  // A page was written to this slot of the group's slab.
   void wrote(size_t group, int64_t slot);
   // Writes zeros to the next part that was never written, kZeroFillBytes at most, and waits for it. Bytes
   // written, 0 when there is nothing to do until more pages are written, or -errno.
@@ -36,6 +37,7 @@ class ZeroFill {
     void operator()(void* memory) const;
   };
   std::vector<Slab> slabs_;
+  std::vector<size_t> slab_of_;  // of each group, in slabs_
   std::unique_ptr<std::byte, Free> zeros_;
 };
 

@@ -30,7 +30,8 @@ Keys = NDArray[np.uint8]
 """Block keys, uint8 [blocks, 16], C-contiguous."""
 
 Places = NDArray[np.int32]
-"""Places of one group, int32 [pages]: place p is slot `p // disks` of disk `p % disks`."""
+"""Places of one group, int32 [pages]: place p is slot `p // disks` of disk `p % disks`. Groups that share slabs have
+the same places."""
 
 Generations = NDArray[np.uint64]
 """uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never given twice, also over crashes."""
@@ -66,6 +67,11 @@ class DiskGroup:
         dtype: of the KV, for people.
         host_digests: device lanes write the run digests into the slot's trailer (`host.verify`): they are taken to the
             disk as they are, so that what is checked at a load was made from the engine's own bytes.
+        rule: which pages a hit needs: "full", "window", "chunk" or "state".
+        reach: of a window in pages, of a chunk in tokens, else 0.
+        signature: what of the group is hashed into its keys; empty where nothing is. Another one is another group.
+        shares: number of an earlier group whose slabs its pages lie in; None for slabs of its own. Slots are as large
+            as the largest image of those that share.
     """
 
     format_id: str
@@ -74,6 +80,10 @@ class DiskGroup:
     block_tokens: int
     dtype: str = ""
     host_digests: bool = False
+    rule: str = "full"
+    reach: int = 0
+    signature: bytes = b""
+    shares: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -110,14 +120,15 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class IndexRows:
-    """What a group's disks hold, as the index says; the one used longest ago comes first.
+    """What a group's slabs hold, as the index says; the one used longest ago comes first.
 
     Attributes:
-        keys: uint8 [n, 16], no two alike.
+        keys: uint8 [n, 16], no two of one group alike.
         places: int32 [n].
         generations: uint64 [n].
         tokens: valid tokens, int32 [n].
         expiries: unix seconds, 0 for never, uint64 [n].
+        groups: of each page the number of its KV group, int32 [n]; None for slabs of one group.
     """
 
     keys: Keys
@@ -125,6 +136,7 @@ class IndexRows:
     generations: Generations
     tokens: NDArray[np.int32]
     expiries: NDArray[np.uint64]
+    groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -195,12 +207,16 @@ class StoredPages(ABC):
 
     @abstractmethod
     def slots(self, group: int) -> int:
-        """Places of the group are [0, slots). Those of lost disks are among them and must not be used."""
+        """Places of the group are [0, slots). Those of lost disks are among them and must not be used.
+
+        Of groups that share slabs, the places of each are those of all.
+        """
 
     @abstractmethod
     def rows(self, group: int) -> IndexRows:
         """What was durable when it was opened and has not expired. Once: the rows are given away.
 
+        Of groups that share slabs, the pages of all of them, whichever is named: by the first of them, then, once.
         Nothing after a `reset`.
         """
 
@@ -211,7 +227,7 @@ class StoredPages(ABC):
 
     @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """These pages are to be forgotten. Never blocks.
+        """These pages are to be forgotten, of whichever of the groups that share the group's slabs. Never blocks.
 
         To be called before their places are written again.
         """
@@ -248,7 +264,7 @@ class Volumes(StoredPages):
         tokens: NDArray[np.int32],
         expiries: NDArray[np.uint64] | None = None,
     ) -> bool:
-        """These pages were written and their ops ended OK: make them durable. Never blocks.
+        """These pages of the group were written and their ops ended OK: make them durable. Never blocks.
 
         False when a journal is full: the pages can be read, and are published when it has room, at a `poll`; until then
         a crash loses them. False also for a disk that is lost.
@@ -256,7 +272,8 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:
-        """Bytes of a slot image, trailer included: what the slots of the group's host pool must have."""
+        """Bytes of a slot of the group's slabs: the slot image with its trailer, of groups that share the largest. What
+        the slots of the group's host pool must have."""
 
     @abstractmethod
     def digest_offsets(self, group: int) -> tuple[int, ...]:
@@ -264,7 +281,8 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
-        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one a group, and the disks.
+        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one a group (those that
+        share slabs may share one), and the disks.
 
         To be given to the TransferEngine of this process; once.
 

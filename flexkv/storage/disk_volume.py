@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,18 @@ from flexkv import c_ext
 from flexkv.errors import CapacityError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.epoch import after_all, read_epoch, write_epoch
-from flexkv.storage.folder import FolderLock, sync_folder, unit_folder
+from flexkv.storage.folder import FolderLock, slab_name, sync_folder, unit_folder
 from flexkv.storage.generations import opens_of, opens_so_far, read_opens
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import slot_bytes
+from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
 from flexkv.storage.index_trouble import OtherVersionError, UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.private_files import keep_private
 from flexkv.storage.scan import Scanned, read_slots, rows_of
+from flexkv.storage.sharing import groups_of_slab, slab_numbers
 from flexkv.storage.slabs import open_slab
 from flexkv.storage.slot_rows import ROW
 from flexkv.storage.spare import free_spare, take_spare
@@ -32,31 +36,59 @@ COPIES_OF_ROWS = 2
 
 
 def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
-    """Slots that each group gets on one disk.
+    """Slots that each slab gets on one disk.
 
     Raises:
         CapacityError: not one.
     """
-    image = sum(codec_of(group).image_bytes for group in groups)
+    slabs = set(slab_numbers(groups))
+    image = sum(slot_bytes(groups_of_slab(groups, slab)) for slab in slabs)
     slots = bytes_per_disk // image
     if slots < 1:
         raise CapacityError(f"{bytes_per_disk} bytes of disk hold no slot of {image} bytes; give it more")
     slots = min(slots, (1 << 31) - 1)
-    require_memory(slots, len(groups), bytes_per_disk)
+    require_memory(slots, len(slabs), bytes_per_disk)
     return slots
 
 
-def require_memory(slots: int, groups: int, bytes_per_disk: int) -> None:
+def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
     """
     Raises:
         CapacityError: the index of so many slots does not fit the memory that is available.
     """
-    needed = COPIES_OF_ROWS * ROW.itemsize * slots * groups
+    needed = COPIES_OF_ROWS * ROW.itemsize * slots * slabs
     available, limit = c_ext.available_memory()
     if needed > available:
         raise CapacityError(
-            f"{bytes_per_disk} bytes of disk have {slots} slots a group: their index takes {needed} bytes of memory, "
+            f"{bytes_per_disk} bytes of disk have {slots} slots a slab: their index takes {needed} bytes of memory, "
             f"and {limit} allows {available}; give the tier less disk, or pages that are larger"
+        )
+
+
+def _name_others(folder: Path) -> None:
+    """Where `folder` is new, says which others have pages of the same model and unit, in another format or of other KV
+    groups: none of those is found in it.
+
+    Raises:
+        OSError: the folders cannot be listed.
+    """
+    if (folder / slab_name(0)).exists():
+        return
+    fingerprint = folder.parent.name.split("-")[-2]
+    for slab in sorted(folder.parent.parent.glob(f"*-{fingerprint}-*/{folder.name}/{slab_name(0)}")):
+        try:
+            found = find_header(slab)
+            rules = ", ".join(group.rule for group in found.groups.values())
+            what = (
+                f"version {found.header.version}, {found.header.format_id}, rules of its KV groups: {rules}"
+            )
+        except DiskError as error:
+            what = str(error)
+        logger.info(
+            "%s is begun: the pages in %s are of another format or of other KV groups, and stay as they are (%s)",
+            folder,
+            slab.parent,
+            what,
         )
 
 
@@ -64,7 +96,7 @@ class DiskVolume:
     """Opens everything, in an order in which a failure changes nothing that matters.
 
     Attributes:
-        slabs: one a group.
+        slabs: one a group, the same one for groups that share it.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -77,10 +109,15 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
+        with contextlib.suppress(OSError):  # what cannot be looked into has its say when it is opened
+            _name_others(self.folder)
         self._lock = FolderLock(self.folder)
         try:
             self._prepare_folder()
-            self.index = self._open_index([self.slots] * len(groups))
+            self._numbers = slab_numbers(groups)
+            self.index = self._open_index(
+                [self.slots if slab == number else 0 for number, slab in enumerate(self._numbers)]
+            )
             try:
                 self._open_slabs(identity, groups, options)
             except BaseException:
@@ -116,10 +153,10 @@ class DiskVolume:
         epoch = max(self.index.epoch, written_epoch or 0)
         slab_ids, some_kept = self._open_each_slab(identity, groups, options, epoch)
         rebuild = self.index.is_new and some_kept
-        found = self._scan(groups, slab_ids) if rebuild else []
+        found = self._scan(groups, slab_ids) if rebuild else {}
         self._settle_epoch(written_epoch, found)
         if rebuild or not self.index.is_new:
-            counts = [self.index.opens, *(opens_of(rows["generation"]) for rows, _ in found)]
+            counts = [self.index.opens, *(opens_of(rows["generation"]) for rows, _ in found.values())]
             self.index.opens = opens_so_far(written_opens, counts)
         else:
             self.index.opens = written_opens or 0
@@ -139,14 +176,18 @@ class DiskVolume:
     def _open_each_slab(
         self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions, epoch: int
     ) -> tuple[list[int], bool]:
-        """The slabs' ids, and whether one of them was there."""
+        """Of each group its slab's id, 0 where that is an earlier group's, and whether a slab was there."""
         self.slabs: list[c_ext.SlabFile] = []
         slab_ids, some_kept = [], False
-        for number, group in enumerate(groups):
+        for number, slab_number in enumerate(self._numbers):
+            if slab_number != number:
+                self.slabs.append(self.slabs[slab_number])
+                slab_ids.append(0)
+                continue
             slab, header, made = open_slab(
                 self.folder,
                 number,
-                group,
+                groups,
                 identity,
                 self.slots,
                 epoch,
@@ -158,33 +199,36 @@ class DiskVolume:
             some_kept |= not made
         return slab_ids, some_kept
 
-    def _scan(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]) -> list[Scanned]:
-        """Of each group what its slots hold."""
-        found = []
+    def _scan(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]) -> dict[int, Scanned]:
+        """Of each slab, by its number, what its slots hold."""
+        found = {}
         try:
-            for slab, slab_id, group in zip(self.slabs, slab_ids, groups, strict=True):
-                reports = read_slots(slab, slab_id, codec_of(group), self.slots, data=False)
-                found.append(rows_of(reports, self.slots))
+            for number in sorted(set(self._numbers)):
+                codecs = [codec_of(group, n) for n, group in groups_of_slab(groups, number).items()]
+                reports = read_slots(self.slabs[number], slab_ids[number], codecs, self.slots, data=False)
+                found[number] = rows_of(reports, self.slots)
         except OSError as error:
             raise DiskError(f"{self.folder}: reading the slabs: {error}") from error
         return found
 
-    def _settle_epoch(self, written: int | None, found: Sequence[Scanned]) -> None:
+    def _settle_epoch(self, written: int | None, found: Mapping[int, Scanned]) -> None:
         """Rows of an index that is behind are forgotten."""
-        epochs = (int(epochs.max(initial=0)) for _, epochs in found)
+        epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])
         # An opening that a crash ended before it wrote the epoch has left no page.
-        if written is None and any(rows["generation"].any() for rows, _ in found):
+        if written is None and any(rows["generation"].any() for rows, _ in found.values()):
             epoch = after_all(epoch)  # nothing says any more whether the pages are of the weights of today
         if self.index.epoch < epoch:
             self.index.clear()
             self.index.epoch = epoch
 
-    def _restore(self, found: Sequence[Scanned]) -> None:
-        for group_number, (rows, epochs) in enumerate(found):
+    def _restore(self, found: Mapping[int, Scanned]) -> None:
+        for slab, (rows, epochs) in found.items():
             good = np.flatnonzero((rows["generation"] != 0) & (epochs == self.index.epoch))
-            self.index.restore(group_number, good, rows[good])
-            logger.warning("%s: %d pages of group %d found again", self.folder, len(good), group_number)
+            self.index.restore(slab, good, rows[good])
+            numbers, counts = np.unique(rows["group"][good], return_counts=True)
+            for number, count in zip(numbers.tolist() or [slab], counts.tolist() or [0], strict=True):
+                logger.warning("%s: %d pages of group %d found again", self.folder, count, number)
 
     def begin_use(self, opens: int, epoch: int) -> None:
         """As of the index; takes the room for its next opening."""

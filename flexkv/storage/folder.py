@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flexkv.errors import ConfigError, DiskError
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.header import format_digest
+from flexkv.storage.header import format_digests
 from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.index_trouble import FULL
 from flexkv.storage.private_files import make_folders, open_private
@@ -61,13 +61,15 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
     """Where a unit's slabs lie under `root`: a folder for the model in this encoding, in it one for the unit.
 
     Raises:
-        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32.
+        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32; also as
+            `slab_numbers`.
+        GeometryError: as `slab_numbers`.
     """
     if not UNIT_NAME.fullmatch(identity.unit):
         raise ConfigError(f"disk unit {identity.unit!r}: letters, digits, '-', '_' and '.', at most 64")
     if len(identity.fingerprint) != 32:
         raise ConfigError(f"a fingerprint has 32 bytes, given {len(identity.fingerprint)}")
-    formats = hashlib.sha256(b"".join(format_digest(group) for group in groups)).hexdigest()
+    formats = hashlib.sha256(b"".join(format_digests(groups))).hexdigest()
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", identity.model).strip("-.")[-48:] or "model"
     name = f"{words}-{identity.fingerprint.hex()[:DIGEST_DIGITS]}-{formats[:DIGEST_DIGITS]}"
     return root / name / identity.unit

@@ -34,9 +34,9 @@ OwnBytes = Callable[[Path], int]
 """What of the bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
 
 
-def own_bytes(identity: DiskIdentity, group: DiskGroup) -> OwnBytes:
-    """Of this unit: its slabs. What lies beside them stays there."""
-    return lambda root: held_bytes(unit_folder(root, identity, [group]), "*.slab")
+def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
+    """Of the unit with these KV groups: its slabs. What lies beside them stays there."""
+    return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:

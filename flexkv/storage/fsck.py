@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from flexkv.storage.base import DiskGroup
 from flexkv.storage.epoch import EPOCH_NAME, after_all, read_epoch, write_epoch
 from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, native_path, slab_name
 from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_opens, write_opens
-from flexkv.storage.header import DamagedHeaderError, SlabHeader, codec_of
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import DamagedHeaderError, SlabHeader
 from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
@@ -31,6 +33,22 @@ MOST_NAMED = 20
 
 
 @dataclass(slots=True)
+class GroupReport:
+    """A KV group whose pages a slab holds.
+
+    Attributes:
+        rule: which of them a hit needs, see `DiskGroup`; so `reach`.
+        good: pages that are whole and that the index names.
+    """
+
+    group: int
+    rule: str
+    reach: int
+    format_id: str
+    good: int = 0
+
+
+@dataclass(slots=True)
 class SlabReport:
     """What a slab holds.
 
@@ -42,6 +60,7 @@ class SlabReport:
             left written and not yet durable. Nothing tells the two apart.
         damaged: slots with something else than a whole page, and why.
         missing: slots of which the index names a page that is not there: misses.
+        groups: that the slab is for.
     """
 
     path: Path
@@ -53,6 +72,7 @@ class SlabReport:
     orphans: list[int] = field(default_factory=list)
     damaged: list[tuple[int, str]] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
+    groups: list[GroupReport] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -102,14 +122,14 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
 def _check(folder: Path, repair: bool) -> FsckReport:
     report = FsckReport(folder)
     found: dict[int, tuple[SlabHeader, list[SlotReport]]] = {}
-    groups: dict[int, DiskGroup] = {}
+    groups: dict[int, Mapping[int, DiskGroup]] = {}
     for path in sorted(folder.glob("group*.slab")):
         try:
             whole = find_header(path)
         except DamagedHeaderError as error:
             report.problems.append(f"{error}: nothing says whose pages it holds; the next start replaces it")
             continue
-        header, group = whole.header, whole.group
+        header = whole.header
         if path.name != slab_name(header.group):
             report.problems.append(f"{path} is the slab of group {header.group}: it is not looked at")
             continue
@@ -123,10 +143,21 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         slab = c_ext.SlabFile(
             native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id
         )
-        reports = list(read_slots(slab, header.slab_id, codec_of(group), slots, data=True))
+        codecs = [codec_of(group, number) for number, group in whole.groups.items()]
+        reports = list(read_slots(slab, header.slab_id, codecs, slots, data=True))
         found[header.group] = (header, reports)
-        groups[header.group] = group
-        report.slabs.append(SlabReport(path, header.model, slots))
+        groups[header.group] = whole.groups
+        report.slabs.append(
+            SlabReport(
+                path,
+                header.model,
+                slots,
+                groups=[
+                    GroupReport(number, group.rule, group.reach, group.format_id)
+                    for number, group in whole.groups.items()
+                ],
+            )
+        )
     if not found:
         return report
     slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
@@ -202,6 +233,7 @@ def _numbers(
 
 
 def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, epoch: int) -> None:
+    of_group = {group.group: group for group in report.groups}
     for slot in reports:
         row = rows[slot.slot] if rows is not None and rows["generation"][slot.slot] else None
         whole = slot.miss == "none" and slot.tag is not None
@@ -211,10 +243,12 @@ def _compare(report: SlabReport, reports: list[SlotReport], rows: Rows | None, e
             and slot.tag is not None
             and row["generation"] == slot.tag["generation"]
             and bytes(row["key"]) == bytes(slot.tag["key"])
+            and row["group"] == slot.group
             and int(slot.tag["epoch"]) == epoch
         )
         if named:
             report.good += 1
+            of_group[slot.group].good += 1
         elif row is not None:
             report.missing.append(slot.slot)
         if named:
@@ -241,12 +275,12 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
     index.commit()
 
 
-def _empty_damaged(report: SlabReport, header: SlabHeader, group: DiskGroup) -> None:
+def _empty_damaged(report: SlabReport, header: SlabHeader, groups: Mapping[int, DiskGroup]) -> None:
     """Makes slots that hold no whole page empty ones. After the index is durable, which names none of them any more."""
-    codec = codec_of(group)
+    codecs = [codec_of(group) for group in groups.values()]
     with report.path.open("r+b") as slab:
         end = os.fstat(slab.fileno()).st_size
-        for slot, _ in report.damaged:
+        for (slot, _), codec in itertools.product(report.damaged, codecs):
             at = header.header_bytes + slot * header.slot_bytes + codec.trailer_offset
             if at + codec.trailer_bytes <= end:
                 slab.seek(at)

@@ -5,31 +5,39 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flexkv import c_ext
-from flexkv.errors import DiskError, GeometryError
+from flexkv.errors import ConfigError, DiskError, GeometryError
 from flexkv.storage.base import DiskGroup
+from flexkv.storage.group_tables import (
+    WORD_BYTES,
+    TableReader,
+    codec_of,
+    format_text,
+    pack_record,
+    pack_tables,
+    short_text,
+    word,
+)
+from flexkv.storage.sharing import groups_of_slab, is_plain, slab_numbers
 
 MAGIC = b"FLEXKVSL"
-VERSION = 1
+PLAIN_VERSION = 1
+"""Of the slab of a unit with one KV group, see `is_plain`."""
+GROUPS_VERSION = 2
+VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
 MOST_HEADER_BYTES = 64 << 20
 """A longer one is a wrong number, bytes."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
-block_tokens, page_version, epoch, reserved, dtype, and the lengths of format_id, model, unit; reserved."""
+block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit; reserved. In version 1
+groups is 0; in version 2 what is each group's own is 0 and stands in its record."""
 
 DIGEST_AT = 40
-DTYPE_FIELD_BYTES = 16
-TEXT_BYTES = 512
-"""Of each text at most."""
-
-STRIPE = np.dtype([("offset", "<u8"), ("bytes", "<u8")])
-RUN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("layer", "<u4"), ("rank", "<u4")])
 
 
 class DamagedHeaderError(DiskError):
@@ -42,10 +50,13 @@ class SlabHeader:
 
     Attributes:
         created: unix seconds.
+        format: digest of what must be equal for its pages to be read, see `slab_format`.
+        group: number of the KV group, or of the first of those that share the slab. What follows is that group's, up
+            to `epoch`, and `dtype` and `format_id`.
         epoch: of the weights when the slab was made.
-        format: digest of the group's geometry, see `format_digest`.
     """
 
+    version: int
     slab_id: int
     header_bytes: int
     slot_bytes: int
@@ -63,26 +74,47 @@ class SlabHeader:
     unit: str
 
 
-def codec_of(group: DiskGroup) -> c_ext.PageCodec:
-    """Raises: GeometryError: the runs do not fill the stripes."""
-    runs = [np.ascontiguousarray(table, np.int64) for table in group.runs]
-    return c_ext.PageCodec(list(group.stripe_bytes), runs, group.host_digests)
+def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
+    """Of each group 32 bytes that are equal for groups whose slot images can be read as one another's.
+
+    Raises:
+        GeometryError, ConfigError: as `slab_numbers`.
+    """
+    slabs = slab_numbers(groups)
+    if is_plain(groups):
+        texts = [format_text(groups[0], f"{PLAIN_VERSION}.{c_ext.PAGE_VERSION}")]
+    else:
+        texts = [
+            format_text(
+                group,
+                f"{GROUPS_VERSION}.{c_ext.PAGE_VERSION}",
+                (number, slabs[number], group.rule, group.reach, group.signature.hex()),
+            )
+            for number, group in enumerate(groups)
+        ]
+    return [hashlib.sha256(text.encode()).digest() for text in texts]
 
 
-def format_digest(group: DiskGroup) -> bytes:
-    """32 bytes that are equal for groups whose slot images can be read as one another's."""
-    parts = [f"{VERSION}.{c_ext.PAGE_VERSION};{group.format_id};{group.block_tokens};{group.stripe_bytes}"]
-    parts += [f"{table.tolist()}" for table in group.runs]
-    return hashlib.sha256("|".join(parts).encode()).digest()
+def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
+    """The same of the groups of one slab together."""
+    digests = format_digests(groups)
+    if is_plain(groups):
+        return digests[0]
+    return hashlib.sha256(b"".join(digests[number] for number in groups_of_slab(groups, slab))).digest()
 
 
-def _text(text: str, most: int = TEXT_BYTES) -> bytes:
-    return text.encode()[:most].decode(errors="ignore").encode()
+def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
+    """Of a slab: the largest image of its groups.
+
+    Raises:
+        GeometryError: the runs do not fill the stripes.
+    """
+    return max(codec_of(group).image_bytes for group in groups.values())
 
 
 def pack_header(
-    group: DiskGroup,
-    number: int,
+    groups: Sequence[DiskGroup],
+    slab: int,
     slab_id: int,
     created: int,
     epoch: int,
@@ -92,47 +124,44 @@ def pack_header(
 ) -> bytes:
     """The header's bytes, a multiple of 4 KiB.
 
+    Args:
+        groups: of the unit.
+        slab: number of the slab.
+
     Raises:
-        GeometryError: the fingerprint has another length than 32.
+        GeometryError: the fingerprint has another length than 32; also as `slab_numbers`.
+        ConfigError: as `slab_numbers`.
     """
     if len(fingerprint) != 32:
         raise GeometryError(f"a fingerprint has 32 bytes, given {len(fingerprint)}")
-    codec = codec_of(group)
-    ranks = len(group.stripe_bytes)
-    stripes = np.array([(codec.stripe_offset(r), group.stripe_bytes[r]) for r in range(ranks)], STRIPE)
-    runs = np.concatenate(
-        [
-            np.array([(codec.stripe_offset(r) + o, n, layer, r) for o, n, layer in table.tolist()], RUN)
-            for r, table in enumerate(group.runs)
-        ]
-    )
-    first = runs[runs["rank"] == 0]
-    layers = np.zeros(codec.layers, "<u8")
-    for layer in range(codec.layers):
-        of_layer = first[first["layer"] == layer]["offset"]
-        layers[layer] = of_layer.min() if len(of_layer) else 0
-    format_id, name, owner = _text(group.format_id), _text(model), _text(unit)
-    tables = stripes.tobytes() + layers.tobytes() + runs.tobytes() + format_id + name + owner
+    own = groups_of_slab(groups, slab)
+    name, owner = short_text(model), short_text(unit)
+    if is_plain(groups):
+        group = groups[slab]
+        tables, layers, runs = pack_tables(group)
+        of_group = (len(group.stripe_bytes), layers, runs, group.block_tokens)
+        count, dtype, format_id = 0, short_text(group.dtype, WORD_BYTES), short_text(group.format_id)
+    else:
+        tables = b"".join(pack_record(group, number) for number, group in own.items())
+        of_group, count, dtype, format_id = (0, 0, 0, 0), len(own), b"", b""
+    tables += format_id + name + owner
     header_bytes = -(-(FIXED.size + len(tables)) // SECTOR_BYTES) * SECTOR_BYTES
     fixed = FIXED.pack(
         MAGIC,
-        VERSION,
+        PLAIN_VERSION if is_plain(groups) else GROUPS_VERSION,
         header_bytes,
         slab_id,
-        codec.image_bytes,
+        slot_bytes(own),
         created,
         0,
         fingerprint,
-        format_digest(group),
-        number,
-        ranks,
-        codec.layers,
-        len(runs),
-        group.block_tokens,
+        slab_format(groups, slab),
+        slab,
+        *of_group,
         c_ext.PAGE_VERSION,
         epoch,
-        0,
-        _text(group.dtype, DTYPE_FIELD_BYTES),
+        count,
+        dtype,
         len(format_id),
         len(name),
         len(owner),
@@ -176,14 +205,16 @@ def raw_header(path: str) -> bytes:
     return raw
 
 
-def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, DiskGroup]:
-    """What a header says, and the group it describes; raises as `read_header`."""
+def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup]]:
+    """What a header says, and the groups of the slab by their numbers, ascending.
+
+    Raises:
+        DamagedHeaderError: it is short, or its digest does not match.
+        DiskError: no slab, another version, or its digest matches and it says what cannot be.
+    """
     if len(raw) < SECTOR_BYTES:
         raise DamagedHeaderError(f"{path}: no whole slab header ({len(raw)} bytes)")
-    fields = FIXED.unpack_from(raw)
-    magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format_ = fields[:9]
-    number, ranks, layers, runs, block_tokens, page_version, epoch, _, dtype = fields[9:18]
-    lengths = fields[18:21]
+    magic, version, header_bytes = FIXED.unpack_from(raw)[:3]
     if magic != MAGIC:
         raise DamagedHeaderError(f"{path}: no slab of ours (it starts with {magic!r})")
     if not SECTOR_BYTES <= header_bytes <= len(raw):
@@ -191,54 +222,79 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, DiskGroup]:
             f"{path}: damaged slab header: it says {header_bytes} bytes, {len(raw)} are there"
         )
     zeroed = bytearray(raw[:header_bytes])
+    (digest,) = struct.unpack_from("<Q", zeroed, DIGEST_AT)
     struct.pack_into("<Q", zeroed, DIGEST_AT, 0)
     if c_ext.run_digest(bytes(zeroed)) != digest:
         raise DamagedHeaderError(f"{path}: damaged slab header")
-    if version != VERSION or page_version != c_ext.PAGE_VERSION:
-        raise DiskError(
-            f"{path}: slab format {version}.{page_version}; this version reads {VERSION}.{c_ext.PAGE_VERSION}"
-        )
-    at = FIXED.size
-    stripes = np.frombuffer(raw, STRIPE, ranks, at)
-    at += stripes.nbytes + 8 * layers
-    table = np.frombuffer(raw, RUN, runs, at)
-    at += table.nbytes
-    texts = []
-    for length in lengths:
-        texts.append(raw[at : at + length].decode())
-        at += length
-    of_ranks = []
-    for rank in range(ranks):
-        rows = table[table["rank"] == rank]
-        offsets = rows["offset"].astype(np.int64) - int(stripes["offset"][rank])
-        of_ranks.append(
-            np.stack([offsets, rows["bytes"].astype(np.int64), rows["layer"].astype(np.int64)], 1)
-        )
+    page_version = FIXED.unpack_from(raw)[14]
+    if version not in VERSIONS or page_version != c_ext.PAGE_VERSION:
+        known = " and ".join(f"{known}.{c_ext.PAGE_VERSION}" for known in VERSIONS)
+        raise DiskError(f"{path}: slab format {version}.{page_version}; this version reads {known}")
+    try:
+        return _parse(raw[:header_bytes])
+    except (ValueError, GeometryError, ConfigError) as error:
+        raise DiskError(f"{path}: a slab header that says what cannot be: {error}") from error
+
+
+def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
+    """
+    Raises:
+        ValueError, GeometryError, ConfigError: it says what cannot be.
+    """
+    fields = FIXED.unpack_from(raw)
+    _, version, header_bytes, slab_id, bytes_of_slot, created, _, fingerprint, format_ = fields[:9]
+    slab, ranks, _, runs, block_tokens, _, epoch, count, dtype = fields[9:18]
+    name_bytes, model_bytes, unit_bytes = fields[18:21]
+    reader = TableReader(raw, FIXED.size)
+    if version == PLAIN_VERSION:
+        stripe_bytes, tables = reader.tables(ranks, fields[11], runs)
+        text = reader.text(name_bytes)
+        groups = {slab: DiskGroup(text, stripe_bytes, tables, block_tokens, word(dtype))}
+    else:
+        groups = _groups(reader, slab, count)
+    first = groups[slab]
+    if slot_bytes(groups) != bytes_of_slot:
+        raise ValueError(f"slots of {bytes_of_slot} bytes for images of {slot_bytes(groups)}")
     header = SlabHeader(
+        version,
         slab_id,
         header_bytes,
-        slot_bytes,
+        bytes_of_slot,
         created,
         fingerprint,
         format_,
-        number,
-        ranks,
-        layers,
-        block_tokens,
+        slab,
+        len(first.stripe_bytes),
+        first.num_layers,
+        first.block_tokens,
         epoch,
-        dtype.rstrip(b"\0").decode(),
-        *texts,
+        first.dtype,
+        first.format_id,
+        reader.text(model_bytes),
+        reader.text(unit_bytes),
     )
-    group = DiskGroup(
-        header.format_id,
-        tuple(int(n) for n in stripes["bytes"]),
-        tuple(of_ranks),
-        block_tokens,
-        header.dtype,
-    )
-    return header, group
+    return header, groups
+
+
+def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
+    """The groups of a slab of version 2.
+
+    Raises:
+        ValueError, ConfigError: their numbers do not ascend from the slab's, or a rule that there is not.
+    """
+    groups: dict[int, DiskGroup] = {}
+    for _ in range(count):
+        number, group = reader.record()
+        if number != slab if not groups else number <= max(groups):
+            raise ValueError(f"group {number} after {list(groups)} in the slab of group {slab}")
+        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # checks them
+        groups[number] = group if number == slab else replace(group, shares=slab)
+    if not groups:
+        raise ValueError("no group")
+    return groups
 
 
 def read_group(path: str) -> tuple[SlabHeader, DiskGroup]:
-    """Header and geometry of the slab at `path`; raises as `read_header`."""
-    return parse_header(raw_header(path), path)
+    """Header and geometry of the first group of the slab at `path`; raises as `read_header`."""
+    header, groups = parse_header(raw_header(path), path)
+    return header, groups[header.group]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class FoundHeader:
 
     Attributes:
         raw: its bytes.
+        groups: of the slab, by their numbers.
         slab_fault: what is wrong with the slab's own, or nothing.
         copy_fault: what is wrong with the copy, or nothing; one that is missing is not wrong.
         has_copy: a whole copy of the same header is there.
@@ -32,7 +34,7 @@ class FoundHeader:
 
     raw: bytes
     header: SlabHeader
-    group: DiskGroup
+    groups: Mapping[int, DiskGroup]
     slab_fault: str = ""
     copy_fault: str = ""
     has_copy: bool = False
@@ -60,10 +62,10 @@ def find_header(slab: Path) -> FoundHeader:
     except DamagedHeaderError as error:
         if copy is None or not _holds_slots(slab, len(copy.raw)):
             raise
-        return FoundHeader(copy.raw, copy.header, copy.group, str(error), copy_fault, True)
+        return FoundHeader(copy.raw, copy.header, copy.groups, str(error), copy_fault, True)
     if copy is not None and copy.raw != own.raw:
         copy_fault = f"{copy_path(slab)}: the copy of another slab's header"
-    return FoundHeader(own.raw, own.header, own.group, "", copy_fault, copy is not None and not copy_fault)
+    return FoundHeader(own.raw, own.header, own.groups, "", copy_fault, copy is not None and not copy_fault)
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
@@ -101,8 +103,8 @@ def _whole(path: Path) -> FoundHeader:
         DamagedHeaderError, DiskError: as `find_header`.
     """
     raw = raw_header(str(path))
-    header, group = parse_header(raw, str(path))
-    return FoundHeader(raw[: header.header_bytes], header, group)
+    header, groups = parse_header(raw, str(path))
+    return FoundHeader(raw[: header.header_bytes], header, groups)
 
 
 def _holds_slots(slab: Path, header_bytes: int) -> bool:

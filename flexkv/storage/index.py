@@ -58,13 +58,13 @@ class SlotIndex:
     """The open database of one disk. Not thread-safe: one thread at a time.
 
     Attributes:
-        rows: of each group; what the database holds after `commit`.
+        rows: of each slab, by the number of its first group; what the database holds after `commit`.
         epoch: of the weights.
         opens: how often the tier was opened on this disk.
         is_new: there was none.
 
     Args:
-        slots: of each group.
+        slots: of each slab; 0 for the number of a group whose pages lie in another's.
 
     Raises:
         DamagedIndexError: the database or its log is not what was written.
@@ -204,45 +204,47 @@ class SlotIndex:
 
     def publish(
         self,
-        group: int,
+        slab: int,
         slots: NDArray[np.int64],
         keys: NDArray[np.uint8],
         generations: NDArray[np.uint64],
         expiries: NDArray[np.uint64],
         tokens: NDArray[np.int32],
         used_ms: int,
+        group: int = 0,
     ) -> None:
-        """Slots that hold these pages from the next `commit` on; a slot named twice holds the last."""
-        rows = self.rows[group]
+        """Slots that hold these pages of a KV group from the next `commit` on; a slot named twice holds the last."""
+        rows = self.rows[slab]
         rows["key"][slots] = keys
         rows["generation"][slots] = generations
         rows["expiry"][slots] = expiries
         rows["tokens"][slots] = tokens
         rows["used"][slots] = used_ms
-        self._dirty[group].update(np.unique(slots // CHUNK_SLOTS).tolist())
+        rows["group"][slots] = group
+        self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
-    def restore(self, group: int, slots: NDArray[np.int64], rows: Rows) -> None:
+    def restore(self, slab: int, slots: NDArray[np.int64], rows: Rows) -> None:
         """Slots that hold these rows from the next `commit` on."""
-        self.rows[group][slots] = rows
-        self._dirty[group].update(np.unique(slots // CHUNK_SLOTS).tolist())
+        self.rows[slab][slots] = rows
+        self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
-    def evict(self, group: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
+    def evict(self, slab: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
         """Empties slots, where they still hold these generations."""
-        slots = slots[self.rows[group]["generation"][slots] == generations]
-        self.rows[group][slots] = np.zeros((), ROW)
-        self._dirty[group].update(np.unique(slots // CHUNK_SLOTS).tolist())
+        slots = slots[self.rows[slab]["generation"][slots] == generations]
+        self.rows[slab][slots] = np.zeros((), ROW)
+        self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
-    def use(self, group: int, slots: NDArray[np.int64], used_ms: int) -> None:
+    def use(self, slab: int, slots: NDArray[np.int64], used_ms: int) -> None:
         """Notes a use; written by a later `flush_uses`."""
-        self.rows[group]["used"][slots] = used_ms
-        self._used[group].update(np.unique(slots // CHUNK_SLOTS).tolist())
+        self.rows[slab]["used"][slots] = used_ms
+        self._used[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def flush_uses(self, most_chunks: int) -> bool:
         """Puts up to that many chunks that only saw uses into the next `commit`; whether there are any."""
-        for group, used in enumerate(self._used):
+        for slab, used in enumerate(self._used):
             for chunk in list(used)[:most_chunks]:
                 used.discard(chunk)
-                self._dirty[group].add(chunk)
+                self._dirty[slab].add(chunk)
         return any(self._dirty)
 
     def clear(self) -> None:

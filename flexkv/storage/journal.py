@@ -47,6 +47,9 @@ meanwhile, but a crash would lose them."""
 
 @dataclass(slots=True)
 class Publish:
+    """Pages of KV group `group` in slab `slab`."""
+
+    slab: int
     group: int
     slots: Slots
     keys: NDArray[np.uint8]
@@ -62,7 +65,7 @@ class Publish:
 
 @dataclass(slots=True)
 class Evict:
-    group: int
+    slab: int
     slots: Slots
     generations: NDArray[np.uint64]
 
@@ -79,7 +82,7 @@ class Use:
         disk: number of this one, of `disks`.
     """
 
-    group: int
+    slab: int
     places: NDArray[np.int32]
     disk: int
     disks: int
@@ -120,6 +123,7 @@ class Journal:
     """Owns `index` from here to `close`. Every method but `close` returns at once.
 
     Args:
+        slabs: one a group, the same one for groups that share it.
         on_durable: called in the journal's thread.
         most_rows: bound of what may wait.
     """
@@ -262,7 +266,7 @@ class Journal:
         resets = [record for record in batch if isinstance(record, Reset)]
         try:
             self._check_files()
-            self._sync_data({record.group for record in published})
+            self._sync_data({record.slab for record in published})
             now_ms = unix_now_ms()
             for record in batch:
                 self._apply(record, now_ms)
@@ -271,7 +275,7 @@ class Journal:
             if (self._index.flush_uses(USE_FLUSH_CHUNKS) or resets) and not self._commit(resets):
                 return self._put_back(batch)
             for record in published:
-                held = self._index.rows[record.group]["generation"][record.slots] == record.generations
+                held = self._index.rows[record.slab]["generation"][record.slots] == record.generations
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
@@ -289,35 +293,36 @@ class Journal:
             self._waiting_rows += sum(record.rows for record in batch)
 
     def _check_files(self) -> None:
-        for slab in self._slabs:
+        for slab in set(self._slabs):
             if not slab.in_place:
                 raise DiskError("a slab was deleted or replaced while in use")
         if not self._index.in_place:
             raise DiskError(f"{self._index.path} or its log was deleted or replaced while in use")
 
-    def _sync_data(self, groups: set[int]) -> None:
-        for group in groups:
-            error = self._slabs[group].sync()
+    def _sync_data(self, slabs: set[int]) -> None:
+        for number in slabs:
+            error = self._slabs[number].sync()
             if error:
                 # The kernel has forgotten what it could not write: it is no use to try again.
-                raise DiskError(f"fdatasync of the slab of group {group}: {os.strerror(-error)}")
+                raise DiskError(f"fdatasync of the slab of group {number}: {os.strerror(-error)}")
 
     def _apply(self, record: Record, now_ms: int) -> None:
         if isinstance(record, Publish):
             self._index.publish(
-                record.group,
+                record.slab,
                 record.slots,
                 record.keys,
                 record.generations,
                 record.expiries,
                 record.tokens,
                 now_ms,
+                record.group,
             )
         elif isinstance(record, Evict):
-            self._index.evict(record.group, record.slots, record.generations)
+            self._index.evict(record.slab, record.slots, record.generations)
         elif isinstance(record, Use):
-            slots = record.slots(len(self._index.rows[record.group]))
-            self._index.use(record.group, slots, now_ms)
+            slots = record.slots(len(self._index.rows[record.slab]))
+            self._index.use(record.slab, slots, now_ms)
         else:
             self._index.clear()
             self._index.epoch = record.epoch

@@ -26,7 +26,8 @@ from flexkv.storage.folder import (
     slab_name,
     unit_folder,
 )
-from flexkv.storage.header import SlabHeader, codec_of
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import PLAIN_VERSION, SlabHeader
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_database import INDEX_NAME
@@ -124,13 +125,14 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
         GeometryError: its pages cannot be rewritten exactly.
     """
     found = find_header(path)
-    header, theirs = found.header, found.group
+    header = found.header
     if header.fingerprint != identity.fingerprint:
         raise DiskError(f"it holds another model's pages ({header.model!r})")
+    if header.version != PLAIN_VERSION:
+        raise DiskError("it holds pages of several KV groups, or of one with a rule or signature of its own")
+    theirs = found.groups[header.group]
     rewrites = rewrites_of(theirs, ours, heads)
     codec = codec_of(theirs)
-    if codec.image_bytes != header.slot_bytes:
-        raise DiskError(f"its slots have {header.slot_bytes} bytes, its pages {codec.image_bytes}")
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
     slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
@@ -166,7 +168,7 @@ def _rows(
                 raise DiskError(
                     f"{error}, and its epoch is damaged or gone; its own unit mends them when it starts"
                 ) from error
-            return _rows_of_pages(read_slots(slab, slab_id, codec, slots, data=False), slots, written_epoch)
+            return _rows_of_pages(read_slots(slab, slab_id, [codec], slots, data=False), slots, written_epoch)
         try:
             epoch = max(index.epoch, written_epoch or 0)
             if index.epoch < epoch or epoch % 2:

@@ -17,7 +17,7 @@ from flexkv import c_ext
 from flexkv.errors import ContractError
 from flexkv.observe import NamedThread, unix_now_s
 from flexkv.storage.base import DiskGroup
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.peer_folders import PeerFolder
 from flexkv.storage.striping import striped_slot
 from flexkv.storage.tags import tag_fields

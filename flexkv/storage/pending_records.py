@@ -20,7 +20,7 @@ class PendingRecords:
     What they are kept in is made when the first one comes: a journal that keeps up costs nothing.
 
     Args:
-        slots: of each group on this disk.
+        slots: of each slab on this disk.
 
     Attributes:
         pages: whose publish is pending.
@@ -40,7 +40,7 @@ class PendingRecords:
 
     def publish(self, record: Publish) -> bool:
         """Whether the journal took it; if not, it stays pending, unless the journal has failed."""
-        self.settle(record.group, record.slots)
+        self.settle(record.slab, record.slots)
         if self._journal.put(record):
             return True
         if not self._journal.failure:
@@ -49,25 +49,25 @@ class PendingRecords:
 
     def evict(self, record: Evict) -> None:
         """The journal forgets these pages, now or when it has room."""
-        entered = ~self.settle(record.group, record.slots, record.generations)
+        entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
-        evicted = self._evicted.get(record.group)
+        evicted = self._evicted.get(record.slab)
         if evicted is None:
-            evicted = self._evicted[record.group] = np.zeros(self._slots[record.group], np.uint64)
+            evicted = self._evicted[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
         # Of a page that never entered the journal nothing is taken out; what was pending of its slot stays so.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
 
     def settle(
-        self, group: int, slots: Slots, generations: NDArray[np.uint64] | None = None
+        self, slab: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
         """What is pending of these slots, or of these generations of theirs, is not to be published any more; returns
         which of them were pending, bool [slots]."""
-        if group not in self._held:
+        if slab not in self._held:
             return np.zeros(len(slots), np.bool_)
-        held = self._held[group]
+        held = self._held[slab]
         pending = held[slots] != 0
         if generations is not None:
             pending &= held[slots] == generations
@@ -99,19 +99,20 @@ class PendingRecords:
         return (self.pages > 0 or self.evictions > 0) and not self._journal.ended
 
     def _add(self, record: Publish) -> None:
-        rows = self._rows.get(record.group)
+        rows = self._rows.get(record.slab)
         if rows is None:
-            rows = self._rows[record.group] = np.zeros(self._slots[record.group], ROW)
-            self._held[record.group] = np.zeros(self._slots[record.group], np.uint64)
-        self._held[record.group][record.slots] = record.generations
+            rows = self._rows[record.slab] = np.zeros(self._slots[record.slab], ROW)
+            self._held[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
+        self._held[record.slab][record.slots] = record.generations
         rows["key"][record.slots] = record.keys
         rows["expiry"][record.slots] = record.expiries
         rows["tokens"][record.slots] = record.tokens
+        rows["group"][record.slots] = record.group
         self.pages += record.rows
 
     def _take_evictions(self, most: int) -> Iterator[Evict]:
         """Evictions of at most `most` rows in all, which are then no longer pending."""
-        for group, evicted in self._evicted.items():
+        for slab, evicted in self._evicted.items():
             slots = np.flatnonzero(evicted)[: max(0, most)]
             if not len(slots):
                 continue
@@ -119,24 +120,27 @@ class PendingRecords:
             generations = evicted[slots]
             evicted[slots] = 0
             self.evictions -= len(slots)
-            yield Evict(group, slots, generations)
+            yield Evict(slab, slots, generations)
 
     def _take(self, most: int) -> Iterator[Publish]:
         """Publishes of at most `most` rows in all, which are then no longer pending."""
-        for group, held in self._held.items():
+        for slab, held in self._held.items():
             slots = np.flatnonzero(held)[: max(0, most)]
             if not len(slots):
                 continue
             most -= len(slots)
-            taken, generations = self._rows[group][slots], held[slots]
+            taken, generations = self._rows[slab][slots], held[slots]
             held[slots] = 0
             self.pages -= len(slots)
-            yield Publish(
-                group,
-                slots,
-                np.ascontiguousarray(taken["key"]),
-                generations,
-                taken["expiry"].copy(),
-                taken["tokens"].astype(np.int32),
-                time.monotonic(),
-            )
+            for group in np.unique(taken["group"]).tolist():
+                of = np.flatnonzero(taken["group"] == group)
+                yield Publish(
+                    slab,
+                    group,
+                    slots[of],
+                    np.ascontiguousarray(taken["key"][of]),
+                    generations[of],
+                    taken["expiry"][of],
+                    taken["tokens"][of].astype(np.int32),
+                    time.monotonic(),
+                )

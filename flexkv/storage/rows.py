@@ -1,4 +1,4 @@
-"""What the indices of all disks together say about one group."""
+"""What the indices of all disks together say about one group, or about those that share its slabs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TOGETHER_MS = 1000
 """Uses within so many milliseconds count as one: each disk's journal stamps them when it gets to them."""
 
 
-def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
+def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> IndexRows:
     """The rows of all disks by place, the one used longest ago first; None for a disk that has nothing to say.
 
-    A key on several disks (they were not always used together) keeps its newest generation.
+    A key of one group on several disks (they were not always used together) keeps its newest generation.
 
     Args:
         now: unix seconds; rows that expire until then are left out.
+        shared: several groups use the slabs.
     """
     parts, places = [], []
     for disk, rows in enumerate(disks):
@@ -45,6 +46,7 @@ def index_rows(disks: Sequence[Rows | None], now: int) -> IndexRows:
         np.ascontiguousarray(found["generation"]),
         found["tokens"].astype(np.int32),
         np.ascontiguousarray(found["expiry"]),
+        found["group"].astype(np.int32) if shared else None,
     )
 
 
@@ -57,7 +59,7 @@ def _newest_of_each_key(rows: Rows) -> NDArray[np.bool_]:
     alike = np.flatnonzero(first[1:] == first[:-1])
     newest: dict[bytes, int] = {}
     for at in np.unique(np.concatenate((order[alike], order[alike + 1]))).tolist():
-        key = rows["key"][at].tobytes()
+        key = rows["key"][at].tobytes() + rows["group"][at].tobytes()
         other = newest.get(key)
         if other is None:
             newest[key] = at

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ THREADS = 8
 
 BATCH_SLOTS = 1024
 
+PAGE_MAGIC = b"FKVPAGE1"
+"""How a trailer begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
@@ -28,8 +31,9 @@ class SlotReport:
 
     Attributes:
         miss: `none` for a good page, else why it is none (docs/disk-storage.md).
-        empty: never written.
+        empty: never written, or stripes without a trailer lie there.
         tag: as it stands there; None unless the trailer is good.
+        group: number of the KV group that the trailer names; 0 unless it is good.
     """
 
     slot: int
@@ -37,6 +41,7 @@ class SlotReport:
     reason: str
     empty: bool
     tag: np.void | None
+    group: int = 0
 
 
 def _read(slab: c_ext.SlabFile, buffer: memoryview, offset: int) -> bool:
@@ -44,45 +49,79 @@ def _read(slab: c_ext.SlabFile, buffer: memoryview, offset: int) -> bool:
     return os.preadv(slab.fd, [buffer], offset) == len(buffer)
 
 
+def _age(report: SlotReport) -> int:
+    """Of the last page the largest: before good trailers come damaged ones, before those what is none."""
+    if report.tag is not None:
+        return 1 + int(report.tag["generation"])
+    return 0 if report.empty else 1
+
+
 class SlotReader:
     """Reads and checks slots of one slab; not thread-safe.
 
     Args:
+        codecs: of the groups that use the slab.
         data: check the bytes of every run too, else the trailer alone.
     """
 
-    def __init__(self, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, data: bool) -> None:
-        self._slab, self._slab_id, self._codec, self._data = slab, slab_id, codec, data
-        self._image = mmap.mmap(-1, codec.image_bytes)  # on a page boundary, as direct I/O needs it
+    def __init__(
+        self, slab: c_ext.SlabFile, slab_id: int, codecs: Sequence[c_ext.PageCodec], data: bool
+    ) -> None:
+        self._slab, self._slab_id, self._codecs, self._data = slab, slab_id, codecs, data
+        image_bytes = max(codec.image_bytes for codec in codecs)
+        self._image = mmap.mmap(-1, image_bytes)  # on a page boundary, as direct I/O needs it
+        if data:
+            self._parts = {(0, image_bytes)}
+        else:
+            self._parts = {(codec.trailer_offset, codec.image_bytes) for codec in codecs}
 
     def read(self, slot: int) -> SlotReport:
-        """Raises: OSError: the disk said no."""
-        codec, view = self._codec, memoryview(self._image)
-        first = 0 if self._data else codec.trailer_offset
-        if not _read(self._slab, view[first:], self._slab.offset(slot) + first):
-            return SlotReport(slot, "short", "the file ends before the slot does", False, None)
-        head = view[codec.trailer_offset : codec.trailer_offset + codec.trailer_bytes]
-        if not any(head):
+        """What the slot holds: the page that was written last, whichever group's. Where its image is smaller than the
+        one before it, that one's trailer may still be whole.
+
+        Raises:
+            OSError: the disk said no.
+        """
+        view = memoryview(self._image)
+        for first, end in self._parts:
+            if not _read(self._slab, view[first:end], self._slab.offset(slot) + first):
+                return SlotReport(slot, "short", "the file ends before the slot does", False, None)
+        latest = max((self._trailer(codec, slot) for codec in self._codecs), key=_age)
+        if latest.tag is None or not self._data:
+            return latest
+        codec = next(codec for codec in self._codecs if codec.group == latest.group)
+        miss, reason = codec.check(view[: codec.image_bytes], self._slab_id, slot, None, 0)
+        return replace(latest, miss=miss, reason=reason)
+
+    def _trailer(self, codec: c_ext.PageCodec, slot: int) -> SlotReport:
+        image = memoryview(self._image)[: codec.image_bytes]
+        head = image[codec.trailer_offset : codec.trailer_offset + codec.trailer_bytes]
+        in_stripes = any(codec.trailer_offset < other.trailer_offset for other in self._codecs)
+        if not any(head) or (in_stripes and bytes(head[: len(PAGE_MAGIC)]) != PAGE_MAGIC):
             return SlotReport(slot, "trailer", "never written", True, None)
-        trailer = codec.check(self._image, self._slab_id, slot, None, 0, data=False)
-        tag = np.frombuffer(codec.trailer(self._image)[2], TAG)[0] if trailer[0] == "none" else None
-        if tag is None or not self._data:
-            return SlotReport(slot, *trailer, False, tag)
-        miss, reason = codec.check(self._image, self._slab_id, slot, None, 0)
-        return SlotReport(slot, miss, reason, False, tag)
+        miss, reason = codec.check(image, self._slab_id, slot, None, 0, data=False)
+        if miss != "none":
+            return SlotReport(slot, miss, reason, False, None)
+        return SlotReport(
+            slot, miss, reason, False, np.frombuffer(codec.trailer(image)[2], TAG)[0], codec.group
+        )
 
 
 def read_slots(
-    slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int, data: bool
+    slab: c_ext.SlabFile, slab_id: int, codecs: Sequence[c_ext.PageCodec], slots: int, data: bool
 ) -> Iterator[SlotReport]:
     """A report of every slot, in order.
+
+    Args:
+        codecs: of the groups that use the slab.
+        data: check the bytes of every run too, else the trailer alone.
 
     Raises:
         OSError: the disk said no.
     """
 
     def batch(first: int) -> list[SlotReport]:
-        reader = SlotReader(slab, slab_id, codec, data)
+        reader = SlotReader(slab, slab_id, codecs, data)
         return [reader.read(slot) for slot in range(first, min(slots, first + BATCH_SLOTS))]
 
     with ThreadPoolExecutor(THREADS, initializer=name_this_thread, initargs=("flexkv-scan",)) as pool:
@@ -95,7 +134,7 @@ Scanned = tuple[Rows, NDArray[np.uint32]]
 
 
 def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
-    """What the reports make; the newest generation of a key wins."""
+    """What the reports make; the newest generation of a key of one group wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
     now_ms = unix_now_ms()
@@ -104,7 +143,7 @@ def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
         if report.miss != "none" or tag is None:
             continue
         # The same key in two epochs is two blocks: only one epoch is kept in the end.
-        key = tag["key"].tobytes() + tag["epoch"].tobytes()
+        key = tag["key"].tobytes() + tag["epoch"].tobytes() + report.group.to_bytes(4, "little")
         other = newest.get(key)
         if other is not None and rows["generation"][other] > tag["generation"]:
             continue
@@ -114,6 +153,6 @@ def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
         row = rows[report.slot]
         for name in ("key", "generation", "expiry", "tokens"):
             row[name] = tag[name]
-        row["used"] = now_ms
+        row["used"], row["group"] = now_ms, report.group
         epochs[report.slot] = tag["epoch"]
     return rows, epochs

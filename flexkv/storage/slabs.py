@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexkv import c_ext
@@ -15,13 +16,14 @@ from flexkv.storage.folder import native_path, slab_name
 from flexkv.storage.header import (
     DamagedHeaderError,
     SlabHeader,
-    codec_of,
-    format_digest,
     pack_header,
     parse_header,
+    slab_format,
+    slot_bytes,
 )
 from flexkv.storage.header_copy import FoundHeader, find_header, mend_header, write_copy
 from flexkv.storage.private_files import open_private
+from flexkv.storage.sharing import groups_of_slab
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +31,14 @@ logger = logging.getLogger(__name__)
 def open_slab(
     folder: Path,
     number: int,
-    group: DiskGroup,
+    groups: Sequence[DiskGroup],
     identity: DiskIdentity,
     slots: int,
     epoch: int,
     lock_fd: int,
     preallocate: bool,
 ) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
-    """The slab of group `number`, made or brought to `slots` slots; and whether it was made now.
+    """The slab of group `number`, the first that uses it, made or brought to `slots` slots; and whether it was made.
 
     A damaged header is written back from its copy. A slab without a whole one is replaced: nothing says any more whose
     pages it holds.
@@ -49,10 +51,10 @@ def open_slab(
         found = _existing(path)
         made = found is None
         if found is None:
-            header = _make(path, number, group, identity, epoch)
+            header = _make(path, number, groups, identity, epoch)
         else:
             header = found.header
-            _require_same(path, header, number, group, identity)
+            _require_same(path, header, number, groups, identity)
             mend_header(path, found)
         _resize(path, header, slots, preallocate)
     except OSError as error:
@@ -78,9 +80,11 @@ def _existing(path: Path) -> FoundHeader | None:
         return None
 
 
-def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epoch: int) -> SlabHeader:
+def _make(
+    path: Path, number: int, groups: Sequence[DiskGroup], identity: DiskIdentity, epoch: int
+) -> SlabHeader:
     raw = pack_header(
-        group,
+        groups,
         number,
         secrets.randbits(64),
         unix_now_s(),
@@ -104,7 +108,7 @@ def _make(path: Path, number: int, group: DiskGroup, identity: DiskIdentity, epo
 
 
 def _require_same(
-    path: Path, header: SlabHeader, number: int, group: DiskGroup, identity: DiskIdentity
+    path: Path, header: SlabHeader, number: int, groups: Sequence[DiskGroup], identity: DiskIdentity
 ) -> None:
     if header.fingerprint != identity.fingerprint:
         raise DiskError(
@@ -115,8 +119,8 @@ def _require_same(
             f"{path} is a copy of the slab of group {header.group}, expected that of group {number}: it is left alone; "
             "remove it"
         )
-    image = codec_of(group).image_bytes
-    if header.format != format_digest(group) or header.slot_bytes != image:
+    image = slot_bytes(groups_of_slab(groups, number))
+    if header.format != slab_format(groups, number) or header.slot_bytes != image:
         raise DiskError(f"{path} holds pages in another format ({header.format_id}): it is left alone")
 
 

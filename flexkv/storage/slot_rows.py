@@ -17,13 +17,14 @@ ROW = np.dtype(
         ("expiry", "<u8"),
         ("used", "<u8"),
         ("tokens", "<u4"),
-        ("reserved", "<u4"),
+        ("group", "<u4"),
     ]
 )
-"""One slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly."""
+"""One slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly. group: number of the
+KV group."""
 
 Rows = NDArray[np.void]
-"""dtype ROW, shape [slots of the group]."""
+"""dtype ROW, shape [slots of the slab]."""
 
 CHUNK_SLOTS = 80
 """Rows of a chunk: with the digest 3,848 bytes, which with SQLite's own fit one 4 KiB page."""
@@ -35,13 +36,13 @@ CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 MetaValue = int | None
 
 
-def pack_chunk(rows: Rows, group: int, chunk: int) -> bytes:
-    """What the database keeps of chunk number `chunk` of the group's `rows`."""
+def pack_chunk(rows: Rows, slab: int, chunk: int) -> bytes:
+    """What the database keeps of chunk number `chunk` of the slab's `rows`."""
     content = rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS].tobytes()
-    return content + DIGEST.pack(_chunk_digest(content, group, chunk))
+    return content + DIGEST.pack(_chunk_digest(content, slab, chunk))
 
 
-def unpack_chunk(content: object, group: int, chunk: object) -> Rows:
+def unpack_chunk(content: object, slab: int, chunk: object) -> Rows:
     """The rows of a chunk as the database kept it.
 
     Raises:
@@ -49,18 +50,18 @@ def unpack_chunk(content: object, group: int, chunk: object) -> Rows:
     """
     # SQLite keeps any type in any column, and by a damaged schema in that of the key too.
     if not isinstance(chunk, int):
-        raise ValueError(f"a chunk of group {group} has the number {chunk!r:.40}")
+        raise ValueError(f"a chunk of slab {slab} has the number {chunk!r:.40}")
     if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
         size = len(content) if isinstance(content, bytes) else f"{content!r:.40}"
-        raise ValueError(f"chunk {chunk} of group {group} has {size} instead of {CHUNK_BYTES} bytes")
+        raise ValueError(f"chunk {chunk} of slab {slab} has {size} instead of {CHUNK_BYTES} bytes")
     rows, (digest,) = content[: -DIGEST.size], DIGEST.unpack(content[-DIGEST.size :])
-    if digest != _chunk_digest(rows, group, chunk):
-        raise ValueError(f"chunk {chunk} of group {group} is damaged")
+    if digest != _chunk_digest(rows, slab, chunk):
+        raise ValueError(f"chunk {chunk} of slab {slab} is damaged")
     return np.frombuffer(rows, ROW)
 
 
-def _chunk_digest(content: bytes, group: int, chunk: int) -> int:
-    return c_ext.run_digest(PLACE.pack(group, chunk & 0xFFFFFFFF) + content)
+def _chunk_digest(content: bytes, slab: int, chunk: int) -> int:
+    return c_ext.run_digest(PLACE.pack(slab, chunk & 0xFFFFFFFF) + content)
 
 
 def meta_digest(meta: Mapping[str, MetaValue]) -> int:

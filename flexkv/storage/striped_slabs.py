@@ -33,10 +33,12 @@ from flexkv.storage.disk_states import DiskStates
 from flexkv.storage.disk_volume import DiskVolume
 from flexkv.storage.folder import FolderLockedError
 from flexkv.storage.generations import GenerationCounter
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import slot_bytes
 from flexkv.storage.journal import Durable, Evict, Journal, Publish, Record, Reset, Use
 from flexkv.storage.pending_records import PendingRecords
 from flexkv.storage.rows import index_rows
+from flexkv.storage.sharing import groups_of_slab, slab_numbers
 from flexkv.storage.slot_rows import Rows
 from flexkv.storage.striping import parts_by_disk, places_of
 from flexkv.transfer.host_pool import HostPool
@@ -66,7 +68,8 @@ class StripedSlabs(Volumes):
         self._options = options
         self._wrapper = wrapper
         self._groups = list(groups)
-        self._codecs = [codec_of(group) for group in groups]
+        self._codecs = [codec_of(group, number) for number, group in enumerate(groups)]
+        self._slabs = slab_numbers(groups)
         self._durable: deque[DurablePages] = deque()
         self._pending: dict[int, PendingRecords] = {}
         """Of each disk that has a journal."""
@@ -173,7 +176,7 @@ class StripedSlabs(Volumes):
 
     def image_bytes(self, group: int) -> int:
         self._require_group(group)
-        return self._codecs[group].image_bytes
+        return slot_bytes(groups_of_slab(self._groups, self._slabs[group]))
 
     def digest_offsets(self, group: int) -> tuple[int, ...]:
         self._require_group(group)
@@ -182,10 +185,11 @@ class StripedSlabs(Volumes):
 
     def rows(self, group: int) -> IndexRows:
         self._require_group(group)
-        found = [rows[group] for rows in self._rows]
+        slab = self._slabs[group]
+        found = [rows[slab] for rows in self._rows]
         for rows in self._rows:
-            rows[group] = None
-        return index_rows(found, unix_now_s())
+            rows[slab] = None
+        return index_rows(found, unix_now_s(), shared=self._slabs.count(slab) > 1)
 
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
         if self._lane is not None:
@@ -245,7 +249,9 @@ class StripedSlabs(Volumes):
         now = time.monotonic()
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
             records = self._pending.get(disk)
-            record = Publish(group, slots, keys[at], generations[at], expiries[at], tokens[at], now)
+            record = Publish(
+                self._slabs[group], group, slots, keys[at], generations[at], expiries[at], tokens[at], now
+            )
             taken &= records is not None and records.publish(record)
         return taken
 
@@ -253,12 +259,12 @@ class StripedSlabs(Volumes):
         self._require_group(group)
         for disk, at, slots in parts_by_disk(places, self.disks, self._slots):
             if disk in self._pending:
-                self._pending[disk].evict(Evict(group, slots, generations[at]))
+                self._pending[disk].evict(Evict(self._slabs[group], slots, generations[at]))
 
     def record_use(self, group: int, places: Places) -> None:
         self._require_group(group)
         for disk in range(self.disks):
-            self._put(disk, Use(group, places, disk, self.disks))
+            self._put(disk, Use(self._slabs[group], places, disk, self.disks))
 
     def _on_durable(self, disk: int) -> Durable:
         def tell(group: int, slots: NDArray[np.int64], generations: Generations) -> None:

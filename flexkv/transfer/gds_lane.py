@@ -41,7 +41,10 @@ def make_gds_lane(
         GeometryError: the runs do not fill the stripes, or are not those of a view.
         CapacityError: the staging is not there; says what to set.
     """
-    codecs = [c_ext.PageCodec(list(g.stripe_bytes), _tables(g.runs), False) for g in slabs.groups]
+    codecs = [
+        c_ext.PageCodec(list(group.stripe_bytes), _tables(group.runs), False, number)
+        for number, group in enumerate(slabs.groups)
+    ]
     staged = config.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
     slots = config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks
     lane = c_ext.GdsLane(

@@ -37,7 +37,8 @@ class SlabMap:
     """Where a unit's pages lie on its disks; travels to the ranks' processes.
 
     Attributes:
-        disks: of each disk its slabs, one a group; empty for a disk that is lost.
+        disks: of each disk its slabs, one a group, the same one for groups that share it; empty for a disk that is
+            lost.
     """
 
     groups: tuple[SlabGroup, ...]

@@ -53,7 +53,7 @@ WAYS = {
 def break_order(how: str) -> None:
     """Builds one of the faults in."""
     if how == "no-sync":
-        Journal._sync_data = lambda self, groups: None  # type: ignore[method-assign]
+        Journal._sync_data = lambda self, slabs: None  # type: ignore[method-assign]
     elif how == "index-first":
         write, sync = Journal._write, Journal._sync_data
 

@@ -23,7 +23,7 @@ from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path
 from flexkv.config import load_config
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.engine import TransferEngine

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.config import GdsConfig
 from flexkv.storage.base import DiskGroup, DiskOptions
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.engine import TransferEngine

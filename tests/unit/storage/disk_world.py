@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.storage.base import DiskEvents, DiskGroup, DiskIdentity, DiskOptions, IndexRows
 from flexkv.storage.folder import unit_folder
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.sharing import slab_numbers
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.engine import TransferEngine
@@ -47,6 +49,17 @@ def make_group(
     return DiskGroup(
         "test", (count * run_bytes,) * ranks, (runs,) * ranks, BLOCK_TOKENS, "uint8", host_digests
     )
+
+
+def sharing_groups() -> list[DiskGroup]:
+    """A full group, and two whose pages lie in its slabs: a window of the same images, and a state of smaller ones."""
+    full = make_group(layers=3, run_bytes=4608, kv=1)
+    state = make_group(layers=2, run_bytes=2560, kv=2)
+    return [
+        replace(full, signature=b"full"),
+        replace(full, format_id="test window", rule="window", reach=2, signature=b"window", shares=0),
+        replace(state, format_id="test state", rule="state", signature=b"state", shares=0),
+    ]
 
 
 def ids(values: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
@@ -86,7 +99,11 @@ def run_op(engine: TransferEngine, op: TransferOp) -> OpResult:
 
 
 class DiskWorld:
-    """Blocks are numbers: block n has key n, and bytes that its number and the group's size decide."""
+    """Blocks are numbers: block n has key n, and bytes that its number and its group decide.
+
+    Args:
+        more: groups beside the first. What takes a group's number, `of`, means the first without it.
+    """
 
     def __init__(
         self,
@@ -96,48 +113,55 @@ class DiskWorld:
         identity: DiskIdentity = IDENTITY,
         host_slots: int = 64,
         faults: testing_ext.IoFaults | None = None,
+        more: Sequence[DiskGroup] = (),
         **options: object,
     ) -> None:
         self.group = group or make_group()
+        self.groups = [self.group, *more]
         self.folders = list(folders)
         self.identity = identity
-        image = self.codec.image_bytes
+        self.codecs = [codec_of(group, number) for number, group in enumerate(self.groups)]
+        images: dict[int, int] = {}
+        for slab, codec in zip(slab_numbers(self.groups), self.codecs, strict=True):
+            images[slab] = max(codec.image_bytes, images.get(slab, 0))
         self.options = replace(
-            DiskOptions(slots * image, **options),  # type: ignore[arg-type]
+            DiskOptions(slots * sum(images.values()), **options),  # type: ignore[arg-type]
         )
         self.faults = faults
-        self.unit = StripedSlabs.open(self.folders, identity, [self.group], self.options, faults)
-        self.pool = HostPool(image, host_slots)
-        assert self.pool.wait_ready(host_slots, GENEROUS_S)
-        self.engine = TransferEngine(lanes=[self.unit.lane([self.pool])])
+        self.unit = StripedSlabs.open(self.folders, identity, self.groups, self.options, faults)
+        pools = {slab: HostPool(image, host_slots) for slab, image in images.items()}
+        self.pools = [pools[slab] for slab in slab_numbers(self.groups)]
+        self.pool = self.pools[0]
+        for pool in pools.values():
+            assert pool.wait_ready(host_slots, GENEROUS_S)
+        self.engine = TransferEngine(lanes=[self.unit.lane(self.pools)])
         self.op_ids = itertools.count(1)
         self.durable: set[tuple[int, int]] = set()
         self.events: list[DiskEvents] = []
 
     @property
     def codec(self) -> c_ext.PageCodec:
-        return c_ext.PageCodec(list(self.group.stripe_bytes), list(self.group.runs), self.group.host_digests)
+        return self.codecs[0]
 
     @property
     def folder(self) -> Path:
-        return unit_folder(self.folders[0], self.identity, [self.group])
+        return unit_folder(self.folders[0], self.identity, self.groups)
 
-    @property
-    def stripes(self) -> list[tuple[int, int]]:
+    def stripes(self, of: int = 0) -> list[tuple[int, int]]:
         """Offset and bytes of each rank's stripe."""
-        codec = self.codec
-        return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.group.stripe_bytes)]
+        codec = self.codecs[of]
+        return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.groups[of].stripe_bytes)]
 
-    def payload(self, number: int, epoch: int = 0) -> NDArray[np.uint8]:
+    def payload(self, number: int, epoch: int = 0, of: int = 0) -> NDArray[np.uint8]:
         """The stripes of block `number` of these weights: everything of its image before the trailer."""
-        size = self.codec.trailer_offset
+        size = self.codecs[of].trailer_offset
         words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        words += np.uint64(number + (epoch << 32))
+        words += np.uint64(number + (epoch << 32) + (of << 56))
         return words.view(np.uint8)
 
-    def fill(self, slot: int, number: int, epoch: int = 0) -> None:
-        view = self.pool.slot(slot)
-        view[: self.codec.trailer_offset] = self.payload(number, epoch)
+    def fill(self, slot: int, number: int, epoch: int = 0, of: int = 0) -> None:
+        view = self.pools[of].slot(slot)
+        view[: self.codecs[of].trailer_offset] = self.payload(number, epoch, of)
 
     def run(
         self,
@@ -147,12 +171,13 @@ class DiskWorld:
         tags: NDArray[np.uint8],
         layerwise: bool = False,
         digests: RunDigests = NO_DIGESTS,
+        of: int = 0,
     ) -> OpResult:
         priority = Priority.LOAD if kind is OpKind.DISK_READ else Priority.STORE
         op = TransferOp(
             OpId(next(self.op_ids)),
             kind,
-            0,
+            of,
             priority,
             ids([]),
             ids(slots),
@@ -163,9 +188,11 @@ class DiskWorld:
         )
         return run_op(self.engine, op)
 
-    def store(self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8]) -> OpResult:
+    def store(
+        self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8], of: int = 0
+    ) -> OpResult:
         """Brings the pages of host slots to places of the disks."""
-        return self.run(OpKind.DISK_WRITE, slots, places, tags)
+        return self.run(OpKind.DISK_WRITE, slots, places, tags, of=of)
 
     def write(
         self,
@@ -174,20 +201,21 @@ class DiskWorld:
         publish: bool = True,
         epoch: int | None = None,
         generations: NDArray[np.uint64] | None = None,
+        of: int = 0,
     ) -> tuple[OpResult, NDArray[np.uint64]]:
         """Writes blocks to places; publishes those that ended OK."""
         slots = list(range(len(numbers)))
         at = self.unit.epoch if epoch is None else epoch
         for slot, number in zip(slots, numbers, strict=True):
-            self.fill(slot, number, at)
+            self.fill(slot, number, at, of)
         if generations is None:
             generations = self.unit.next_generations(len(numbers))
         keys = keys_of(numbers)
-        result = self.store(slots, places, make_tags(keys, at, generations, BLOCK_TOKENS))
+        result = self.store(slots, places, make_tags(keys, at, generations, BLOCK_TOKENS), of)
         good = np.setdiff1d(np.arange(len(numbers)), result.failed)
         if publish and len(good):
             assert self.unit.record_publish(
-                0,
+                of,
                 keys[good],
                 ids(places)[good],
                 generations[good],
@@ -203,20 +231,21 @@ class DiskWorld:
         layerwise: bool = False,
         epoch: int | None = None,
         tokens: int = BLOCK_TOKENS,
+        of: int = 0,
     ) -> OpResult:
         """Reads blocks to the pool's upper slots; what ended OK must be their bytes."""
-        base = self.pool.slots // 2
-        slots = [base + i for i in range(len(numbers))]
+        pool = self.pools[of]
+        slots = [pool.slots // 2 + i for i in range(len(numbers))]
         for slot in slots:
-            self.pool.slot(slot)[:] = 0xEE
+            pool.slot(slot)[:] = 0xEE
         at = self.unit.epoch if epoch is None else epoch
         tags = make_tags(keys_of(numbers), at, generations, tokens)
-        result = self.run(OpKind.DISK_READ, slots, places, tags, layerwise)
+        result = self.run(OpKind.DISK_READ, slots, places, tags, layerwise, of=of)
         failed = set(result.failed.tolist())
         for i, (slot, number) in enumerate(zip(slots, numbers, strict=True)):
             if i not in failed:
-                got, wanted = self.pool.slot(slot), self.payload(number, at)
-                for begin, size in self.stripes:
+                got, wanted = pool.slot(slot), self.payload(number, at, of)
+                for begin, size in self.stripes(of):
                     part = slice(begin, begin + size)
                     np.testing.assert_array_equal(got[part], wanted[part], f"block {number}: wrong bytes")
         return result
@@ -240,14 +269,17 @@ class DiskWorld:
         self.until(lambda: wanted <= self.durable, f"{wanted - self.durable} did not become durable")
 
     def read_rows(self, rows: IndexRows) -> dict[int, str]:
-        """Reads every row; block -> reason of those that failed."""
+        """Reads every row as its group's; block -> reason of those that failed."""
         failed = {}
         step = self.pool.slots // 2
-        for first in range(0, len(rows), step):
-            part = slice(first, first + step)
-            numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys[part]]
-            result = self.read(numbers, rows.places[part].tolist(), rows.generations[part])
-            failed.update({numbers[i]: result.reason for i in result.failed.tolist()})
+        groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups
+        for of in np.unique(groups).tolist():
+            named = np.flatnonzero(groups == of)
+            for first in range(0, len(named), step):
+                part = named[first : first + step]
+                numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys[part]]
+                result = self.read(numbers, rows.places[part].tolist(), rows.generations[part], of=of)
+                failed.update({numbers[i]: result.reason for i in result.failed.tolist()})
         return failed
 
     def close(self) -> bool:
@@ -255,7 +287,8 @@ class DiskWorld:
             self.faults.release()
         assert self.engine.close(GENEROUS_S)
         done = self.unit.close(GENEROUS_S)
-        self.pool.close()
+        for pool in set(self.pools):
+            pool.close()
         return done
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flexkv.storage.base import DiskOptions
 from flexkv.storage.folder import unit_folder
 from flexkv.storage.generations import opens_of, read_opens
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.spare import SPARE_NAME
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.tags import make_tags

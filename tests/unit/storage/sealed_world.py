@@ -22,26 +22,34 @@ class SealedWorld(DiskWorld):
 
     def __init__(self, folders: Sequence[Path], group: DiskGroup, slots: int, **options: object) -> None:
         super().__init__(folders, group, slots, sealed_apart=True, **options)  # type: ignore[arg-type]
-        (stripe,), (runs,) = group.stripe_bytes, group.runs
+        lane = make_gds_lane(self.unit.slab_map(), 0, None, GdsConfig())
+        self.rank = TransferEngine(lanes=[lane])
+        self.blocks = [self._attach(number) for number in range(len(self.groups))]
+
+    def _attach(self, number: int) -> NDArray[np.uint8]:
+        """The group's part of the rank's pool, uint8 [blocks, stripe]."""
+        (stripe,), (runs,) = self.groups[number].stripe_bytes, self.groups[number].runs
         blocks = self.pool.slots
         raw = np.zeros(blocks * stripe + 4096, np.uint8)
         base = raw.ctypes.data + -raw.ctypes.data % 4096
         first = base - raw.ctypes.data
-        self.blocks = raw[first : first + blocks * stripe].reshape(blocks, stripe)
         segments = np.array([[base + at, stripe, size, at, layer] for at, size, layer in runs.tolist()])
-        lane = make_gds_lane(self.unit.slab_map(), 0, None, GdsConfig())
-        self.rank = TransferEngine(lanes=[lane])
-        self.rank.attach_view(0, c_ext.KvView(segments, blocks, stripe), self.pool, owners=[raw])
+        view = c_ext.KvView(segments, blocks, stripe)
+        self.rank.attach_view(number, view, self.pools[number], owners=[raw])
+        return raw[first : first + blocks * stripe].reshape(blocks, stripe)
 
-    def store(self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8]) -> OpResult:
+    def store(
+        self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8], of: int = 0
+    ) -> OpResult:
+        blocks = self.blocks[of]
         for slot in slots:
-            self.blocks[slot] = self.pool.slot(slot)[: self.blocks.shape[1]]
+            blocks[slot] = self.pools[of].slot(slot)[: blocks.shape[1]]
         stripes = run_op(
             self.rank,
             TransferOp(
                 OpId(next(self.op_ids)),
                 OpKind.GDS_WRITE,
-                0,
+                of,
                 Priority.STORE,
                 ids(slots),
                 ids([]),
@@ -51,7 +59,7 @@ class SealedWorld(DiskWorld):
         )
         if stripes.status is not OpStatus.OK:
             return stripes
-        return self.run(OpKind.DISK_SEAL, [], places, tags, digests=stripes.digests)
+        return self.run(OpKind.DISK_SEAL, [], places, tags, digests=stripes.digests, of=of)
 
     def close(self) -> bool:
         assert self.rank.close(GENEROUS_S)

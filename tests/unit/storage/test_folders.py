@@ -77,7 +77,7 @@ def test_slots_follow_the_budget(make_disks: MakeDisks) -> None:
 
 def test_a_budget_whose_index_no_memory_holds_is_refused() -> None:
     with pytest.raises(
-        CapacityError, match=rf"{1 << 60} bytes of disk have {2**31 - 1} slots a group: their index"
+        CapacityError, match=rf"{1 << 60} bytes of disk have {2**31 - 1} slots a slab: their index"
     ):
         slots_of([make_group(layers=1, run_bytes=512)] * 64, 1 << 60)
 

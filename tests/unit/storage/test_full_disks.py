@@ -16,7 +16,7 @@ from flexkv.config import load_config
 from flexkv.errors import DiskError
 from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder_share import bytes_per_folder, own_bytes
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import FullDiskError
 from flexkv.transfer.graph import OpStatus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -15,15 +16,27 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.base import DiskOptions
+from flexkv.storage.base import DiskGroup, DiskOptions
 from flexkv.storage.folder import unit_folder, unit_folders
 from flexkv.storage.fsck import check_folder
-from flexkv.storage.header import FIXED, DamagedHeaderError, parse_header, read_group, read_header
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import (
+    DIGEST_AT,
+    FIXED,
+    DamagedHeaderError,
+    format_digests,
+    pack_header,
+    parse_header,
+    read_group,
+    read_header,
+)
+from flexkv.storage.slot_rows import ROW, pack_chunk
 from flexkv.storage.striped_slabs import StripedSlabs
+from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpStatus
 from tests.soak import soak_factor
 from tests.unit.storage.damage import filled, flip
-from tests.unit.storage.disk_world import IDENTITY, MakeDisks, make_group
+from tests.unit.storage.disk_world import IDENTITY, MakeDisks, make_group, sharing_groups
 from tests.unit.storage.flips import Copies, drawn_bits, make_folder
 
 
@@ -142,6 +155,159 @@ def test_the_header_says_what_the_unit_was_made_with(make_disks: MakeDisks) -> N
     assert layers == (0, 2304, 4608)
 
 
+def resigned(raw: bytes | bytearray, header_bytes: int) -> bytes:
+    """With a digest that matches what it says."""
+    made = bytearray(raw)
+    struct.pack_into("<Q", made, DIGEST_AT, 0)
+    struct.pack_into("<Q", made, DIGEST_AT, c_ext.run_digest(bytes(made[:header_bytes])))
+    return bytes(made)
+
+
+def header_of(*groups: DiskGroup, slab: int = 0) -> bytes:
+    return pack_header(
+        groups, slab, 0x1234567890ABCDEF, 1_700_000_000, 2, IDENTITY.fingerprint, "a/model", "unit0"
+    )
+
+
+def test_what_one_full_group_leaves_on_disk_is_byte_for_byte_that_of_version_1() -> None:
+    """Digests of what was written before there were several groups."""
+    group = replace(make_group(layers=3, run_bytes=2304, ranks=2), format_id="a format")
+    raw = header_of(group)
+    assert len(raw) == 4096
+    assert (
+        hashlib.sha256(raw).hexdigest() == "64a3dba35e47d586704fa31c6975bbed08e25a6eaf1eea391ebb591a027ee968"
+    )
+    assert parse_header(raw, "it")[0].version == 1
+    codec = codec_of(group)
+    image = bytearray(np.arange(codec.image_bytes, dtype=np.uint64).astype(np.uint8).tobytes())
+    tag = make_tags(np.arange(16, dtype=np.uint8).reshape(1, 16), 2, np.array([77], np.uint64), 16)
+    codec.seal(image, 5, 6, tag.tobytes(), 1_700_000_000)
+    assert (
+        hashlib.sha256(image).hexdigest()
+        == "9d622710ee704555f447851031dd23ade51b5cc54692ce5bf7464e6a4a9cb9ee"
+    )
+    rows = np.zeros(80, ROW)
+    rows["key"][:] = 3
+    rows["generation"], rows["tokens"], rows["used"] = 9, 16, 5
+    chunk = hashlib.sha256(pack_chunk(rows, 0, 1)).hexdigest()
+    assert chunk == "6a35e7c88d17916453f3c71476cbb37782c413390d3da10f252dba4932320390"
+    folder = unit_folder(Path("/d"), IDENTITY, [group])
+    assert folder == Path("/d/a-model-0001020304050607-408801a23ff607df/unit0")
+
+
+@pytest.mark.parametrize("change", [{"rule": "state"}, {"signature": b"s"}, {"rule": "window", "reach": 4}])
+def test_another_rule_or_signature_is_another_folder_and_header(change: dict[str, object]) -> None:
+    group = make_group()
+    other = replace(group, **change)  # type: ignore[arg-type]
+    header, found = parse_header(header_of(other), "it")
+    assert (header.version, parse_header(header_of(group), "it")[0].version) == (2, 1)
+    assert (found[0].rule, found[0].reach, found[0].signature) == (other.rule, other.reach, other.signature)
+    assert unit_folder(Path("/d"), IDENTITY, [other]) != unit_folder(Path("/d"), IDENTITY, [group])
+    assert format_digests([other]) != format_digests([group])
+
+
+def test_a_header_says_all_of_the_groups_that_share_its_slab() -> None:
+    own = replace(make_group(layers=1), rule="chunk", reach=64)
+    groups = [*sharing_groups(), own]
+    header, found = parse_header(header_of(*groups), "it")
+    assert (header.version, header.group, header.slot_bytes) == (2, 0, codec_of(groups[0]).image_bytes)
+    assert list(found) == [0, 1, 2]
+    for number, there in found.items():
+        here = groups[number]
+        for name in (
+            "format_id",
+            "stripe_bytes",
+            "block_tokens",
+            "dtype",
+            "rule",
+            "reach",
+            "signature",
+            "shares",
+        ):
+            assert getattr(there, name) == getattr(here, name)
+        for tables in zip(there.runs, here.runs, strict=True):
+            np.testing.assert_array_equal(*tables)
+    header, found = parse_header(header_of(*groups, slab=3), "it")
+    assert (header.group, list(found), found[3].rule, found[3].reach) == (3, [3], "chunk", 64)
+
+
+def test_a_flipped_bit_in_a_header_of_several_groups_is_found() -> None:
+    raw = bytearray(header_of(*sharing_groups()))
+    for at, bit in drawn_bits(range(len(raw)), seed=8):
+        raw[at] ^= 1 << bit
+        with pytest.raises(DamagedHeaderError):
+            parse_header(bytes(raw), "it")
+        raw[at] ^= 1 << bit
+    parse_header(bytes(raw), "it")
+
+
+RECORD_AT = FIXED.size
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (24, 4096),  # slot_bytes
+        (112, 1),  # group
+        (140, 0),  # groups
+        (140, 4),
+        (140, 1 << 31),
+        (164, 0xFFFF),  # length of unit
+        (RECORD_AT, 1),  # number of the first group
+        (RECORD_AT + 4, 0),  # ranks
+        (RECORD_AT + 4, 1 << 31),
+        (RECORD_AT + 8, 1 << 30),  # layers
+        (RECORD_AT + 12, 2),  # runs
+        (RECORD_AT + 16, 0),  # block_tokens
+        (RECORD_AT + 20, 3),  # reach
+        (RECORD_AT + 28, 0x21212121),  # rule
+        (RECORD_AT + 28, 0xFFFFFFFF),
+        (RECORD_AT + 60, 0xFFFF),  # length of format_id
+    ],
+)
+def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, at: int, value: int) -> None:
+    """Its digest matches: nobody's disk has damaged it, and nobody throws its pages away."""
+    first, *more = sharing_groups()
+    world = make_disks(group=first, more=more)
+    slab = world.folder / "group0.slab"
+    assert world.close()
+    size = read_header(str(slab)).header_bytes
+    raw = bytearray(slab.read_bytes())
+    width = "<H" if at in (164, RECORD_AT + 60) else "<I"
+    struct.pack_into(width, raw, at, value)
+    slab.write_bytes(resigned(raw, size))
+    before = slab.read_bytes()
+    with pytest.raises(DiskError, match="a slab header that says what cannot be") as caught:
+        read_header(str(slab))
+    assert not isinstance(caught.value, DamagedHeaderError)
+    with pytest.raises(DiskError, match=r"no disk can be used: .*a slab header that says what cannot be"):
+        make_disks(group=first, more=more)
+    assert slab.read_bytes() == before
+
+
+def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
+    make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both ways round, and of a version that nobody knows yet."""
+    caplog.set_level(logging.INFO, "flexkv.storage")
+    first, *more = sharing_groups()
+    plain, _ = filled(make_disks)
+    assert not caplog.messages
+    several, _ = filled(make_disks, group=first, more=more)
+    assert f"the pages in {plain.parent} are of another format or of other KV groups" in caplog.text
+    assert "(version 1, test, rules of its KV groups: full)" in caplog.text
+    later = bytearray(several.read_bytes())
+    size = read_header(str(several)).header_bytes
+    struct.pack_into("<I", later, 8, 9)
+    several.write_bytes(resigned(later, size))
+    caplog.clear()
+    third, _ = filled(make_disks, group=replace(first, rule="window", reach=9), more=more)
+    assert "slab format 9.1; this version reads 1.1 and 2.1" in caplog.text
+    assert len({plain, several, third}) == 3
+    assert len(make_disks().unit.rows(0)) == 6
+    assert several.read_bytes() == resigned(later, size)
+
+
 def test_models_lie_side_by_side(make_disks: MakeDisks, tmp_path: Path) -> None:
     """Also two whose names make the same folder name."""
     other = replace(IDENTITY, model="a model", fingerprint=bytes(32))
@@ -166,11 +332,10 @@ def test_another_version_is_left_alone(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     size = read_header(str(slab)).header_bytes
     raw = bytearray(slab.read_bytes())
-    struct.pack_into("<I", raw, 8, 2)
-    struct.pack_into("<Q", raw, 40, 0)
-    struct.pack_into("<Q", raw, 40, c_ext.run_digest(bytes(raw[:size])))
+    struct.pack_into("<I", raw, 8, 3)
+    raw[:] = resigned(raw, size)
     slab.write_bytes(raw)
-    with pytest.raises(DiskError, match=r"slab format 2\.1; this version reads 1\.1"):
+    with pytest.raises(DiskError, match=r"slab format 3\.1; this version reads 1\.1 and 2\.1"):
         make_disks()
     assert slab.read_bytes() == raw
 

@@ -14,7 +14,7 @@ from flexkv.errors import GeometryError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
-from flexkv.storage.header import codec_of
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool

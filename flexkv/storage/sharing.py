@@ -1,0 +1,51 @@
+"""Which slabs each KV group of a unit uses: its own, or those of an earlier group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv import c_ext
+from flexkv.errors import ConfigError, GeometryError
+from flexkv.storage.base import DiskGroup
+
+MOST_SIGNATURE_BYTES = 4096
+"""Of a group: names of layers and shapes, or a digest of them, take less."""
+
+
+def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
+    """Of each group the number of its slabs: that of the first group that uses them.
+
+    Raises:
+        GeometryError: a group shares with one that is not before it, or its signature is too long.
+        ConfigError: a rule that there is not, or a reach that its rule does not have.
+    """
+    numbers: list[int] = []
+    for number, group in enumerate(groups):
+        try:
+            c_ext.GroupRule(group.rule, group.block_tokens, group.reach)
+        except ConfigError as error:
+            raise ConfigError(f"group {number}: {error}") from error
+        if len(group.signature) > MOST_SIGNATURE_BYTES:
+            raise GeometryError(
+                f"group {number}: a signature of {len(group.signature)} bytes; allowed are {MOST_SIGNATURE_BYTES}"
+            )
+        if group.shares is None:
+            numbers.append(number)
+        elif 0 <= group.shares < number:
+            numbers.append(numbers[group.shares])
+        else:
+            raise GeometryError(
+                f"group {number} shares the slabs of group {group.shares}; allowed are those before it, [0, {number})"
+            )
+    return numbers
+
+
+def is_plain(groups: Sequence[DiskGroup]) -> bool:
+    """Whether the groups are a single one of which every page counts, with nothing of its own in its keys: what version
+    1 of a slab's header says."""
+    return len(groups) == 1 and groups[0].rule == "full" and not groups[0].signature
+
+
+def groups_of_slab(groups: Sequence[DiskGroup], slab: int) -> dict[int, DiskGroup]:
+    """The groups that use these slabs, by their numbers."""
+    return {n: groups[n] for n, number in enumerate(slab_numbers(groups)) if number == slab}
