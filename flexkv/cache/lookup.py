@@ -166,7 +166,10 @@ class Lookup:
             self._requests.begin_prefetch(request_id, first)
         for op_id, tier in fetched.ops.items():
             if op_id > last:
-                self._tiers[tier].counts.prefetched += self._ops.get(op_id).pages
+                op = self._ops.fetch(op_id)
+                assert op is not None
+                op.prefetched = True
+                self._tiers[tier].counts.prefetched += op.pages
         return fetches
 
     def _usable(self, request_id: str) -> list[TierId]:

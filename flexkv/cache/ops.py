@@ -68,10 +68,12 @@ class FetchOp(Op):
     Attributes:
         host: the pages' entries in host memory, pending, each pinned once by the op.
         waiters: requests that wait for it.
+        prefetched: it was begun before a lookup asked for its pages.
     """
 
     host: EntryIds
     waiters: set[str] = field(default_factory=set)
+    prefetched: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -291,6 +293,11 @@ class OpTable:
         """The fetch of that number; None when it has ended."""
         op = self._ops.get(op_id)
         return op if isinstance(op, FetchOp) else None
+
+    def unawaited_prefetches(self) -> int:
+        """Pages in flight of fetches that were begun before a lookup asked, and that no request waits for any more."""
+        fetches = (op for op in self if isinstance(op, FetchOp))
+        return sum(op.pages for op in fetches if op.prefetched and not op.waiters)
 
     def of_request(self, request_id: str, role: OpRole) -> list[RankOp]:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]

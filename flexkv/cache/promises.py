@@ -278,6 +278,8 @@ class Promises:
         """Pages that one more prefetch may bring."""
         slots = groups * min(self._hub.index.up_slots(group) for group in range(groups))
         room = int(PREFETCH_SLOTS * slots) - self._requests.prefetched_pages()
+        # What is read for requests that have gone takes as many slots until it has come.
+        room -= self._ops.unawaited_prefetches()
         for tier in self._lookup.behind:
             facts = self._tiers[tier].facts
             if self._ops.count(OpRole.FETCH, tier) >= PREFETCH_BUDGET * facts.fetch_ops:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import flexkv.cache
-from flexkv.cache.base import Keys, MatchResult, StorePlan
+from flexkv.cache.base import GroupSpec, Keys, MatchResult, Rule, StorePlan
 from flexkv.cache.broken_plan import BrokenPlans
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import FlexKVError
 from flexkv.transfer.graph import BlockIds
 from tests.soak import soak_factor
 from tests.unit.cache import disk_world
-from tests.unit.cache.disk_world import DiskWorld, chain, traffic, two_groups
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, traffic, two_groups
 
 CONTROL_PLANE = str(Path(flexkv.cache.__file__).parent)
 NOT_INJECTED = ("broken_plan.py", "op_log.py", "outbox.py")
@@ -160,6 +160,57 @@ def look(groups: int = 1, **facts: Any) -> Case:
     return Case(world, call, call)
 
 
+def look_again() -> Case:
+    """After the wait, for what is leased already."""
+    looking = look()
+    looking.call()
+    looking.world.run()
+    return looking
+
+
+def look_with_window() -> Case:
+    """Over groups of other rules, some of whose pages are on disk."""
+    world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8, Rule.WINDOW, 2)))
+    keys = [chain(PAGES), chain(PAGES, seed=1)]
+    for group, mine in enumerate(keys):
+        world.store(mine, group=group)
+    world.run()
+    world.drop_host()
+    for group, mine in enumerate(keys):
+        world.store(mine[:1], f"earlier {group}", group)
+    world.run()
+
+    def call() -> MatchResult:
+        return world.manager.match("r", keys, 0)
+
+    return Case(world, call, call)
+
+
+def prefetch(groups: int = 1, **facts: Any) -> Case:
+    """Of blocks on disk."""
+    keys, limits = [chain(PAGES)], traffic(**facts)
+    if groups == 2:
+        world, keys = two_groups(PAGES, limits=limits)
+    else:
+        world = disk_world.written(keys[0], limits=limits, slots=32)
+
+    def call() -> int:
+        return world.manager.prefetch("r", keys)
+
+    return Case(world, call, call)
+
+
+def look_for_prefetched() -> Case:
+    """While it comes."""
+    fetching = prefetch()
+    fetching.call()
+
+    def call() -> MatchResult:
+        return fetching.world.manager.match("r", [chain(PAGES)], 0)
+
+    return Case(fetching.world, call, call)
+
+
 def load(groups: int = 1, **facts: Any) -> Case:
     """Of what such a lookup has promised."""
     looking = look(groups, **facts)
@@ -178,6 +229,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "lookup of two groups": lambda: look(2),
     "lookup that streams": lambda: look(streams=True),
     "lookup that finds pages where they lie": lambda: look(gds_loads=GdsUse.ALWAYS),
+    "lookup again": look_again,
+    "lookup of groups of other rules": look_with_window,
+    "lookup of what was prefetched": look_for_prefetched,
+    "prefetch": prefetch,
+    "prefetch of two groups": lambda: prefetch(2),
     "load": load,
     "load of two groups": lambda: load(2),
     "load of what streams": lambda: load(streams=True),

@@ -161,6 +161,19 @@ def test_a_request_that_ends_in_the_queue_gives_its_slots_back() -> None:
     assert world.store(chain(SLOTS, seed=3)) == 0
 
 
+def test_reads_for_requests_that_have_ended_count_until_they_have_come() -> None:
+    """Clients that hang up one after the other must not fill host memory with what nobody waits for."""
+    keys = chain(16)
+    world = written(keys, slots=SLOTS)
+    for name in range(8):
+        begin(world, keys[2 * name :][:2], f"r{name}")
+        world.manager.end_request(f"r{name}")
+    assert sum(op.pages for op in world.take()) == SLOTS // 4
+    for op in list(world.lane.ops.values()):
+        world.end(op)
+    assert begin(world, keys[8:10], "later") == 1
+
+
 def test_what_nobody_looks_up_is_given_back_in_time() -> None:
     keys = chain(6)
     world = written(keys, slots=SLOTS, limits=traffic(wait_s=5.0))
