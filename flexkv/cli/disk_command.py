@@ -23,6 +23,7 @@ from flexkv.storage.folder import (
     unit_folders,
 )
 from flexkv.storage.header_copy import find_header
+from flexkv.storage.index_copy import pages_by_group
 
 DAY_S = 86_400
 
@@ -37,11 +38,12 @@ def command() -> None:
 
 @command.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--pages", is_flag=True, help="Count the pages of each KV group, which reads the whole index.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def ls(folder: Path, as_json: bool) -> int:
-    """List models, sizes and ages under FOLDER. Exit code 1: a folder under it cannot be looked into."""
+def ls(folder: Path, pages: bool, as_json: bool) -> int:
+    """List models, KV groups, sizes and ages under FOLDER. Exit code 1: a folder under it cannot be looked into."""
     closed = closed_folders(folder)
-    entries = [_entry(unit, folder) for unit in unit_folders(folder) if unit not in closed]
+    entries = [_entry(unit, folder, pages) for unit in unit_folders(folder) if unit not in closed]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
     elif entries:
@@ -57,13 +59,14 @@ def ls(folder: Path, as_json: bool) -> int:
 
 def _print(entries: Sequence[dict[str, object]]) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("folder", "model", "format", "size", "created", "last used", "state"):
+    for heading in ("folder", "model", "format", "groups", "size", "created", "last used", "state"):
         table.add_column(heading)
     for entry in entries:
         table.add_row(
             str(entry["folder"]),
             str(entry["model"]),
             str(entry["format"]),
+            _groups_text(entry["groups"]),
             format_size(int(str(entry["bytes"]))),
             _age(entry["created"]),
             _age(entry["last_used"]),
@@ -104,11 +107,14 @@ def _agreed(unit: Path) -> bool:
         raise
 
 
-def _entry(unit: Path, root: Path) -> dict[str, object]:
+def _entry(unit: Path, root: Path, pages: bool) -> dict[str, object]:
+    groups: dict[int, dict[str, object]] = {}
+    slots: dict[int, int] = {}
     entry: dict[str, object] = {
         "folder": str(unit.relative_to(root)),
         "model": "?",
         "format": "?",
+        "groups": [],
         "bytes": held_bytes(unit),
         "created": 0,
         "last_used": _last_used(unit),
@@ -128,8 +134,30 @@ def _entry(unit: Path, root: Path) -> dict[str, object]:
         header = found.header
         if fault := found.slab_fault or found.copy_fault:
             entry["damage"] = fault.removeprefix(f"{unit}/") + " (there is a whole one beside it)"
-        entry.update(model=header.model, format=header.format_id, created=header.created)
+        slots[header.group] = max(0, (slab.stat().st_size - header.header_bytes) // header.slot_bytes)
+        for number, group in found.groups.items():
+            groups[number] = {"group": number, "rule": group.rule_text, "format": group.format_id}
+        if len(slots) == 1:
+            entry.update(model=header.model, format=header.format_id, created=header.created)
+    entry["groups"] = [groups[number] for number in sorted(groups)]
+    if pages and slots:
+        try:
+            counted = pages_by_group(unit, slots)
+        except DiskError as error:
+            entry["damage"] = entry["damage"] or f"its pages cannot be counted: {error}"
+        else:
+            for number, of_group in groups.items():
+                of_group["pages"] = counted.get(number, 0)
     return entry
+
+
+def _groups_text(groups: object) -> str:
+    assert isinstance(groups, list)
+    texts = []
+    for group in groups:
+        pages = f": {group['pages']} pages" if "pages" in group else ""
+        texts.append(f"{group['rule']}{pages}")
+    return "; ".join(texts)
 
 
 def _last_used(unit: Path) -> int:

@@ -66,6 +66,9 @@ def _show(console: Console, report: FsckReport) -> None:
             f"{slab.stale} stale, {len(slab.orphans)} orphans, {len(slab.damaged)} damaged, "
             f"{len(slab.missing)} missing"
         )
+        if len(report.slabs) + len(slab.groups) > 2:  # of one group alone its slab says it all
+            for group in slab.groups:
+                console.print(f"    group {group.group} ({group.rule}, {group.format_id}): {group.good} good")
         _name(console, slab)
     if report.repaired:
         console.print("  the index was repaired")

@@ -89,6 +89,12 @@ class DiskGroup:
     def num_layers(self) -> int:
         return 1 + max(int(runs[:, 2].max()) for runs in self.runs)
 
+    @property
+    def rule_text(self) -> str:
+        """For people."""
+        unit = {"window": " pages", "chunk": " tokens"}.get(self.rule)
+        return f"{self.rule} of {self.reach}{unit}" if unit else self.rule
+
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:

@@ -78,7 +78,7 @@ def _name_others(folder: Path) -> None:
     for slab in sorted(folder.parent.parent.glob(f"*-{fingerprint}-*/{folder.name}/{slab_name(0)}")):
         try:
             found = find_header(slab)
-            rules = ", ".join(group.rule for group in found.groups.values())
+            rules = ", ".join(group.rule_text for group in found.groups.values())
             what = (
                 f"version {found.header.version}, {found.header.format_id}, rules of its KV groups: {rules}"
             )

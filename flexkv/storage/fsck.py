@@ -37,13 +37,12 @@ class GroupReport:
     """A KV group whose pages a slab holds.
 
     Attributes:
-        rule: which of them a hit needs, see `DiskGroup`; so `reach`.
+        rule: which of them a hit needs, and of a window or a chunk how far it reaches.
         good: pages that are whole and that the index names.
     """
 
     group: int
     rule: str
-    reach: int
     format_id: str
     good: int = 0
 
@@ -153,7 +152,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
                 header.model,
                 slots,
                 groups=[
-                    GroupReport(number, group.rule, group.reach, group.format_id)
+                    GroupReport(number, group.rule_text, group.format_id)
                     for number, group in whole.groups.items()
                 ],
             )

@@ -5,7 +5,6 @@ those of the fingerprint's namespace."""
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from flexkv.errors import DiskError, GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
 from flexkv.layout.format_id import FormatId
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder import (
     DIGEST_DIGITS,
-    folder_at_rest,
     native_path,
     slab_name,
     unit_folder,
@@ -30,9 +27,9 @@ from flexkv.storage.group_tables import codec_of
 from flexkv.storage.header import PLAIN_VERSION, SlabHeader
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_copy import copy_index
 from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.index_trouble import UnusableIndexError
-from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import ROW, Rows
 
@@ -149,19 +146,10 @@ def _rows(
     Raises:
         DiskError: it is in use, or damaged, or there is no index.
     """
-    if not (folder / INDEX_NAME).exists():
-        raise DiskError("it has no index; its own unit makes one when it starts")
     with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
-        copy = Path(made) / INDEX_NAME
-        with folder_at_rest(folder):
-            # With what the database's log holds beyond it. Opened where it lies, it would be written to.
-            for path in folder.glob(f"{INDEX_NAME}*"):
-                shutil.copyfile(path, copy.with_name(path.name))
-            written_epoch = number_if_whole(
-                read_epoch, folder, lambda fault: logger.warning("%s: the index decides", fault)
-            )
+        written_epoch = copy_index(folder, Path(made))
         try:
-            index = SlotIndex(copy, [slots])
+            index = SlotIndex(Path(made) / INDEX_NAME, [slots])
         except UnusableIndexError as error:
             logger.warning("%s: %s: its slots are read instead", folder, error)
             if written_epoch is None:

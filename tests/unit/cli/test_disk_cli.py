@@ -18,7 +18,14 @@ import pytest
 
 from flexkv.cli.main import main
 from flexkv.storage.header import read_header
-from tests.unit.storage.disk_world import BLOCK_TOKENS, IDENTITY, DiskWorld, ids, keys_of
+from tests.unit.storage.disk_world import (
+    BLOCK_TOKENS,
+    IDENTITY,
+    DiskWorld,
+    ids,
+    keys_of,
+    sharing_groups,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +73,67 @@ def test_ls_shows_models_sizes_and_ages(
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     assert main(["disk", "ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("2.0 d ago") == 2
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Pages of three groups that share a slab, closed: two, one and three."""
+    first, *more = sharing_groups()
+    world = DiskWorld([tmp_path], first, more=more)
+    for of, numbers, places in ((0, [1, 2], [0, 1]), (1, [3], [2]), (2, [4, 5, 6], [3, 4, 5])):
+        _, generations = world.write(numbers, places, of=of)
+        world.wait_durable(places, generations)
+    assert world.close()
+    return world.folder
+
+
+RULES = ["full", "window of 2 pages", "state"]
+
+
+def test_ls_shows_groups_with_their_rules_and_counts_their_pages_where_asked(
+    several: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert [(group["group"], group["rule"]) for group in entry["groups"]] == list(enumerate(RULES))
+    assert not any("pages" in group for group in entry["groups"])
+    before = {path: path.read_bytes() for path in several.iterdir()}
+    assert main(["disk", "ls", str(tmp_path), "--pages", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert [group["pages"] for group in entry["groups"]] == [2, 1, 3]
+    assert {path: path.read_bytes() for path in several.iterdir()} == before
+    assert main(["disk", "ls", str(tmp_path), "--pages"]) == 0
+    assert "full: 2 pages; window of 2 pages: 1 pages; state: 3 pages" in capsys.readouterr().out
+
+
+def test_ls_counts_no_pages_of_a_folder_in_use_and_says_so(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["disk", "ls", str(tmp_path), "--pages", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert [group["pages"] for group in entry["groups"]] == [4]
+    world = DiskWorld([tmp_path])
+    assert main(["disk", "ls", str(tmp_path), "--pages", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert "pages" not in entry["groups"][0]
+    assert "its pages cannot be counted: " in entry["damage"]
+    assert "in use by process" in entry["damage"]
+    assert world.close()
+
+
+def test_fsck_counts_the_pages_of_each_group(
+    several: Path, slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fsck", str(several)]) == 0
+    shown = capsys.readouterr().out
+    assert "6 good, 26 empty" in shown
+    for number, (rule, pages) in enumerate(zip(RULES, (2, 1, 3), strict=True)):
+        assert f"    group {number} ({rule}, test{['', ' window', ' state'][number]}): {pages} good" in shown
+    assert main(["fsck", str(slab.parent)]) == 0
+    assert "    group" not in capsys.readouterr().out, "one group is its slab"
+    assert main(["fsck", str(several), "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert [group["good"] for group in report["slabs"][0]["groups"]] == [2, 1, 3]
 
 
 def test_ls_says_that_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

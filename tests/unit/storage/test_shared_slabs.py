@@ -135,7 +135,8 @@ def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
         report = check_folder(folder)
         assert report.clean
         assert [(group.group, group.rule, group.good) for group in report.slabs[0].groups] == [
-            (number, ("full", "window", "state")[number], int(number == then)) for number in range(3)
+            (number, ("full", "window of 2 pages", "state")[number], int(number == then))
+            for number in range(3)
         ]
     world = shared(make_disks)
     rows = world.unit.rows(FULL)

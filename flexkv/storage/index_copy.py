@@ -1,0 +1,64 @@
+"""Reading the index of a folder whose unit is at rest: a copy of it, because SQLite writes to what it opens."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from flexkv.errors import DiskError
+from flexkv.storage.epoch import read_epoch
+from flexkv.storage.folder import folder_at_rest
+from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_database import INDEX_NAME
+from flexkv.storage.number_file import number_if_whole
+
+logger = logging.getLogger(__name__)
+
+
+def copy_index(folder: Path, to: Path) -> int | None:
+    """Copies the index into the folder `to`, with what its log holds beyond it. The unit's folder is kept at rest only
+    meanwhile.
+
+    Returns:
+        The epoch that is written down beside it, None where there is none or it is damaged.
+
+    Raises:
+        FolderLockedError: the folder is in use.
+        DiskError: there is no index, or it cannot be read.
+    """
+    if not (folder / INDEX_NAME).exists():
+        raise DiskError("it has no index; its own unit makes one when it starts")
+    with folder_at_rest(folder):
+        for path in folder.glob(f"{INDEX_NAME}*"):
+            shutil.copyfile(path, to / path.name)
+        return number_if_whole(
+            read_epoch, folder, lambda fault: logger.warning("%s: the index decides", fault)
+        )
+
+
+def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
+    """How many pages of each KV group the folder's index names; groups without one are left out.
+
+    Args:
+        slots: of each slab, by its number.
+
+    Raises:
+        DiskError: the folder is in use, or its index cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
+        epoch = copy_index(folder, Path(made))
+        index = SlotIndex(Path(made) / INDEX_NAME, [slots.get(slab, 0) for slab in range(1 + max(slots))])
+        try:
+            counts: dict[int, int] = {}
+            for rows in index.rows if index.epoch >= (epoch or 0) else []:
+                numbers, pages = np.unique(rows["group"][rows["generation"] != 0], return_counts=True)
+                for number, count in zip(numbers.tolist(), pages.tolist(), strict=True):
+                    counts[number] = counts.get(number, 0) + count
+            return counts
+        finally:
+            index.close()
