@@ -19,11 +19,11 @@ namespace flexkv {
 inline constexpr int64_t kSlabHeaderBytes = 4096;
 
 // One rank, one run a layer.
-inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_bytes) {
+inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_bytes, uint32_t group = 0) {
   std::vector<PageRun> runs;
   for (int32_t layer = 0; layer < layers; ++layer) runs.push_back({layer * run_bytes, run_bytes, layer});
   return std::make_shared<PageCodec>(std::vector<int64_t>{layers * run_bytes},
-                                     std::vector<std::vector<PageRun>>{runs}, false);
+                                     std::vector<std::vector<PageRun>>{runs}, false, group);
 }
 
 // An empty file of `slots` images at `path`, and what it is as a slab.
