@@ -289,6 +289,10 @@ class OpTable:
             raise ContractError(f"op {op_id} is not in flight: never planned, or ended on every rank")
         return op
 
+    def find(self, op_id: OpId) -> Op | None:
+        """None when it has ended."""
+        return self._ops.get(op_id)
+
     def fetch(self, op_id: OpId) -> FetchOp | None:
         """The fetch of that number; None when it has ended."""
         op = self._ops.get(op_id)

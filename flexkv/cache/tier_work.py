@@ -77,6 +77,20 @@ class TierWork:
         """What was planned since the last call, and nothing more."""
         return self._outbox.take() if len(self._outbox) else []
 
+    def reported(self, tier: TierId, result: OpResult) -> None:
+        """A tier's plane says how an op ended. What does not fit takes the tier down, and the op, if it is the tier's,
+        ends with all of its pages failed: otherwise they would be pinned for good."""
+        op = self._ops.find(result.op_id)
+        try:
+            if op is not None and op.tier != tier:
+                raise ContractError(f"op {op.op_id} is of tier {op.tier}")
+            self.complete(result)
+        except ContractError as error:
+            reason = f"its lane reported what does not fit: {error}"
+            self.take_down(tier, reason)
+            if op is not None and op.tier == tier and not isinstance(op, RankOp) and op.op_id in self._ops:
+                self.complete(OpResult.cancelled(op.op_id, op.pages, reason))
+
     def complete(self, result: OpResult) -> None:
         """Takes the one result of an op of `poll`.
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import Plane
-from flexkv.errors import FlexKVError
+from flexkv.cache.tier import Plane, Tier
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpKind, OpResult, SlotIds, TransferGraph
 
@@ -85,8 +84,9 @@ class UnitDriver:
         try:
             if self._planes[tier].submit(graph) is not None:
                 return
-        except FlexKVError as error:
-            # The engine can live without the tier: what it holds is a miss from now on.
+        except Exception as error:
+            # The engine can live without the tier, whatever its plane has met (no more threads, for one): what it holds
+            # is a miss from now on. What else is planned is submitted all the same.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:
@@ -95,10 +95,10 @@ class UnitDriver:
             self._manager.work.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def _take_results(self) -> None:
-        for plane in self._planes.values():
+        for tier, plane in self._planes.items():
             while results := plane.poll():
                 for result in results:
-                    self._manager.work.complete(result)
+                    self._manager.work.reported(tier, result)
 
     def _watch(self, now_s: float) -> None:
         for tier in self._behind:
@@ -143,9 +143,9 @@ class UnitDriver:
             self.poll()
         self._give_up_writes(deadline_s)  # one look may have lasted to the end
         # All of them are closed, whatever one says.
-        ended = [plane.close(max(0.0, ends_s - time.monotonic())) for plane in self._planes.values()]
+        ended = [_close(plane, ends_s) for plane in self._planes.values()]
         self._take_results()
-        durable = [tier.close(max(0.0, ends_s - time.monotonic())) for tier in reversed(self._behind)]
+        durable = [_close(tier, ends_s) for tier in reversed(self._behind)]
         whole = all(ended) and all(durable)
         self._closed = whole and not self._given_up_pages
         if not whole:
@@ -159,3 +159,12 @@ class UnitDriver:
         if left := self._manager.work.give_up():
             self._given_up_pages += left
             logger.warning("%d pages of host memory were not written within %.1f s", left, deadline_s)
+
+
+def _close(part: Plane | Tier, ends_s: float) -> bool:
+    """Closes it, and says whether all of it ended well; an error is logged, so that the others are closed too."""
+    try:
+        return part.close(max(0.0, ends_s - time.monotonic()))
+    except Exception:
+        logger.exception("a part of the tiers behind host memory was not closed: %r", part)
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexkv.cache.ids import TierId
 from flexkv.cache.tier import WriteMode
 from flexkv.cache.unit_driver import UnitDriver
 from flexkv.errors import ClosedError
@@ -22,6 +23,9 @@ class FakePlane:
         self.steps = steps
         self.room = room
         self.error: Exception | None = None
+        self.close_error: Exception | None = None
+        self.strange: list[OpResult] = []
+        """Reported with the next result, before it."""
         self.queue: list[TransferGraph] = []
         self.submitted = 0
         self.closed = False
@@ -47,10 +51,13 @@ class FakePlane:
             continue
         _, failed = self.world.lane.end(op.op_id)
         status = OpStatus.FAILED if failed else OpStatus.OK
-        return [OpResult(OpId(op.op_id), status, np.array(failed, np.int32))]
+        strange, self.strange = self.strange, []
+        return [*strange, OpResult(OpId(op.op_id), status, np.array(failed, np.int32))]
 
     def close(self, deadline_s: float) -> bool:
         self.closed = True
+        if self.close_error is not None:
+            raise self.close_error
         return not self.queue
 
 
@@ -125,18 +132,86 @@ def test_a_full_lane_drops_a_write_and_misses_a_read() -> None:
     assert world.match(keys).blocks == 4
 
 
-def test_a_data_plane_that_refuses_turns_the_disks_off(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [ClosedError("the engine was closed"), RuntimeError("can't start new thread")], ids=repr
+)
+def test_a_data_plane_that_refuses_turns_the_disks_off(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     world, keys = DiskWorld(), chain(4)
     driver, plane = make(world)
-    world.store(keys)
-    plane.error = ClosedError("the engine was closed")
+    world.store(keys[:2])
+    world.store(keys[2:], first=2)
+    plane.error = error
     settle(driver)
-    assert "ClosedError" in world.tier.down
+    assert type(error).__name__ in world.tier.down
     assert caplog.text.count("the disk tier is off") == 1
     assert world.match(keys).blocks == 4
     world.store(chain(2, seed=2))
     settle(driver)
     world.manager.check_integrity()
+
+
+def unfit(op_id: int) -> dict[str, OpResult]:
+    """What a lane could say of the op in flight, and must not."""
+    none, far = np.empty(0, np.int32), np.array([99], np.int32)
+    return {
+        "of an op that is not in flight": OpResult(OpId(op_id + 1000), OpStatus.OK, none),
+        "well, and lists a page": OpResult(OpId(op_id), OpStatus.OK, np.zeros(1, np.int32)),
+        "a page that it has not": OpResult(OpId(op_id), OpStatus.FAILED, far),
+        "more causes than pages": OpResult(
+            OpId(op_id), OpStatus.FAILED, np.zeros(1, np.int32), causes=np.zeros(3, np.uint8)
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", unfit(0))
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_a_result_that_does_not_fit_turns_the_disks_off_and_leaves_nothing_pinned(
+    kind: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, keys = DiskWorld(), chain(4)
+    driver, plane = make(world)
+    world.store(keys)
+    if way == "read":
+        settle(driver)
+        world.drop_host()
+        assert world.match(keys).reads == 1
+    driver.poll()
+    ((op,),) = [graph.ops for graph in plane.queue]
+    plane.strange = [unfit(op.op_id)[kind]]
+    settle(driver)
+    assert "does not fit" in world.tier.down
+    assert caplog.text.count("the disk tier is off") == 1
+    assert not world.manager.waits("r")
+    world.manager.end_request("r")
+    world.manager.check_integrity()
+    assert not world.manager.work.moving
+    world.drop_host()
+    assert world.manager.free_slots(0) == 8
+    assert driver.close(30.0)
+
+
+def test_a_tier_does_not_end_the_ops_of_another() -> None:
+    """Whose lane may still move their bytes."""
+    world = DiskWorld()
+    world.store(chain(2))
+    (op,) = world.take()
+    result = OpResult(OpId(op.op_id), OpStatus.OK, np.empty(0, np.int32))
+    world.manager.work.take_down = lambda tier, reason: None  # type: ignore[method-assign]
+    world.manager.work.reported(TierId(2), result)
+    assert world.manager.work.moving
+    world.end(op)
+    assert not world.manager.work.moving
+
+
+def test_a_lane_that_cannot_be_closed_keeps_nothing_else_open(caplog: pytest.LogCaptureFixture) -> None:
+    world = DiskWorld()
+    driver, plane = make(world)
+    plane.close_error = OSError("the device is gone")
+    assert not driver.close(1.0)
+    assert world.disk.closed
+    assert "the device is gone" in caplog.text
 
 
 def test_the_operator_hears_that_pages_are_computed_instead(caplog: pytest.LogCaptureFixture) -> None:
