@@ -18,14 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
+from flexkv.storage.base import DiskGroup, IndexRows
 from flexkv.storage.journal import Journal, Record
-from tests.unit.storage.disk_world import DiskWorld, ids, make_group
+from tests.unit.storage.disk_world import DiskWorld, ids, make_group, sharing_groups
 from tests.unit.storage.sealed_world import SealedWorld
 
 SLOTS = 24
 NUMBERS = 40
 SETTLE_S = 30.0
 GROUP = make_group(layers=2, run_bytes=4096, kv=1)
+SHARING = sharing_groups()
+"""Groups of one slab, two with images that are alike and one with smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class Way:
     Attributes:
         ios: the disks' I/O.
         sealed: whether ranks write stripes by themselves and the trailer follows.
+        groups: of the pages.
     """
 
     ios: tuple[str, ...] = ("threads",)
     sealed: tuple[bool, ...] = (False,)
+    groups: tuple[DiskGroup, ...] = (GROUP,)
 
 
 WAYS = {
@@ -46,7 +51,9 @@ WAYS = {
     "io_uring": Way(ios=("uring",)),
     "sealed": Way(ios=("threads",), sealed=(True,)),
     "sealed io_uring": Way(ios=("uring",), sealed=(True,)),
+    "groups": Way(sealed=(False, True), groups=tuple(SHARING)),
     "any": Way(ios=("auto", "threads"), sealed=(False, True)),
+    "any groups": Way(ios=("auto", "threads"), sealed=(False, True), groups=tuple(SHARING)),
 }
 
 
@@ -71,6 +78,14 @@ def break_order(how: str) -> None:
         assert how == "normal", how
 
 
+def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
+    """Of each place generation, block and group of its page."""
+    groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups
+    numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
+    pages = zip(rows.generations.tolist(), numbers, groups.tolist(), strict=True)
+    return dict(zip(rows.places.tolist(), pages, strict=True))
+
+
 def disks_of(folder: Path) -> list[Path]:
     """What a tier is striped over: the folders `disk*` in `folder`, or itself."""
     return sorted(folder.glob("disk*")) or [folder]
@@ -82,7 +97,7 @@ class Child:
     def __init__(self, folder: Path, marks: Path, seed: int, way: Way) -> None:
         self.folder, self.rng, self.way = folder, random.Random(seed), way
         self._marks = os.open(marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.held: dict[int, tuple[int, int]] = {}
+        self.held: dict[int, tuple[int, int, int]] = {}
         self.open()
 
     def mark(self, *lines: str) -> None:
@@ -92,8 +107,9 @@ class Child:
         world = SealedWorld if self.rng.choice(self.way.sealed) else DiskWorld
         self.world = world(
             disks_of(self.folder),
-            GROUP,
+            self.way.groups[0],
             SLOTS,
+            more=self.way.groups[1:],
             host_slots=16,
             io=self.rng.choice(self.way.ios),
             depth=self.rng.choice([1, 4, 16]),
@@ -103,8 +119,7 @@ class Child:
         rows = self.world.unit.rows(0)
         self.inherited = set(rows.generations.tolist())
         self.held = {
-            int(place): (int.from_bytes(key.tobytes(), "big"), int(generation))
-            for key, place, generation in zip(rows.keys, rows.places, rows.generations, strict=True)
+            place: (number, generation, of) for place, (generation, number, of) in pages_of(rows).items()
         }
         self.mark(f"open {self.world.unit.epoch}")
 
@@ -116,16 +131,18 @@ class Child:
     def write(self) -> None:
         count = self.rng.randint(1, 4)
         places = self.rng.sample(range(SLOTS), count)
-        known = {number for number, _ in self.held.values()}
+        known = {number for number, _, _ in self.held.values()}
+        of = self.rng.randrange(len(self.way.groups))
         numbers = self.rng.sample([n for n in range(NUMBERS) if n not in known], count)
         self.evict([place for place in places if place in self.held])
-        epoch = self.world.unit.epoch
         generations = self.world.unit.next_generations(count)
         lines = zip(places, generations.tolist(), numbers, strict=True)
-        self.mark(*(f"write {p} {g} {n} {epoch}" for p, g, n in lines))
-        result, _ = self.world.write(numbers, places, generations=generations)
+        self.mark(*(f"write {p} {g} {n} {of}" for p, g, n in lines))
+        result, _ = self.world.write(numbers, places, generations=generations, of=of)
         assert not len(result.failed), result.reason
-        self.held.update({p: (n, g) for p, n, g in zip(places, numbers, generations.tolist(), strict=True)})
+        self.held.update(
+            {p: (n, g, of) for p, n, g in zip(places, numbers, generations.tolist(), strict=True)}
+        )
 
     def evict(self, places: Sequence[int]) -> None:
         if not places:
@@ -136,13 +153,15 @@ class Child:
         self.world.unit.record_evict(0, ids(list(places)), generations)
 
     def read(self) -> None:
-        if not self.held:
+        of = self.rng.randrange(len(self.way.groups))
+        held = sorted(place for place, page in self.held.items() if page[2] == of)
+        if not held:
             return
-        places = self.rng.sample(sorted(self.held), min(3, len(self.held)))
+        places = self.rng.sample(held, min(3, len(held)))
         pages = [self.held[place] for place in places]
-        generations = np.array([generation for _, generation in pages], np.uint64)
+        generations = np.array([generation for _, generation, _ in pages], np.uint64)
         layerwise = self.rng.random() < 0.5
-        result = self.world.read([number for number, _ in pages], places, generations, layerwise)
+        result = self.world.read([number for number, _, _ in pages], places, generations, layerwise, of=of)
         # What an earlier life was overwriting when it ended may be a miss; what this one wrote may not.
         missed = {int(generations[i]): places[i] for i in result.failed.tolist()}
         assert self.inherited >= missed.keys(), result.reason
@@ -188,13 +207,13 @@ class Child:
 
 
 def serve() -> None:
-    """Forks a life for each line `folder marks seed` of its input, because an interpreter takes long to start."""
+    """Forks a life for each line `folder marks seed way` of its input, because an interpreter takes long to start."""
     for line in sys.stdin:
-        folder, marks, seed = line.split()
+        folder, marks, seed, way = line.rstrip("\n").split(" ", 3)
         pid = os.fork()
         if pid == 0:
             try:
-                live([folder, marks, seed, str(10**9), "any", "normal"])
+                live([folder, marks, seed, str(10**9), way, "normal"])
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from flexkv.storage.base import DiskGroup
-from tests.faults.disk_child import disks_of
-from tests.unit.storage.disk_world import DiskWorld
+from flexkv.storage.tags import make_tags
+from flexkv.transfer.graph import OpKind
+from tests.faults.disk_child import disks_of, pages_of
+from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, keys_of
 
 
 class Promises:
     """Takes marks in order.
 
     Attributes:
-        written: place -> (generation, number) of the last write that began.
-        durable: place -> (generation, number) reported durable and not evicted since.
+        written: place -> (generation, number, group) of the last write that began.
+        durable: place -> (generation, number, group) reported durable and not evicted since.
         epoch: that the last finished reset started.
     """
 
     def __init__(self, marks: Iterable[str] = ()) -> None:
-        self.written: dict[int, tuple[int, int]] = {}
-        self.pages: dict[int, int] = {}
-        self.durable: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, tuple[int, int, int]] = {}
+        self.pages: dict[int, tuple[int, int]] = {}
+        self.durable: dict[int, tuple[int, int, int]] = {}
         self.epoch = 0
         self.newest = 0
         self._evicted: set[int] = set()
@@ -34,15 +38,15 @@ class Promises:
             word, *numbers = mark.split()
             values = [int(number) for number in numbers]
             if word == "write":
-                place, generation, number, _ = values
-                self.written[place] = (generation, number)
-                self.pages[generation] = number
+                place, generation, number, of = values
+                self.written[place] = (generation, number, of)
+                self.pages[generation] = (number, of)
                 self.newest = max(self.newest, generation)
             elif word == "durable":
                 place, generation = values
                 # The news may come after the page was given up.
                 if generation > self._reset_at and generation not in self._evicted:
-                    self.durable[place] = (generation, self.pages[generation])
+                    self.durable[place] = (generation, *self.pages[generation])
             elif word == "evict":
                 self.durable.pop(values[0], None)
                 self._evicted.add(values[1])
@@ -53,9 +57,26 @@ class Promises:
                 self.epoch = values[0]
 
 
-def broken_promises(promises: Promises, folder: Path, group: DiskGroup, slots: int) -> list[str]:
-    """Opens `folder` as the product does and reads every page; what is not as promised. Wrong bytes raise."""
-    world = DiskWorld(disks_of(folder), group, slots, host_slots=16, io="threads", depth=4, preallocate=False)
+def is_served(world: DiskWorld, place: int, page: tuple[int, int, int], of: int) -> bool:
+    """Whether the page is served as one of group `of`. Its bytes are not looked at, which are right for its own."""
+    generation, number, _ = page
+    tags = make_tags(keys_of([number]), world.unit.epoch, np.array([generation], np.uint64), BLOCK_TOKENS)
+    return not len(world.run(OpKind.DISK_READ, [0], [place], tags, of=of).failed)
+
+
+def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup], slots: int) -> list[str]:
+    """Opens `folder` as the product does and reads every page as its group's; what is not as promised. Wrong bytes
+    raise."""
+    world = DiskWorld(
+        disks_of(folder),
+        groups[0],
+        slots,
+        host_slots=16,
+        io="threads",
+        depth=4,
+        preallocate=False,
+        more=groups[1:],
+    )
     try:
         broken = []
         unit = world.unit
@@ -65,21 +86,26 @@ def broken_promises(promises: Promises, folder: Path, group: DiskGroup, slots: i
         if int(unit.next_generations(1)[0]) <= promises.newest:
             broken.append("a generation would be given twice")
         failed = world.read_rows(rows)
-        at = {
-            int(place): (int(generation), int.from_bytes(key.tobytes(), "big"))
-            for place, generation, key in zip(rows.places, rows.generations, rows.keys, strict=True)
-        }
+        at = pages_of(rows)
+        broken += [
+            f"page {page} at place {place} is another group's too"
+            for place, page in at.items()
+            for other in range(len(groups))
+            if other != page[2] and is_served(world, place, page, other)
+        ]
         for place, page in promises.durable.items():
             # What was evicted and written anew by nobody is there too: only an overwritten slot may be gone.
             if at.get(place) != page:
                 broken.append(f"durable page {page} at place {place} is not in the index: {at.get(place)}")
             elif page[1] in failed:
                 broken.append(f"durable page {page} at place {place}: {failed[page[1]]}")
-        for place, (generation, number) in at.items():
-            overwritten = promises.written.get(place, (0, 0))[0] > generation
+        for place, (generation, number, _) in at.items():
+            overwritten = promises.written.get(place, (0,))[0] > generation
             if number in failed and not overwritten:
                 broken.append(f"the index names {number} at place {place}: {failed[number]}")
-        stale = {p for p, (generation, _) in at.items() if generation > promises.newest and promises.newest}
+        stale = {
+            p for p, (generation, _, _) in at.items() if generation > promises.newest and promises.newest
+        }
         broken += [f"place {place} has a page that was never written" for place in stale]
         return broken
     finally:

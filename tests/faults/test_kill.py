@@ -19,15 +19,15 @@ import pytest
 
 from flexkv.storage.folder import unit_folders
 from flexkv.storage.fsck import check_folder
-from tests.faults.disk_child import GROUP, SLOTS, disks_of
+from tests.faults.disk_child import SLOTS, WAYS, disks_of
 from tests.faults.promises import Promises, broken_promises
 from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
-DISKS = (1, 3)
-"""Of each of the folders that are used at the same time; KILLS are those of all together."""
-FOLDERS = len(DISKS)
+USES = ((1, "any"), (3, "any"), (1, "any groups"))
+"""Disks and way of each of the folders that are used at the same time; KILLS are those of all together."""
+FOLDERS = len(USES)
 CHECK_EVERY = 4
 """Lives between two full checks by this process; each life begins with what the one before it left anyway."""
 LIFE_S = 120.0
@@ -36,7 +36,8 @@ LIFE_S = 120.0
 class Lives:
     """Processes that use one folder, one after the other; each ends by SIGKILL."""
 
-    def __init__(self, folder: Path, disks: int) -> None:
+    def __init__(self, folder: Path, disks: int, way: str) -> None:
+        self.way = way
         self.said = folder / "said"
         self.disk = folder / "disk"
         self.disk.mkdir()
@@ -66,7 +67,7 @@ class Lives:
         server = self.server
         assert server.stdin is not None
         assert server.stdout is not None
-        server.stdin.write(f"{self.disk} {self.said} {seed}\n")
+        server.stdin.write(f"{self.disk} {self.said} {seed} {self.way}\n")
         server.stdin.flush()
         process = os.pidfd_open(int(server.stdout.readline()))  # a number alone could become another's
         deadline = time.monotonic() + LIFE_S
@@ -92,10 +93,10 @@ class Lives:
 def folders(tmp_path: Path) -> Iterator[list[Lives]]:
     with contextlib.ExitStack() as stack:
         made = []
-        for disks in DISKS:
-            folder = tmp_path / str(disks)
+        for number, (disks, way) in enumerate(USES):
+            folder = tmp_path / str(number)
             folder.mkdir()
-            made.append(Lives(folder, disks))
+            made.append(Lives(folder, disks, way))
             stack.callback(made[-1].close)
         yield made
 
@@ -109,8 +110,9 @@ def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
         promises.take(lives.live(first_seed + life, 1 + rng.randrange(60), rng.random() * 0.03))
         if life % CHECK_EVERY == 0:
             served += len(promises.durable)
-            assert broken_promises(promises, lives.disk, GROUP, SLOTS) == [], f"seed {first_seed + life}"
-    assert broken_promises(promises, lives.disk, GROUP, SLOTS) == []
+            broken = broken_promises(promises, lives.disk, WAYS[lives.way].groups, SLOTS)
+            assert broken == [], f"seed {first_seed + life}"
+    assert broken_promises(promises, lives.disk, WAYS[lives.way].groups, SLOTS) == []
     return served
 
 

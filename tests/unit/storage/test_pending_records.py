@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.journal import Journal, Record
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import BLOCK_TOKENS, GENEROUS_S, DiskWorld, ids, keys_of
+from tests.unit.storage.disk_world import (
+    BLOCK_TOKENS,
+    GENEROUS_S,
+    DiskWorld,
+    ids,
+    keys_of,
+    sharing_groups,
+)
 
 MakeDisks = Callable[..., DiskWorld]
 FULL = {"journal_rows": 3}
@@ -68,6 +75,27 @@ def test_pages_that_find_the_journal_full_serve_and_become_durable(make_disks: M
     assert not world.unit.unflushed
     assert world.close()
     assert blocks_after_restart(make_disks) == list(range(8))
+
+
+def test_pages_that_find_the_journal_full_keep_their_groups(make_disks: MakeDisks) -> None:
+    first, *more = sharing_groups()
+    world = make_disks(group=first, more=more, **FULL)
+    wanted: dict[int, int] = {}
+    for of, numbers in enumerate(([0, 3, 4, 9], [1, 5, 6, 10], [2, 7, 8, 11])):
+        _, generations = world.write(numbers, numbers, publish=False, of=of)
+        tokens = np.full(len(numbers), BLOCK_TOKENS, np.int32)
+        assert not world.unit.record_publish(of, keys_of(numbers), ids(numbers), generations, tokens)
+        wanted |= dict.fromkeys(numbers, of)
+        if of == 2:  # a page that is pending is forgotten by whichever group takes its place
+            world.unit.record_evict(0, ids([11]), generations[3:])
+            del wanted[11]
+    world.until(lambda: pending(world) == 0, "the journal had no room")
+    assert world.close()
+    world = make_disks(group=first, more=more)
+    rows = world.unit.rows(0)
+    assert rows.groups is not None
+    assert dict(zip(rows.places.tolist(), rows.groups.tolist(), strict=True)) == wanted
+    assert world.read_rows(rows) == {}
 
 
 def test_a_close_waits_for_room(make_disks: MakeDisks) -> None:

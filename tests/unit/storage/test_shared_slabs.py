@@ -15,9 +15,10 @@ from flexkv.storage import scan, striped_slabs
 from flexkv.storage.base import DiskGroup, IndexRows
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.group_tables import codec_of
+from flexkv.storage.peer_folders import open_peer_folders
 from flexkv.storage.sharing import slab_numbers
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import DiskWorld, MakeDisks, make_group, sharing_groups
+from tests.unit.storage.disk_world import IDENTITY, DiskWorld, MakeDisks, make_group, sharing_groups
 from tests.unit.storage.sealed_world import SealedWorld
 
 FULL, WINDOW, STATE = range(3)
@@ -220,6 +221,18 @@ def test_groups_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         make_disks(more=[replace(make_group(), **change)])  # type: ignore[arg-type]
+
+
+def test_another_unit_reads_no_pages_of_several_groups(
+    make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(IDENTITY, unit="unit1")
+    world = shared(make_disks, identity=other)
+    _, generations = world.write([1], [0])
+    world.wait_durable([0], generations)
+    assert world.close()
+    assert open_peer_folders(world.folders, IDENTITY, make_group(), 0) == []
+    assert "its pages are not used here: it holds pages of several KV groups" in caplog.text
 
 
 def test_a_group_may_share_with_one_that_shares() -> None:
