@@ -563,7 +563,13 @@ class BlockIndex:
         ConfigError: no group, too many, or an unknown policy. CapacityError: too many slots.
     """
 
-    def __init__(self, group_slots: list[int], policy: str = "lru") -> None: ...
+    def __init__(self, group_slots: list[int], policy: str = "lru", shared_with: list[int] = []) -> None:
+        """
+        Args:
+            shared_with: of each group the one whose slots it shares, itself or one before it; empty where none share.
+                What is said of a group's slots, and of its blocks that are evicted or cold, is then said of all groups
+                that share them.
+        """
     def grow(self, group: int, slots: int) -> None: ...
     def match_prefix(self, group: int, keys: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
     def match_and_pin(
@@ -627,13 +633,27 @@ class BlockIndex:
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
         """Evicts up to `count` blocks that nobody leases; returns their keys."""
 
+    def gone_groups(self) -> NDArray[np.uint32]:
+        """Of each block that the last `insert`, `evict` or `retire` took away, its group; empty where none share."""
+
+    def groups_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
     def finish(
         self, entries: NDArray[np.uint32], ok: NDArray[np.uint8], leases: int = 0
     ) -> NDArray[np.uint8]: ...
     def remove(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def ready(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
-    def adopt(self, group: int, keys: NDArray[np.uint8], slots: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Ready entries for blocks that were there before, oldest first; returns which were taken."""
+    def adopt(
+        self,
+        group: int,
+        keys: NDArray[np.uint8],
+        slots: NDArray[np.int32],
+        groups: NDArray[np.uint32] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Ready entries for blocks that were there before, oldest first; returns which were taken.
+
+        Args:
+            groups: of each block, where others share the group's slots.
+        """
 
     def take_coldest(self, group: int, count: int) -> NDArray[np.uint32]:
         """Up to `count` blocks that nobody leases, next to be evicted first, each leased once."""

@@ -73,11 +73,13 @@ void bind_index(py::module_& m) {
     return names;
   });
   NativeBinding<BlockIndex, std::shared_ptr<BlockIndex>>(m, "BlockIndex")
-      .def(py::init([](const List<uint32_t>& group_slots, const std::string& policy) {
+      .def(py::init([](const List<uint32_t>& group_slots, const std::string& policy,
+                       const List<uint32_t>& shared_with) {
              std::random_device random;
-             return std::make_shared<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random());
+             return std::make_shared<BlockIndex>(group_slots, policy, uint64_t{random()} << 32 | random(),
+                                                 shared_with);
            }),
-           py::arg("group_slots"), py::arg("policy") = "lru")
+           py::arg("group_slots"), py::arg("policy") = "lru", py::arg("shared_with") = py::list())
       .def("grow", &BlockIndex::grow, py::arg("group"), py::arg("slots"))
       .def(
           "match_prefix",
@@ -221,17 +223,33 @@ void bind_index(py::module_& m) {
           py::arg("entries").noconvert())
       .def(
           "adopt",
-          [](BlockIndex& index, uint32_t group, const py::array& keys, const Slots& slots) {
+          [](BlockIndex& index, uint32_t group, const py::array& keys, const Slots& slots,
+             const std::optional<Entries>& groups) {
             const auto span = keys_of(keys);
             if (slots.ndim() != 1 || static_cast<size_t>(slots.shape(0)) != span.size()) {
               throw ContractError("adopt: one slot a key is needed");
             }
             require_aligned<ContractError>(slots, "adopt: slots");
             Bytes taken(static_cast<py::ssize_t>(span.size()));
-            index.adopt(group, span, slots.data(), taken.mutable_data());
+            index.adopt(group, span, slots.data(), taken.mutable_data(),
+                        groups ? entries_of(*groups) : std::span<const EntryId>{});
             return taken;
           },
-          py::arg("group"), py::arg("keys"), py::arg("slots").noconvert())
+          py::arg("group"), py::arg("keys"), py::arg("slots").noconvert(), py::arg("groups") = py::none())
+      .def("gone_groups",
+           [](const BlockIndex& index) {
+             const auto groups = index.gone_groups();
+             return array_of(std::vector<uint32_t>(groups.begin(), groups.end()));
+           })
+      .def(
+          "groups_of",
+          [](const BlockIndex& index, const Entries& entries) {
+            const auto span = entries_of(entries);
+            Entries groups(static_cast<py::ssize_t>(span.size()));
+            index.copy_groups(span, groups.mutable_data());
+            return groups;
+          },
+          py::arg("entries").noconvert())
       .def(
           "take_coldest",
           [](BlockIndex& index, uint32_t group, size_t count) {

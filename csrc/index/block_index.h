@@ -1,9 +1,10 @@
 // The index of one tier: which blocks are in it, where, and which may not be evicted now. A manager with a
 // disk has two, so that what is in host memory is found as fast as without a disk.
 //
-// Keys of all groups share one map; slots and eviction are per group. There is no closure invariant: a block
-// may be present without the ones before it. Entries are named by EntryId, which stays valid while it is
-// pinned. Not thread-safe. Every call costs O(blocks given); an eviction costs O(1).
+// Keys of all groups share one map. Slots and the order of eviction are a group's own, or shared by groups
+// whose pages have one size. There is no closure invariant: a block may be present without the ones before
+// it. Entries are named by EntryId, which stays valid while it is pinned. Not thread-safe. Every call costs
+// O(blocks given); an eviction costs O(1).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -50,13 +51,18 @@ struct Inserted {
 
 class BlockIndex {
  public:
-  // `group_slots[g]`: the most slots group g will ever have. Throws ConfigError, CapacityError.
-  BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed);
-  BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed)
-      : BlockIndex(group_slots, policy_kind(policy), seed) {}
+  // `group_slots[g]`: the most slots group g will ever have. `shared_with[g]`: the group whose slots it
+  // shares, itself or one before it; empty where none share. What is said below of a group's slots, of what
+  // is evicted or cold among its blocks, is then said of all groups that share them. Throws ConfigError,
+  // CapacityError.
+  BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed,
+             const std::vector<uint32_t>& shared_with = {});
+  BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed,
+             const std::vector<uint32_t>& shared_with = {})
+      : BlockIndex(group_slots, policy_kind(policy), seed, shared_with) {}
 
-  size_t groups() const { return groups_.size(); }
-  void grow(uint32_t group, uint32_t slots) { group_at(group).pool.grow(slots); }
+  size_t groups() const { return class_of_.size(); }
+  void grow(uint32_t group, uint32_t slots) { class_at(group).pool.grow(slots); }
 
   // Entries of the leading keys that are ready; returns how many.
   size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
@@ -144,6 +150,12 @@ class BlockIndex {
   // Evicts up to `count` blocks that are not pinned; returns their keys.
   std::vector<BlockKey> evict(uint32_t group, size_t count);
 
+  // Of each block that the last `insert`, `evict` or `retire` took from the index its group. Empty in an
+  // index in which no groups share slots: then it is the group of the call.
+  std::span<const uint32_t> gone_groups() const { return gone_groups_; }
+
+  void copy_groups(std::span<const EntryId> entries, uint32_t* out) const;
+
   // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
   // removed. One removed since stays removed. Drops the pin of `insert`. Writes to `published` which became
   // ready; these get `leases` more. All or none: an entry without a lease to drop, or too many leases, throws
@@ -157,8 +169,9 @@ class BlockIndex {
   // Blocks that were in the tier before this process: ready entries in the slots given, those used longest
   // ago first. Only for a group that has given no slot away. A slot that is not up or was named already, and
   // the older of two entries of a key, are passed over: `taken` says which were not. Returns how many were
-  // taken.
-  size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken);
+  // taken. `groups`: of each block, where others share the group's slots; all of them at once.
+  size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
+               std::span<const uint32_t> groups = {});
 
   // Up to `count` blocks that nobody leases, those to be evicted first first, each leased once: what is about
   // to leave and is to be saved elsewhere before. O(1) a block, amortised over leases, like an eviction.
@@ -180,8 +193,8 @@ class BlockIndex {
   void copy_keys(std::span<const EntryId> entries, uint8_t* out) const;
 
   size_t size() const { return map_.size(); }
-  size_t free_slots(uint32_t group) const { return group_at(group).pool.free(); }
-  size_t up_slots(uint32_t group) const { return group_at(group).pool.up(); }
+  size_t free_slots(uint32_t group) const { return class_at(group).pool.free(); }
+  size_t up_slots(uint32_t group) const { return class_at(group).pool.up(); }
   uint64_t evictions() const { return evictions_; }
 
   // Checks every link, count, map place and slot owner, and that each entry's pins are the number of times it
@@ -189,14 +202,16 @@ class BlockIndex {
   void check_integrity(std::span<const EntryId> pinned) const;
 
  private:
-  struct Group {
+  // The slots of one group, or of several that share them.
+  struct SizeClass {
     SlotPool pool;
     EntryId leased;  // head of the list of pinned entries that the policy has let go; the policy's follow
     std::unique_ptr<EvictionPolicy> policy = nullptr;
   };
 
-  Group& group_at(uint32_t group);
-  const Group& group_at(uint32_t group) const;
+  SizeClass& class_at(uint32_t group);
+  const SizeClass& class_at(uint32_t group) const;
+  SizeClass& class_of(const Entry& entry) { return classes_[class_of_[entry.group()]]; }
   bool is_block(EntryId id, uint32_t group, const BlockKey& key) const {
     return table_[id].key == key && table_[id].group() == group;
   }
@@ -231,7 +246,11 @@ class BlockIndex {
   }
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
-  void evict(Group& group, size_t count, std::vector<BlockKey>& evicted);
+  void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
+  // Notes an entry that leaves for `gone_groups`.
+  void note_gone(EntryId id) {
+    if (shares_) gone_groups_.push_back(table_[id].group());
+  }
   bool is_known(EntryId id) const { return id >= table_.first() && id < table_.end(); }
   bool is_expired(EntryId id, uint64_t now_s) const {
     return expiries_ && (*expiries_)[id] != 0 && (*expiries_)[id] <= now_s;
@@ -243,7 +262,7 @@ class BlockIndex {
     if (policy_notes_) (*policy_notes_)[id] = 0;
   }
   void free_entry(EntryId id) {
-    groups_[table_[id].group()].pool.give_back(table_[id].slot);
+    class_of(table_[id]).pool.give_back(table_[id].slot);
     table_.release(id);
   }
   void take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key), Leaving::kRemoved); }
@@ -251,11 +270,11 @@ class BlockIndex {
   void erase(EntryId id, uint32_t hash, Leaving why) {
     if (!map_.erase(hash, id)) throw ContractError("entry " + std::to_string(id) + " is not in the map");
     table_[id].set_state(EntryState::kRemoved);
-    if (policy_follows_) groups_[table_[id].group()].policy->gone(id, hash, why);
+    if (policy_follows_) class_of(table_[id]).policy->gone(id, hash, why);
   }
 
   void check_lists(std::vector<uint32_t>& seen) const;
-  void check_list(uint32_t group, EntryId head, bool leased, std::vector<uint32_t>& seen) const;
+  void check_list(uint32_t number, EntryId head, bool leased, std::vector<uint32_t>& seen) const;
   void check_slots() const;
 
   size_t policy_lists_;
@@ -264,7 +283,10 @@ class BlockIndex {
   KeyMap map_;
   // What the policies note of each entry, if they note anything. Made before them, and left after them.
   std::unique_ptr<HugeArray<PolicyNote>> policy_notes_;
-  std::vector<Group> groups_;
+  std::vector<uint32_t> class_of_;  // by group
+  std::vector<SizeClass> classes_;
+  bool shares_ = false;  // some class has several groups
+  std::vector<uint32_t> gone_groups_;
   uint64_t evictions_ = 0;
   // By entry, made when first used: an index without them costs nothing. Of an entry that is pending the op
   // that fills it; of one in use the time from which on it is a miss. 0: none.

@@ -63,13 +63,13 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
 }
 
 void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
-  for (uint32_t group = 0; group < groups_.size(); ++group) {
-    const EntryId leased = groups_[group].leased;
-    check_list(group, leased, true, seen);
+  for (uint32_t number = 0; number < classes_.size(); ++number) {
+    const EntryId leased = classes_[number].leased;
+    check_list(number, leased, true, seen);
     for (size_t list = 1; list <= policy_lists_; ++list) {
-      check_list(group, leased + static_cast<EntryId>(list), false, seen);
+      check_list(number, leased + static_cast<EntryId>(list), false, seen);
     }
-    groups_[group].policy->check_integrity();
+    classes_[number].policy->check_integrity();
   }
   size_t listed = 0;
   for (EntryId at = table_.free_head(); at != kNoEntry; at = table_[at].older) {
@@ -80,7 +80,7 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   require(listed == table_.free_listed(), "the free list is shorter than its count");
 }
 
-void BlockIndex::check_list(uint32_t group, EntryId head, bool leased, std::vector<uint32_t>& seen) const {
+void BlockIndex::check_list(uint32_t number, EntryId head, bool leased, std::vector<uint32_t>& seen) const {
   require(table_[head].state() == EntryState::kFree, named(head) + " is a list head in use");
   for (EntryId at = head;;) {
     const EntryId next = table_[at].older;
@@ -89,7 +89,8 @@ void BlockIndex::check_list(uint32_t group, EntryId head, bool leased, std::vect
     if (next == head) break;
     require(next >= table_.first(), named(at) + " links to another list's head");
     require(++seen[next] == 1, named(next) + " is linked twice");
-    require(table_[next].group() == group, named(next) + " is in a list of group " + std::to_string(group));
+    require(class_of_[table_[next].group()] == number,
+            named(next) + " is in a list of slots that are not its group's");
     const bool pinned = table_[next].pins() > 0;
     require(!leased || pinned, named(next) + " is in the list of leased ones without a lease");
     require(pinned || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
@@ -99,32 +100,32 @@ void BlockIndex::check_list(uint32_t group, EntryId head, bool leased, std::vect
 
 void BlockIndex::check_slots() const {
   std::vector<std::vector<uint8_t>> owners;
-  for (const Group& group : groups_) owners.emplace_back(group.pool.unused_from(), uint8_t{0});
-  const auto own = [&](uint32_t group, uint32_t slot) {
-    require(slot < groups_[group].pool.unused_from(),
-            "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " never left its pool");
-    require(++owners[group][slot] == 1,
-            "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " has two owners");
+  for (const SizeClass& each : classes_) owners.emplace_back(each.pool.unused_from(), uint8_t{0});
+  const auto own = [&](uint32_t number, uint32_t slot) {
+    require(slot < classes_[number].pool.unused_from(),
+            "slot " + std::to_string(slot) + " of class " + std::to_string(number) + " never left its pool");
+    require(++owners[number][slot] == 1,
+            "slot " + std::to_string(slot) + " of class " + std::to_string(number) + " has two owners");
   };
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
-    if (table_[id].state() != EntryState::kFree) own(table_[id].group(), table_[id].slot);
+    if (table_[id].state() != EntryState::kFree) own(class_of_[table_[id].group()], table_[id].slot);
   }
-  for (uint32_t group = 0; group < groups_.size(); ++group) {
-    const SlotPool& pool = groups_[group].pool;
+  for (uint32_t number = 0; number < classes_.size(); ++number) {
+    const SlotPool& pool = classes_[number].pool;
     size_t retired_unused = 0;
     for (uint32_t slot = pool.unused_from(); slot < pool.up(); ++slot)
       retired_unused += pool.is_retired(slot);
     require(pool.free() == pool.freed().size() + (pool.up() - pool.unused_from()) - retired_unused,
-            "group " + std::to_string(group) + " counts its free slots wrongly");
+            "class " + std::to_string(number) + " counts its free slots wrongly");
     for (const uint32_t slot : pool.freed()) {
       require(!pool.is_retired(slot), "slot " + std::to_string(slot) + " is free and out of use for good");
-      own(group, slot);
+      own(number, slot);
     }
     require(pool.unused_from() <= pool.up(),
-            "group " + std::to_string(group) + " uses slots that are not up");
+            "class " + std::to_string(number) + " uses slots that are not up");
     for (uint32_t slot = 0; slot < pool.unused_from(); ++slot) {
-      require(owners[group][slot] == 1 || pool.is_retired(slot),
-              "slot " + std::to_string(slot) + " of group " + std::to_string(group) + " has no owner");
+      require(owners[number][slot] == 1 || pool.is_retired(slot),
+              "slot " + std::to_string(slot) + " of class " + std::to_string(number) + " has no owner");
     }
   }
 }

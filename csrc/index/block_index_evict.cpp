@@ -9,13 +9,14 @@
 namespace flexkv {
 
 std::vector<BlockKey> BlockIndex::evict(uint32_t group, size_t count) {
+  gone_groups_.clear();
   std::vector<BlockKey> evicted;
   evicted.reserve(std::min(count, size()));
-  evict(group_at(group), count, evicted);
+  evict(class_at(group), count, evicted);
   return evicted;
 }
 
-void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicted) {
+void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted) {
   std::array<EntryId, kHashBatch> victims;
   std::array<uint32_t, kHashBatch> hashes;
   size_t gone = 0;
@@ -23,11 +24,11 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
     const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;
     while (chosen < wanted) {
-      const EntryId victim = group.policy->take_victim();
+      const EntryId victim = owner.policy->take_victim();
       if (victim == kNoEntry) break;
       if (table_[victim].pins() > 0) {
         // Met once for each time it was pinned at most, so this is part of the price of a pin.
-        table_.link_after(group.leased, victim, victim);
+        table_.link_after(owner.leased, victim, victim);
         continue;
       }
       hashes[chosen] = map_.hash(table_[victim].key);
@@ -37,6 +38,7 @@ void BlockIndex::evict(Group& group, size_t count, std::vector<BlockKey>& evicte
     for (size_t i = 0; i < chosen; ++i) {
       if (i + kProbeBatch < chosen) map_.prefetch_erase(hashes[i + kProbeBatch]);
       evicted.push_back(table_[victims[i]].key);
+      note_gone(victims[i]);
       erase(victims[i], hashes[i], Leaving::kEvicted);
       free_entry(victims[i]);
     }
@@ -68,7 +70,7 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
 size_t BlockIndex::clear() {
   const size_t count = map_.size();
   map_.clear();
-  for (Group& group : groups_) group.policy->clear();
+  for (SizeClass& owner : classes_) owner.policy->clear();
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     Entry& entry = table_[id];
     if (entry.state() != EntryState::kReady && entry.state() != EntryState::kPending) continue;

@@ -92,7 +92,7 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
       --table_[first].meta;
     }
     table_.unlink(first, last);
-    groups_[entry.group()].policy->admit(first, last, use);
+    class_of(entry).policy->admit(first, last, use);
   }
 }
 
@@ -130,7 +130,7 @@ void BlockIndex::touch(std::span<const EntryId> entries, size_t hits) {
       first = entries[--i];
     }
     table_.unlink(first, last);
-    groups_[table_[last].group()].policy->admit(first, last, use);
+    class_of(table_[last]).policy->admit(first, last, use);
   }
 }
 

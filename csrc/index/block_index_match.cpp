@@ -50,7 +50,7 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
 template <EntryState kState, class Visit>
 size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                          Visit visit) const {
-  group_at(group);
+  class_at(group);
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
   size_t hashed = 0;
   size_t i = 0;
@@ -144,7 +144,7 @@ PinnedRun BlockIndex::pin_run(uint32_t group, std::span<const BlockKey> keys, Pr
 }
 
 Presence BlockIndex::presence(uint32_t group, const BlockKey& key, uint64_t now_s) const {
-  group_at(group);
+  class_at(group);
   return presence(lookup(group, key, map_.hash(key)), now_s);
 }
 
@@ -161,7 +161,7 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, bool rea
 }
 
 size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const {
-  group_at(group);
+  class_at(group);
   std::array<uint32_t, kHashBatch> hashes;
   size_t found = 0;
   for (size_t begin = 0; begin < keys.size(); begin += kHashBatch) {

@@ -18,7 +18,7 @@ size_t BlockIndex::count_ready(std::span<const EntryId> entries) const {
 
 size_t BlockIndex::count_ready(uint32_t group, std::span<const BlockKey> keys,
                                std::span<const EntryId> entries) const {
-  group_at(group);
+  class_at(group);
   if (keys.size() != entries.size()) {
     throw ContractError("count_ready: " + std::to_string(keys.size()) + " keys and " +
                         std::to_string(entries.size()) + " entries; one entry a key is needed");

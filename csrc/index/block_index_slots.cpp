@@ -8,11 +8,21 @@
 
 namespace flexkv {
 
-size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots,
-                         uint8_t* taken) {
-  Group& owner = group_at(group);
+size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
+                         std::span<const uint32_t> groups) {
+  SizeClass& owner = class_at(group);
   if (owner.pool.unused_from() != 0) {
-    throw ContractError("adopt: group " + std::to_string(group) + " has given slots away already");
+    throw ContractError("adopt: group " + std::to_string(group) +
+                        ", or one that shares its slots, has given some away already");
+  }
+  if (!groups.empty() && groups.size() != keys.size()) {
+    throw ContractError("adopt: " + std::to_string(groups.size()) + " groups of " +
+                        std::to_string(keys.size()) + " blocks");
+  }
+  for (const uint32_t each : groups) {
+    if (&class_at(each) == &owner) continue;
+    throw ContractError("adopt: group " + std::to_string(each) + " does not share the slots of group " +
+                        std::to_string(group));
   }
   std::vector<uint8_t> used(owner.pool.up());
   EntryId first = kNoEntry;
@@ -25,9 +35,10 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     const auto slot = static_cast<uint32_t>(slots[i]);
     if (slots[i] < 0 || slot >= used.size() || used[slot] != 0 || owner.pool.is_retired(slot)) continue;
     const uint32_t hash = map_.hash(keys[i]);
+    const uint32_t of_block = groups.empty() ? group : groups[i];
     size_t place = 0;
     if (map_.find_or_place(
-            hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place) != kNoEntry) {
+            hash, [&](EntryId id) { return is_block(id, of_block, keys[i]); }, place) != kNoEntry) {
       continue;
     }
     const EntryId id = table_.allocate();
@@ -35,7 +46,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     Entry& entry = table_[id];
     entry.key = keys[i];
     entry.slot = slot;
-    entry.meta = Entry::pack(EntryState::kReady, group, 0);
+    entry.meta = Entry::pack(EntryState::kReady, of_block, 0);
     clear_notes(id, 0);
     entry.newer = last;
     if (last != kNoEntry) table_[last].older = id;
@@ -52,7 +63,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
 }
 
 std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
-  Group& owner = group_at(group);
+  SizeClass& owner = class_at(group);
   std::vector<EntryId> taken;
   while (taken.size() < count) {
     const EntryId victim = owner.policy->take_victim();
@@ -66,16 +77,20 @@ std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
 }
 
 std::vector<BlockKey> BlockIndex::retire(uint32_t group, std::span<const uint8_t> gone) {
-  Group& owner = group_at(group);
+  SizeClass& owner = class_at(group);
   owner.pool.retire(gone);
+  gone_groups_.clear();
   std::vector<BlockKey> lost;
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     const EntryState state = table_[id].state();
-    if (table_[id].group() != group || (state != EntryState::kReady && state != EntryState::kPending) ||
+    if ((state != EntryState::kReady && state != EntryState::kPending) || &class_of(table_[id]) != &owner ||
         !owner.pool.is_retired(table_[id].slot)) {
       continue;
     }
-    if (state == EntryState::kReady) lost.push_back(table_[id].key);
+    if (state == EntryState::kReady) {
+      lost.push_back(table_[id].key);
+      note_gone(id);
+    }
     uint8_t removed = 0;
     remove({&id, 1}, &removed);
   }
@@ -88,6 +103,15 @@ void BlockIndex::copy_slots(std::span<const EntryId> entries, int32_t* out) cons
       throw ContractError("copy_slots: entry " + std::to_string(entries[i]) + " was never in use");
     }
     out[i] = static_cast<int32_t>(table_[entries[i]].slot);
+  }
+}
+
+void BlockIndex::copy_groups(std::span<const EntryId> entries, uint32_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i] < table_.first() || entries[i] >= table_.end()) {
+      throw ContractError("copy_groups: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    out[i] = table_[entries[i]].group();
   }
 }
 

@@ -21,7 +21,7 @@ void check_leases(const char* call, uint32_t leases) {
 
 void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                            std::vector<BlockKey>& evicted) {
-  Group& owner = group_at(group);
+  SizeClass& owner = class_at(group);
   std::vector<EntryId> found(keys.size());
   const size_t unknown = keys.size() - find(group, keys, found.data());
   const size_t expected = std::min(unknown, max_new);
@@ -44,13 +44,14 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
 
 Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler,
                             uint32_t leases) {
-  Group& owner = group_at(group);
+  SizeClass& owner = class_at(group);
   check_leases("insert", leases);
   if (filler < 0) {
     throw ContractError("insert: filler " + std::to_string(filler) + "; allowed are 0 (none) and more");
   }
   if (filler != 0 && !fillers_) fillers_ = std::make_unique<HugeArray<int64_t>>(table_.size());
   Inserted result;
+  gone_groups_.clear();
   const size_t most = std::min(keys.size(), max_new);
   if (owner.pool.free() < most) make_room(group, keys, max_new, result.evicted);
   const size_t reserved = std::min(most, owner.pool.free());

@@ -48,12 +48,20 @@ class GroupSpec:
         block_tokens: tokens a block.
         slots: host slots of this group's pool once all of it is up.
         reach: of a WINDOW in pages, of a CHUNK in tokens; 0 for the other rules.
+        shares: number of a group before it whose slots this one shares, and then has as many: groups whose pages have
+            one size, of which whichever is used least is evicted first. None for slots of its own.
     """
 
     block_tokens: int
     slots: int
     rule: Rule = Rule.FULL
     reach: int = 0
+    shares: int | None = None
+
+
+def sharing(specs: Sequence[GroupSpec]) -> list[int]:
+    """Of each group the one whose slots it shares, itself where it has its own."""
+    return [number if spec.shares is None else spec.shares for number, spec in enumerate(specs)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,13 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
             )
         if not 1 <= spec.slots <= MAX_SLOTS:
             raise ConfigError(f"group {number}: slots={spec.slots}; allowed are 1 to {MAX_SLOTS}")
+        if spec.shares is not None:
+            owner = groups[spec.shares] if 0 <= spec.shares < number else None
+            if owner is None or owner.shares is not None or owner.slots != spec.slots:
+                raise ConfigError(
+                    f"group {number} with {spec.slots} slots: shares={spec.shares}; allowed is the number of a group "
+                    "before it that has as many slots, all its own"
+                )
         reaches = spec.rule in (Rule.WINDOW, Rule.CHUNK)
         if not (0 < spec.reach <= MAX_REACH if reaches else spec.reach == 0):
             raise ConfigError(

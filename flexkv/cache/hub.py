@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import CacheListener, GroupSpec, Keys
+from flexkv.cache.base import CacheListener, GroupSpec, Keys, sharing
 from flexkv.cache.ids import NO_ENTRY, EntryIds
 from flexkv.cache.reserve import reserve_pages
 from flexkv.cache.stats import ManagerStats
@@ -40,9 +40,11 @@ class Hub:
 
     Attributes:
         index: keys to slots. Whoever changes it tells the hub what became visible and what was evicted.
-        tokens: per group, valid tokens of the page in each slot, int32 [slots]; right only where `tracks_tokens`.
+        tokens: per group, valid tokens of the page in each slot, int32 [slots], one array for groups that share slots;
+            right only where `tracks_tokens`.
         tracks_tokens: other tiers want to know the tokens of pages.
-        any_partial: some page may have other than `block_tokens` tokens.
+        any_partial: some slot may have other tokens than `tokens` says at the start.
+        owners: the groups with slots of their own.
         on_evicted: is told of blocks that were evicted to make room, before the listeners.
         listeners: are told what becomes visible and what leaves, in this order.
 
@@ -53,21 +55,28 @@ class Hub:
     def __init__(
         self, specs: Sequence[GroupSpec], policy: str, counts: ManagerStats, listeners: list[CacheListener]
     ) -> None:
-        self.index = BlockIndex([spec.slots for spec in specs], policy)
-        self.tokens = [np.full(spec.slots, spec.block_tokens, np.int32) for spec in specs]
+        owners = sharing(specs)
+        self._owner = owners
+        self.owners = sorted(set(owners))
+        self._shares = len(self.owners) < len(specs)
+        self.index = BlockIndex([spec.slots for spec in specs], policy, owners if self._shares else [])
+        tokens = {owner: np.full(specs[owner].slots, specs[owner].block_tokens, np.int32) for owner in owners}
+        self.tokens = [tokens[owner] for owner in owners]
         self._block_tokens = [spec.block_tokens for spec in specs]
         self.tracks_tokens = False
-        self.any_partial = False
+        self.any_partial = any(
+            spec.block_tokens != specs[owner].block_tokens for spec, owner in zip(specs, owners, strict=True)
+        )
         self.on_evicted: Callable[[int, Keys], object] | None = None
         self._counts = counts
         self._reserve = [0] * len(specs)
-        """Slots to keep free, by group."""
+        """Slots to keep free, by group with slots of its own."""
         self.listeners = listeners
 
     def grow(self, group: int, slots: int) -> None:
         """The slots up to number `slots` may be used from now on."""
         self.index.grow(group, slots)
-        self._reserve[group] = reserve_pages(self.index.up_slots(group))
+        self._reserve[self._owner[group]] = reserve_pages(self.index.up_slots(group))
 
     # --- what is on its way ---
 
@@ -76,7 +85,7 @@ class Hub:
         positions, entries, slots, evicted, known, dropped = self.index.insert(
             group, keys, most, filler=fetch, leases=1
         )
-        self.evicted(group, evicted)
+        self.gone(group, evicted)
         return Inserted(positions, entries, slots, not dropped and not known)
 
     def filled_by_store(self, group: int, slots: SlotIds, tokens: int) -> None:
@@ -127,6 +136,30 @@ class Hub:
         for listener in self.listeners:
             listener.on_evict(group, keys)
 
+    def evict(self, group: int, most: int) -> None:
+        """Evicts up to so many blocks, of the group or of others that share its slots."""
+        self.gone(group, self.index.evict(group, most))
+
+    def owner(self, group: int) -> int:
+        """The group whose slots this one shares; itself where it has its own."""
+        return self._owner[group]
+
+    def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
+        """Entries of the group and of those that share its slots, apart; each in order."""
+        if not self._shares:
+            return [(group, entries)]
+        groups = self.index.groups_of(entries)
+        return [(int(each), entries[groups == each]) for each in np.unique(groups)]
+
+    def gone(self, group: int, keys: Keys) -> None:
+        """The index has just evicted these blocks for room in the group."""
+        if not self._shares or not len(keys):
+            self.evicted(group, keys)
+            return
+        groups = self.index.gone_groups()
+        for each in np.unique(groups):
+            self.evicted(int(each), np.ascontiguousarray(keys[groups == each]))
+
     def remove(self, group: int, entries: EntryIds) -> int:
         """Makes blocks misses, visible or not; leased slots are freed with their last lease. Returns how many."""
         was_ready = self.index.ready(entries) if self.listeners else None
@@ -139,6 +172,6 @@ class Hub:
 
     def refill_reserve(self, group: int, most: int) -> None:
         """Evicts up to `most` blocks where fewer slots are free than `reserve_pages` says."""
-        missing = self._reserve[group] - self.index.free_slots(group)
+        missing = self._reserve[self._owner[group]] - self.index.free_slots(group)
         if missing > 0:
-            self.evicted(group, self.index.evict(group, min(missing, most)))
+            self.evict(group, min(missing, most))

@@ -269,7 +269,7 @@ class LocalCacheManager(CacheManager):
         with self._broken_plans:
             expired = self._promises.expire()
             self._log.flush()
-            for group in range(len(self._specs)):
+            for group in self.hub.owners:
                 self.hub.refill_reserve(group, REFILL_PAGES)
         return expired
 

@@ -276,7 +276,8 @@ class Promises:
 
     def _room_for_prefetch(self, groups: int) -> int:
         """Pages that one more prefetch may bring."""
-        slots = groups * min(self._hub.index.up_slots(group) for group in range(groups))
+        owners = self._hub.owners
+        slots = len(owners) * min(self._hub.index.up_slots(owner) for owner in owners)
         room = int(PREFETCH_SLOTS * slots) - self._requests.prefetched_pages()
         # What is read for requests that have gone takes as many slots until it has come.
         room -= self._ops.unawaited_prefetches()

@@ -70,7 +70,7 @@ class TierWork:
         """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
         with self._broken:
             for queue in self._writes.values():
-                queue.poll(self._groups, self._epoch())
+                queue.poll(self._epoch())
         return self.take_planned()
 
     def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
@@ -145,7 +145,7 @@ class TierWork:
         """What is in host memory, not pinned and not in a tier that takes pages is to be written, whatever the mode."""
         with self._broken:
             for queue in self._writes.values():
-                queue.offer_all(self._groups)
+                queue.offer_all()
 
     def flush(self) -> None:
         """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
@@ -159,7 +159,7 @@ class TierWork:
 
     def unwritten(self) -> int:
         """Pages in host memory that some tier that takes pages lacks, pinned ones among them."""
-        return max((queue.unwritten(self._groups) for queue in self._writes.values()), default=0)
+        return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:
         for queue in self._writes.values():

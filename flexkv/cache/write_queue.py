@@ -66,7 +66,7 @@ class WriteQueue:
         self._waiting.append((group, keys))
         self._waiting_pages += len(keys)
 
-    def poll(self, groups: int, epoch: int) -> None:
+    def poll(self, epoch: int) -> None:
         """Plans what may be written now. O(pages planned)."""
         if self._tier.down:
             self.reset()
@@ -79,13 +79,13 @@ class WriteQueue:
         else:
             self._drain(self._facts.write_pages, epoch)
         if self._facts.write in (WriteMode.BACK, WriteMode.EVICT):
-            for group in range(groups):
+            for group in self._hub.owners:
                 self._make_room(group, epoch)
 
     def _in_flight(self, role: OpRole) -> int:
         return self._ops.count(role, self._tier_id)
 
-    def offer_all(self, groups: int) -> None:
+    def offer_all(self) -> None:
         """Offers what is in host memory, not pinned and not in the tier, in whatever mode.
 
         What was used last goes first, each chain from its start, and no more than the tier holds; the rest counts as
@@ -95,24 +95,29 @@ class WriteQueue:
         if self._tier.down:
             return
         self._keep_pinned_waiting()
-        for group in range(groups):
-            keys = self._unpinned(group)
-            room = self._sink.room(group)
-            self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys[room:])))
-            keys = keys[:room]
-            known = self._sink.known(group, keys)
-            # So that what is written now displaces others and not these.
-            self._sink.used(group, keys[known])
-            keys = keys[~known]
-            if len(keys):
-                self._waiting.append((group, keys))
-                self._waiting_pages += len(keys)
+        for owner in self._hub.owners:
+            room = self._sink.room(owner)
+            for group, keys in self._unpinned(owner):
+                self._offer_unpinned(group, keys, room)
+                room = max(0, room - len(keys))
 
-    def unwritten(self, groups: int) -> int:
+    def _offer_unpinned(self, group: int, keys: Keys, room: int) -> None:
+        self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys[room:])))
+        keys = keys[:room]
+        known = self._sink.known(group, keys)
+        # So that what is written now displaces others and not these.
+        self._sink.used(group, keys[known])
+        keys = keys[~known]
+        if len(keys):
+            self._waiting.append((group, keys))
+            self._waiting_pages += len(keys)
+
+    def unwritten(self) -> int:
         """Pages in host memory that the tier lacks; those that are pinned, or that are on their way, count."""
         written = 0
-        for group in range(groups):
-            written += int(np.count_nonzero(self._tier.present(group, self._unpinned(group))))
+        for owner in self._hub.owners:
+            for group, keys in self._unpinned(owner):
+                written += int(np.count_nonzero(self._tier.present(group, keys)))
         return len(self._hub.index) - written
 
     def give_up_waiting(self) -> int:
@@ -148,11 +153,14 @@ class WriteQueue:
 
     # --- internals ---
 
-    def _unpinned(self, group: int) -> Keys:
-        """The visible pages in host memory that nothing pins, used last first."""
+    def _unpinned(self, owner: int) -> list[tuple[int, Keys]]:
+        """The visible pages in the group's host slots that nothing pins, each group's used last first."""
         index = self._hub.index
-        entries = index.take_coldest(group, index.up_slots(group))
-        keys = np.ascontiguousarray(index.keys_of(entries)[::-1])
+        entries = index.take_coldest(owner, index.up_slots(owner))
+        keys = [
+            (group, np.ascontiguousarray(index.keys_of(part)[::-1]))
+            for group, part in self._hub.by_group(owner, entries)
+        ]
         index.unpin(entries)
         return keys
 
@@ -218,16 +226,20 @@ class WriteQueue:
         self._tier.counts.dropped_writes += int(np.count_nonzero(without))
         return entries[without]
 
-    def _make_room(self, group: int, epoch: int) -> None:
-        """Writes what is to leave host memory next and is not in the tier, and releases what is."""
+    def _make_room(self, owner: int, epoch: int) -> None:
+        """Writes what is to leave the group's host slots next and is not in the tier, and releases what is."""
         index = self._hub.index
-        missing = -(-index.up_slots(group) // LEAVE_SHARE) - index.free_slots(group)
+        missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)
         if missing <= 0:
             return
-        count = min(missing - self._leaving_pages(group), self._room(), LEAVE_PAGES)
+        count = min(missing - self._leaving_pages(owner), self._room(), LEAVE_PAGES)
         if count <= 0:
             return
-        entries = index.take_coldest(group, count)
+        for group, entries in self._hub.by_group(owner, index.take_coldest(owner, count)):
+            self._write_leaving(group, entries, epoch)
+
+    def _write_leaving(self, group: int, entries: EntryIds, epoch: int) -> None:
+        index = self._hub.index
         known = self._sink.known(group, index.keys_of(entries))
         self._leave(group, entries[known])
         entries = entries[~known]
@@ -236,12 +248,14 @@ class WriteQueue:
             left = self._write(group, keys, entries, slots, epoch, leaving=True)
             self._leave(group, left)
 
-    def _leaving_pages(self, group: int) -> int:
+    def _leaving_pages(self, owner: int) -> int:
         """With a write in flight, after which they leave host memory. O(ops in flight)."""
         return sum(
             op.pages
             for op in self._ops
-            if isinstance(op, WriteOp) and op.leaving and (op.tier, op.group) == (self._tier_id, group)
+            if isinstance(op, WriteOp)
+            and op.leaving
+            and (op.tier, self._hub.owner(op.group)) == (self._tier_id, owner)
         )
 
     def _leave(self, group: int, entries: EntryIds) -> None:

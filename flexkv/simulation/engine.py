@@ -47,9 +47,10 @@ class Movement:
 class Rank:
     """One worker: a stream that runs in order, a set of movements that run in any order, and results on their way."""
 
-    def __init__(self, groups: int, blocks: int, slots: Sequence[int]) -> None:
+    def __init__(self, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]) -> None:
         self.block: list[list[Symbol]] = [[(-1, 0)] * blocks for _ in range(groups)]
-        self.slot: list[list[Symbol]] = [[(-1, 0)] * n for n in slots]
+        own: list[list[Symbol]] = [[(-1, 0)] * n for n in slots]
+        self.slot = [own[owner] for owner in owners]
         self.stream: deque[Compute | Movement] = deque()
         self.moving: list[Movement] = []
         self.outbox: list[OpResult] = []
@@ -75,8 +76,10 @@ class BlockPool:
 class SimEngine:
     """Ranks, blocks and the symbols in them."""
 
-    def __init__(self, ranks: int, groups: int, blocks: int, slots: Sequence[int]) -> None:
-        self.ranks = [Rank(groups, blocks, slots) for _ in range(ranks)]
+    def __init__(
+        self, ranks: int, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]
+    ) -> None:
+        self.ranks = [Rank(groups, blocks, slots, owners) for _ in range(ranks)]
         self.pool = BlockPool(groups, blocks)
         self.weights = 0
         self._garbage = count(1)

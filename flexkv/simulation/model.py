@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole, Rule
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole, Rule, sharing
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.failure_causes import causes_by_page
 from flexkv.simulation.model_ops import ModelFailure, ModelOp
@@ -30,16 +30,27 @@ class Model:
         self.taken_over = 0
         self.waiting_slots: Callable[[int], set[int]] = lambda group: set()
         self.up = [0] * len(specs)
+        self._owner = sharing(specs)
         self.epoch = 0
 
     # --- what is held -------------------------------------------------------------------------------------------------
 
+    def shares(self, group: int) -> list[int]:
+        """The groups that use the slots which the group uses, itself among them."""
+        return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
+
     def held_slots(self, group: int) -> set[int]:
         """Slots that an op or a lease may still touch, or that were read from disk for a request that waits."""
-        held = {slot for lease in self.leases.values() for key, slot in lease if key[0] == group}
+        sharing = self.shares(group)
+        held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
-            held.update(slot for key, slot in zip(op.keys, op.slots, strict=True) if key[0] == group)
-        return (held | self.waiting_slots(group)) - {NO_SLOT}
+            held.update(slot for key, slot in zip(op.keys, op.slots, strict=True) if key[0] in sharing)
+        return held.union(*map(self.waiting_slots, sharing)) - {NO_SLOT}
+
+    def visible_slots(self, group: int) -> set[int]:
+        """Of those that the group uses, the slots of visible blocks."""
+        sharing = self.shares(group)
+        return {slot for key, slot in self.visible.items() if key[0] in sharing}
 
     def load_pages(self) -> int:
         leased = sum(map(len, self.leases.values()))
@@ -165,12 +176,14 @@ class Model:
         there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
         self._check_store(keys, stored, there - unverified, known, dropped)
         self._take_over(keys, unverified & set(stored))
-        used = held | {slot for key, slot in self.visible.items() if key[0] == group}
+        used = held | self.visible_slots(group)
         slots = set(stored.values())
         if dropped and self.store_pages() + len(stored) < self.limits.inflight_store_pages:
             require(len(used | slots) == self.up[group], "a store was dropped with slots free")
             evictable = [
-                k for k, s in self.visible.items() if k[0] == group and s not in held and k not in keys
+                k
+                for k, s in self.visible.items()
+                if k[0] in self.shares(group) and s not in held and k not in keys
             ]
             require(not evictable, "a store was dropped with blocks to evict")
 
@@ -219,7 +232,7 @@ class Model:
         require(known == len(expected_known), f"{known} blocks were called known, {len(expected_known)} are")
         require(not expected_known & set(stored), "a known block was stored again")
         require(len(stored) + known + dropped == len(keys), "blocks were neither stored, known nor dropped")
-        used = self.held_slots(group) | {slot for key, slot in self.visible.items() if key[0] == group}
+        used = self.held_slots(group) | self.visible_slots(group)
         slots = [slot for slot in stored.values() if slot != NO_SLOT]
         require(len(set(slots)) == len(slots) and not used & set(slots), "a slot in use was given away")
         require(all(0 <= slot < self.up[group] for slot in slots), "a slot that is not up was given away")
@@ -357,7 +370,7 @@ class Model:
                 )
                 continue
             require(key not in self.visible and key not in self.pending, "a known block is read from disk")
-            used = self.held_slots(key[0]) | {s for k, s in self.visible.items() if k[0] == key[0]}
+            used = self.held_slots(key[0]) | self.visible_slots(key[0])
             require(slot not in used, "a slot in use was given to a read from disk")
             require(0 <= slot < self.up[key[0]], "a slot that is not up was given to a read from disk")
             self.pending[key] = op_id

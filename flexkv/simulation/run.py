@@ -136,7 +136,7 @@ class Simulation:
             not len(world.manager.failed_loads), "failed loads of requests that have ended are remembered"
         )
         for group, spec in enumerate(world.config.groups):
-            visible = sum(key[0] == group for key in world.model.visible)
+            visible = len(world.model.visible_slots(group))
             require(world.manager.free_slots(group) == world.model.up[group] - visible, "slots leaked")
             require(
                 len(world.engine.pool.free(group)) == world.config.engine_blocks,

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import deque
 
-from flexkv.cache.base import ManagerLimits, OpRole
+from flexkv.cache.base import ManagerLimits, OpRole, sharing
 from flexkv.cache.ids import TierId
 from flexkv.cache.tier import TierContext, TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsUse
@@ -90,7 +90,8 @@ class World:
         if config.has_tiers:
             self.model.waiting_slots = self._waiting_slots
         slots = [spec.slots for spec in config.groups]
-        self.engine = SimEngine(config.ranks, len(config.groups), config.engine_blocks, slots)
+        owners = sharing(config.groups)
+        self.engine = SimEngine(config.ranks, len(config.groups), config.engine_blocks, slots, owners)
         self.disk_lane = SimDiskLane(self.disk, self.engine.slot_content, self.engine.fill_slot)
         self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
@@ -202,8 +203,10 @@ class World:
 
     def grow(self, group: int) -> None:
         slots = self.config.groups[group].slots
-        self.model.up[group] = min(slots, self.model.up[group] + max(1, slots // 3))
-        self.manager.grow(group, self.model.up[group])
+        up = min(slots, self.model.up[group] + max(1, slots // 3))
+        for other in self.model.shares(group):
+            self.model.up[other] = up
+        self.manager.grow(group, up)
 
     def check_visible(self) -> None:
         """Every visible slot holds what its key promises, on every rank."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, in_a_row
-from flexkv.cache.base import Keys
+from flexkv.cache.base import Keys, sharing
 from flexkv.cache.ids import NO_ENTRY, EntryIds
 from flexkv.cache.tier import Source, Tier, TierContext, TierCounts, TierFacts
 from flexkv.storage.base import Places, StoredPages
@@ -47,30 +47,36 @@ class StoredTier(Tier, Source):
         self.epoch = pages.epoch
         self._unix_s = context.unix_s
         slots = [pages.slots(group) for group in range(len(context.specs))]
-        self.presence = BlockIndex(slots, context.policy)
-        self._tags = [np.zeros(n, TAG) for n in slots]
-        """Of each place, the tag that it was written with last."""
+        owners = sharing(context.specs)
+        self._owners = sorted(set(owners))
+        self.presence = BlockIndex(slots, context.policy, owners if len(self._owners) < len(owners) else [])
+        tags = {owner: np.zeros(slots[owner], TAG) for owner in self._owners}
+        self._tags = [tags[owner] for owner in owners]
+        """Of each group's places, which it may share, the tag that each was written with last."""
         self._any_expires = False
         self._any_partial = False
         self._sizes = [spec.block_tokens for spec in context.specs]
-        for group, count in enumerate(slots):
-            self.presence.grow(group, count)
-            self._adopt(group)
+        for owner in self._owners:
+            self.presence.grow(owner, slots[owner])
+            self._adopt(owner)
         for volume, alive in enumerate(pages.alive):
             if not alive:
                 self.lose(volume)
 
     def _adopt(self, group: int) -> None:
         rows = self.pages.rows(group)
-        taken = self.presence.adopt(group, rows.keys, rows.places).view(np.bool_)
+        groups = None if rows.groups is None else rows.groups.astype(np.uint32)
+        taken = self.presence.adopt(group, rows.keys, rows.places, groups).view(np.bool_)
         tags = make_tags(
             rows.keys[taken], self.epoch, rows.generations[taken], rows.tokens[taken], rows.expiries[taken]
         )
         self._tags[group][rows.places[taken]] = tag_fields(tags)
         if bool((rows.expiries != NEVER).any()):
             self._any_expires = True
-            entries = self.presence.find(group, rows.keys[taken])
-            self.presence.set_expiry(entries, rows.expiries[taken].astype(np.uint64))
+            for each in (group,) if groups is None else np.unique(groups):
+                those = taken if groups is None else taken & (groups == each)
+                entries = self.presence.find(int(each), rows.keys[those])
+                self.presence.set_expiry(entries, rows.expiries[those].astype(np.uint64))
         self._any_partial |= bool((rows.tokens != self._sizes[group]).any())
 
     def __len__(self) -> int:
@@ -170,8 +176,9 @@ class StoredTier(Tier, Source):
 
     def lose(self, volume: int) -> None:
         """A volume is gone for good, and what was on it a miss."""
-        for group, tags in enumerate(self._tags):
-            on_volume, _ = striped_slots(np.arange(len(tags), dtype=np.int32), self.pages.disks)
+        for group in self._owners:
+            places = np.arange(len(self._tags[group]), dtype=np.int32)
+            on_volume, _ = striped_slots(places, self.pages.disks)
             gone = (on_volume == volume).astype(np.uint8)
             self.counts.gone += len(self.presence.retire(group, gone))
 

@@ -74,9 +74,9 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
         queue, index = self.work._writes[DISK], self.hub.index
         poll = queue.poll
 
-        def polled(groups: int, epoch: int) -> None:
+        def polled(epoch: int) -> None:
             before = {op.op_id for op in self._ops}
-            poll(groups, epoch)
+            poll(epoch)
             for op in self._ops:
                 if isinstance(op, WriteOp) and op.op_id not in before:
                     index.unpin(op.host)

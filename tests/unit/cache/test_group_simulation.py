@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ BEHIND = {
 """What lies behind host memory, by the settings of its room."""
 
 
-def random_config(seed: int, behind: str = "nothing", steps: int = STEPS) -> SimulationConfig:
+def random_config(
+    seed: int, behind: str = "nothing", steps: int = STEPS, shares: bool = False
+) -> SimulationConfig:
     rng = random.Random(seed)
     sizes = SIZES[seed % len(SIZES)]
     count = rng.randint(1, 6)
@@ -37,6 +40,10 @@ def random_config(seed: int, behind: str = "nothing", steps: int = STEPS) -> Sim
     step = SimulationConfig(0, groups=tuple(GroupSpec(size, 1) for size in blocks)).step_tokens
     most = max(step // size for size in blocks)
     groups = tuple(_group(rng, size, step) for size in blocks)
+    if shares:
+        slots = max(group.slots for group in groups)
+        owner, *others = (replace(group, slots=slots) for group in groups)
+        groups = (owner, *(replace(group, shares=0) if rng.random() < 0.7 else group for group in others))
     places: dict[str, Any] = dict.fromkeys(BEHIND[behind], 32 * most)
     return SimulationConfig(
         seed=seed,
@@ -67,6 +74,18 @@ def test_no_rule_is_broken(behind: str, soak_round: int) -> None:
     verified = 0
     for case in range(8):
         report = Simulation(random_config(8 * soak_round + case, behind)).run()
+        assert report.stats.stored_pages > 20
+        verified += report.verified_pages
+    assert verified > 150
+
+
+@pytest.mark.soak
+@soak_rounds(1)
+@pytest.mark.parametrize("behind", ["nothing", "symbolic tier"])
+def test_no_rule_is_broken_where_groups_share_slots(behind: str, soak_round: int) -> None:
+    verified = 0
+    for case in range(12):
+        report = Simulation(random_config(12 * soak_round + case, behind, shares=True)).run()
         assert report.stats.stored_pages > 20
         verified += report.verified_pages
     assert verified > 150
@@ -138,6 +157,25 @@ class TakesFailedPagesForTokens(LocalCacheManager):
         self.failed_loads.note = by_first_group  # type: ignore[method-assign]
 
 
+class TellsOneGroupOfAllEvictions(LocalCacheManager):
+    """What is evicted of groups that share slots is told as if it were the group's that needed room."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.hub.gone = self.hub.evicted  # type: ignore[method-assign]
+
+
+class SharesNothing(LocalCacheManager):
+    """Gives each group all slots for itself."""
+
+    def __init__(self, groups: Sequence[GroupSpec], *args: Any, **more: Any) -> None:
+        super().__init__([replace(group, shares=None) for group in groups], *args, **more)
+
+    def grow(self, group: int, slots: int) -> None:
+        for each in range(len(self._specs)):
+            super().grow(each, slots)
+
+
 BROKEN = (
     WindowOneShort,
     WindowOneLong,
@@ -156,3 +194,10 @@ def _configs() -> Iterator[SimulationConfig]:
 @pytest.mark.parametrize("manager_class", BROKEN, ids=lambda c: c.__name__)
 def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> None:
     assert caught_by(_configs(), manager_class)
+
+
+@pytest.mark.parametrize(
+    "manager_class", [TellsOneGroupOfAllEvictions, SharesNothing], ids=lambda c: c.__name__
+)
+def test_a_broken_manager_of_shared_slots_is_caught(manager_class: type[LocalCacheManager]) -> None:
+    assert caught_by((random_config(seed, shares=True) for seed in range(20)), manager_class)

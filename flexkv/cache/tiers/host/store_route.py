@@ -32,7 +32,7 @@ class HostStores(StoreRoute):
         without_slot = self._take_over(offer, room) if self._ops.any_of(OpRole.FETCH) else 0
         positions, entries, slots, evicted, known, dropped = self._hub.index.insert(group, offer.keys, room)
         if len(evicted):
-            self._hub.evicted(group, evicted)
+            self._hub.gone(group, evicted)
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
         if not len(stored):
@@ -67,7 +67,7 @@ class HostStores(StoreRoute):
             ready = there[index.ready(there).view(np.bool_)]
             # Not what the offer has already, to make room for the rest of it.
             index.pin(ready)
-            self._hub.evicted(group, index.evict(group, missing))
+            self._hub.evict(group, missing)
             index.unpin(ready)
         taken = max(0, min(room, index.free_slots(group)) - unknown)
         self._hub.remove(group, entries[unverified[:taken]])
