@@ -79,7 +79,7 @@ class SegmentCache:
         self._requests = itertools.count()
         try:
             self.engine = TransferEngine()
-            place = live.places[0]
+            (place,) = live.places[0]
             assert place.digests is not None, "segments are verified"
             self.engine.attach_view(
                 GROUP, self.staging.view, self.pool, place.stripe, place.digests, owners=[self.staging.rows]

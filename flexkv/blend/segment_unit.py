@@ -16,7 +16,7 @@ from flexkv.layout.format_id import FormatId, Interior
 from flexkv.transfer.engine import TransferEngine
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
-from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 
 UNIT = "segments"
 """Name of the ownership unit: one segment cache at a time uses a model's folder."""
@@ -68,7 +68,7 @@ class SegmentUnit:
         deadline_s: float,
     ) -> None:
         format_id = str(FormatId.of_view(view, Interior.KV_SPLIT_NHD, block_tokens, ranks=1))
-        facts = RankFacts.of_view(view, 0, pages, format_id, dtype=shape.dtype)
+        facts = RankFacts.here(0, pages, GroupFacts.of_view(view, format_id, dtype=shape.dtype))
         config = FlexKVConfig(
             host=HostConfig(bytes=slots * view.stripe_bytes, verify=True),
             load=LoadConfig(mode="layerwise", inflight_pages=pages),
@@ -78,7 +78,7 @@ class SegmentUnit:
         )
         role = CacheRole(recomputes=True, compute_if_faster=False)
         owner = UnitOwner(model, namespace, UNIT)
-        self.live = build_unit(config, block_tokens, {0: facts}, owner, role, slots=slots)
+        self.live = build_unit(config, [KvGroup(block_tokens)], {0: facts}, owner, role, slots=slots)
         if not self.live.pool.wait_ready(slots, deadline_s):
             reason = self.live.pool.stopped_reason
             self.live.close()

@@ -14,6 +14,7 @@ from flexkv.config.values import (
     Count,
     CountOrNone,
     Folders,
+    OptionalCount,
     OptionalNode,
     OptionalSeconds,
     OptionalSizeBytes,
@@ -115,6 +116,12 @@ class StoreConfig(Section):
         0.25,
         description="Share of the engine's blocks that may have a store in flight at once. When the engine hands such "
         "a block out again, its next step waits a moment for the copy to end, so more of it makes steps wait.",
+    )
+    checkpoint_tokens: OptionalCount = Field(
+        None,
+        description="With several KV groups (sliding windows, chunks): a hit may end every so many tokens of a long "
+        "prompt, besides at its end, and windows are stored there. Fewer tokens cost more bytes and let prompts that "
+        "share a beginning hit more of it. Default: 8 windows, 4096 at least.",
     )
     inflight_pages: Count = Field(
         65_536,

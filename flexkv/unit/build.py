@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
@@ -19,7 +19,7 @@ from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.unit.base import CacheRole
 from flexkv.unit.capacity import PromptLimit, TierCapacity
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.unit.slot_geometry import SlotGeometry
 from flexkv.unit.start_check import check_start
 
@@ -43,20 +43,23 @@ def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
 
 def build_unit(
     config: FlexKVConfig,
-    block_tokens: int,
+    groups: Sequence[KvGroup],
     ranks: Mapping[int, RankFacts],
     owner: UnitOwner,
     role: CacheRole = CacheRole(),  # noqa: B008 - frozen
     listener: CacheListener | None = None,
     prompt_limit: PromptLimit | None = None,
     slots: int | None = None,
+    alignment_tokens: int | None = None,
 ) -> LiveUnit:
     """
     Args:
+        groups: of the engine's pool; they share the host pool's slots, each of which holds a page of any of them.
         ranks: of every rank, by number.
         slots: of the host pool; None for as many as `host.bytes` or its like hold.
         listener: is told what becomes visible in host memory and what leaves it.
         prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
+        alignment_tokens: every hit is a multiple of it; None for whole blocks of every group and nothing more.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -64,20 +67,20 @@ def build_unit(
         ConfigError: several settings cannot be had on this machine, or `host.numa_node`.
         FlexKVError: a folder cannot be used, or another process uses it.
     """
-    facts = UnitFacts(config, block_tokens, _stripes(ranks), owner, role.recomputes)
+    facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)
     check_start(config, len(ranks), overwritable(facts))
     plans = plan_tiers(facts)
-    images = [plan.image for plan in plans if plan.image is not None]
+    images = [plan.images for plan in plans if plan.images]
     geometry = SlotGeometry.of(facts.ranks, len(ranks), config.host.verify, images)
     with ExitStack() as on_error:
         if slots is None:
-            slots = _slots(config, block_tokens, geometry.slot_bytes, len(ranks))
+            slots = _slots(config, groups, geometry.slot_bytes, len(ranks))
         pool = _make_pool(config, geometry.slot_bytes, slots, role.shared)
         on_error.callback(pool.close)
         tiers: list[TierFactory] = [HostTier]
         tiers += [tier for plan in plans if (tier := plan.open(pool, on_error)) is not None]
         manager = LocalCacheManager(
-            [GroupSpec(block_tokens, pool.slots)],
+            _specs(groups, pool.slots),
             ManagerLimits(
                 ranks=len(ranks),
                 inflight_store_pages=config.store.inflight_pages,
@@ -90,16 +93,25 @@ def build_unit(
             listener=listener,
             compute_if_faster=config.disk.compute_if_faster and role.compute_if_faster,
             tiers=tiers,
+            alignment_tokens=alignment_tokens,
         )
         slabs = next((slabs for plan in plans if (slabs := plan.slab_map()) is not None), None)
         pools = [ranks[rank].pool_id for rank in range(len(ranks))]
         unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s)
-        _log_capacity(config, unit, block_tokens, prompt_limit)
+        _log_capacity(config, unit, groups, prompt_limit)
         on_error.pop_all()
         return unit
 
 
-def _stripes(ranks: Mapping[int, RankFacts]) -> tuple[RankFacts, ...]:
+def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
+    """All groups share the slots of the first."""
+    return [
+        GroupSpec(group.block_tokens, slots, group.rule, group.reach, shares=0 if number else None)
+        for number, group in enumerate(groups)
+    ]
+
+
+def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
     """Each rank that has a stripe of its own; one where all hold the same bytes.
 
     Raises:
@@ -108,15 +120,27 @@ def _stripes(ranks: Mapping[int, RankFacts]) -> tuple[RankFacts, ...]:
     if sorted(ranks) != list(range(len(ranks))):
         raise GeometryError(f"handshake of ranks {sorted(ranks)}; expected 0 to {len(ranks) - 1}")
     facts = [ranks[rank] for rank in range(len(ranks))]
+    for rank in facts:
+        if len(rank.groups) != groups:
+            raise GeometryError(
+                f"rank {rank.rank} has a pool of {len(rank.groups)} KV groups; the engine's scheduler has {groups}"
+            )
     counts = {rank.num_blocks for rank in facts}
     if len(counts) != 1:
         raise GeometryError(f"the ranks' pools have {', '.join(map(str, sorted(counts)))} blocks")
-    if len({(rank.replicated, rank.stripe_bytes if rank.replicated else 0) for rank in facts}) != 1:
+    if len({(rank.replicated, _stripe_bytes(rank) if rank.replicated else ()) for rank in facts}) != 1:
         raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {facts}")
     return tuple(facts[:1] if facts[0].replicated else facts)
 
 
-def _log_capacity(config: FlexKVConfig, unit: LiveUnit, block_tokens: int, limit: PromptLimit | None) -> None:
+def _stripe_bytes(rank: RankFacts) -> tuple[int, ...]:
+    return tuple(group.stripe_bytes for group in rank.groups)
+
+
+def _log_capacity(
+    config: FlexKVConfig, unit: LiveUnit, groups: Sequence[KvGroup], limit: PromptLimit | None
+) -> None:
+    block_tokens = groups[0].block_tokens
     ranks, slot_bytes = len(unit.places), unit.pool.slot_bytes
     per_rank = config.host.bytes_per_rank is not None
     setting, shares = ("host.bytes_per_rank", ranks) if per_rank else ("host.bytes", 1)
@@ -130,14 +154,14 @@ def _log_capacity(config: FlexKVConfig, unit: LiveUnit, block_tokens: int, limit
             capacity.log(logger, limit, room.more)
 
 
-def _slots(config: FlexKVConfig, block_tokens: int, slot_bytes: int, ranks: int) -> int:
+def _slots(config: FlexKVConfig, groups: Sequence[KvGroup], slot_bytes: int, ranks: int) -> int:
     memory = read_memory()
     size = resolve_host_bytes(config, ranks, memory.usable, memory.huge_page_bytes * memory.huge_pages_free)
     slots = size // slot_bytes
     if slots < 1:
         raise CapacityError(
-            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of {block_tokens} tokens over "
-            f"{ranks} ranks): set host.bytes to some thousand times {slot_bytes}"
+            f"{size} bytes of host memory hold no slot of {slot_bytes} bytes (one block of {groups[0].block_tokens} "
+            f"tokens over {ranks} ranks): set host.bytes to some thousand times {slot_bytes}"
         )
     return slots
 

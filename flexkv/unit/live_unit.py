@@ -23,7 +23,7 @@ EXPIRE_EVERY_S = 1.0
 class LiveUnit(EngineUnit):
     """
     Args:
-        places: each rank's share of a slot.
+        places: each rank's share of a slot, by group.
         slabs: for workers that move pages straight between a tier and the engine's pool; None where none does.
         pools: see the attribute.
         close_s: how long a close may take.
@@ -37,7 +37,7 @@ class LiveUnit(EngineUnit):
         self,
         pool: HostPool,
         manager: LocalCacheManager,
-        places: tuple[RankPlace, ...],
+        places: tuple[tuple[RankPlace, ...], ...],
         slabs: SlabMap | None,
         pools: Sequence[PoolId],
         close_s: float,
@@ -88,6 +88,7 @@ class LiveUnit(EngineUnit):
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
+            # All groups share the slots of the first.
             self.manager.grow(0, up)
         # Until its end is logged, too.
         self.growing = self._up < self.slots or not self.pool.settled

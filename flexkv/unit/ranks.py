@@ -15,6 +15,7 @@ from typing import Any, NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.cache.base import Rule
 from flexkv.transfer.slab_map import SlabMap
 
 UnitId = NewType("UnitId", bytes)
@@ -52,67 +53,77 @@ class UnitOwner:
 
 
 @dataclass(frozen=True, slots=True)
+class KvGroup:
+    """One KV group of a unit, as its adapter says it.
+
+    Attributes:
+        reach: see `GroupSpec`.
+        signature: what the adapter hashes into the keys of the group's blocks, so that no other group's block has them;
+            empty of a unit's only group.
+    """
+
+    block_tokens: int
+    rule: Rule = Rule.FULL
+    reach: int = 0
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What one worker says about the blocks of one KV group.
+
+    Attributes:
+        stripe_bytes: bytes of one block on this rank.
+        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
+        format_id: encoding of the pages.
+        heads: of K and V on this rank; 0 where a block is not made of heads.
+        dtype: of the pool's elements, by name.
+    """
+
+    stripe_bytes: int
+    run_table: NDArray[np.int64]
+    format_id: str
+    heads: int = 0
+    dtype: str = ""
+
+    @classmethod
+    def of_view(cls, view: Any, format_id: str, heads: int = 0, dtype: str = "") -> GroupFacts:
+        """Of the blocks that `view` (a `KvView`) describes."""
+        runs = view.runs[:, [3, 2, 4]]
+        runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
+        return cls(view.stripe_bytes, runs, format_id, heads, dtype)
+
+    @property
+    def runs(self) -> int:
+        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
+        return len(self.run_table)
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """What one worker says about its KV pool before the first lookup.
 
     Attributes:
-        stripe_bytes: bytes of one block on this rank.
-        num_blocks: blocks of the engine's pool on this rank.
-        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
-        format_id: encoding of the pages.
-        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
-        heads: of K and V on this rank; 0 where a block is not made of heads.
-        dtype: of the pool's elements, by name.
+        num_blocks: blocks of the engine's pool on this rank, which all groups share.
+        groups: in the order of the unit's.
+        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
         gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
         pool_id: of the pool that the worker has now.
     """
 
     rank: int
     pid: int
-    stripe_bytes: int
     num_blocks: int
-    run_table: NDArray[np.int64]
-    format_id: str
+    groups: tuple[GroupFacts, ...]
     replicated: bool = False
-    heads: int = 0
-    dtype: str = ""
     gpudirect: bool = False
     pool_id: PoolId = NO_POOL
 
     @classmethod
-    def of_view(
-        cls,
-        view: Any,
-        rank: int,
-        num_blocks: int,
-        format_id: str,
-        replicated: bool = False,
-        heads: int = 0,
-        dtype: str = "",
-        pool_id: PoolId = NO_POOL,
-    ) -> RankFacts:
-        """What a rank of this process says of the pool that `view` (a `KvView`) describes."""
-        runs = view.runs[:, [3, 2, 4]]
-        runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
-        pid = os.getpid()
-        return cls(
-            rank,
-            pid,
-            view.stripe_bytes,
-            num_blocks,
-            runs,
-            format_id,
-            replicated,
-            heads,
-            dtype,
-            pool_id=pool_id,
-        )
-
-    @property
-    def runs(self) -> int:
-        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
-        return len(self.run_table)
+    def here(cls, rank: int, num_blocks: int, *groups: GroupFacts) -> RankFacts:
+        """Of a rank in this process that no message reaches."""
+        return cls(rank, os.getpid(), num_blocks, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +144,7 @@ class PoolGrant:
 
     Attributes:
         descriptor: `HostPool.descriptor()`.
-        places: of each rank.
+        places: of each rank, one a group.
         slabs: of the unit's disks, for ranks with gds loads; None where there are none.
         unit: that the pool is of.
         pools: of each rank, the engine's pool that the unit was made for.
@@ -142,5 +153,5 @@ class PoolGrant:
     unit: UnitId
     pools: tuple[PoolId, ...]
     descriptor: Any
-    places: tuple[RankPlace, ...]
+    places: tuple[tuple[RankPlace, ...], ...]
     slabs: SlabMap | None = None

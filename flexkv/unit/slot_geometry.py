@@ -9,44 +9,62 @@ from flexkv.c_ext import SlotImage
 from flexkv.cache.tiers.plan import ImageNeeds
 from flexkv.errors import GeometryError
 from flexkv.transfer.trailer import digest_areas
-from flexkv.unit.ranks import RankFacts, RankPlace
+from flexkv.unit.ranks import GroupFacts, RankFacts, RankPlace
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
-    """One slot holds a block of every rank: stripes, then the trailer.
+    """One slot holds a block of any one group, of every rank: stripes, then the trailer.
 
     Attributes:
-        places: of each rank.
+        slot_bytes: of the largest group's image.
+        places: of each rank, one a group.
     """
 
     slot_bytes: int
-    places: tuple[RankPlace, ...]
+    places: tuple[tuple[RankPlace, ...], ...]
 
     @classmethod
     def of(
-        cls, stripes: Sequence[RankFacts], ranks: int, verify: bool, images: Sequence[ImageNeeds]
+        cls,
+        stripes: Sequence[RankFacts],
+        ranks: int,
+        verify: bool,
+        images: Sequence[tuple[ImageNeeds, ...]],
     ) -> SlotGeometry:
         """
         Args:
             stripes: of each rank that has one of its own; of one where all `ranks` hold the same bytes.
             verify: pages have digests.
-            images: what tiers store beside the stripes.
+            images: what each tier that stores anything beside the stripes stores, by group.
 
         Raises:
             GeometryError: two tiers want other images.
         """
         if len(set(images)) > 1:
             raise GeometryError(f"the tiers store pages in different images: {images}")
-        trailer_bytes, areas = digest_areas([rank.runs for rank in stripes]) if verify else (0, [])
-        image = SlotImage([rank.stripe_bytes for rank in stripes], trailer_bytes)
-        digests = [image.trailer_offset + area for area in areas]
-        slot_bytes = image.total_bytes
-        if images:
-            slot_bytes = images[0].image_bytes
-            digests = list(images[0].digest_offsets)
+        groups = [
+            _places([rank.groups[group] for rank in stripes], verify, images[0][group] if images else None)
+            for group in range(len(stripes[0].groups))
+        ]
         shares = range(ranks) if len(stripes) == ranks else [0] * ranks
         return cls(
-            slot_bytes,
-            tuple(RankPlace(image.stripe_offset(s), digests[s] if digests else None) for s in shares),
+            max(size for size, _ in groups), tuple(tuple(places[s] for _, places in groups) for s in shares)
         )
+
+
+def _places(
+    stripes: Sequence[GroupFacts], verify: bool, needs: ImageNeeds | None
+) -> tuple[int, list[RankPlace]]:
+    """Bytes of one group's image, and where each stripe lies in it."""
+    trailer_bytes, areas = digest_areas([stripe.runs for stripe in stripes]) if verify else (0, [])
+    image = SlotImage([stripe.stripe_bytes for stripe in stripes], trailer_bytes)
+    digests = [image.trailer_offset + area for area in areas]
+    size = image.total_bytes
+    if needs is not None:
+        size, digests = needs.image_bytes, list(needs.digest_offsets)
+    places = [
+        RankPlace(image.stripe_offset(stripe), digests[stripe] if digests else None)
+        for stripe in range(len(stripes))
+    ]
+    return size, places

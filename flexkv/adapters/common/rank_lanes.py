@@ -17,14 +17,14 @@ from flexkv.unit.ranks import RankPlace
 
 
 def open_gds_lane(
-    config: FlexKVConfig, slabs: SlabMap, stripe: int, view: Any, tensors: Sequence[Any]
+    config: FlexKVConfig, slabs: SlabMap, stripe: int, views: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[GdsLane | None, str]:
     """The lane to slabs on disk that blocks are loaded from without a page of the host pool.
 
     Args:
         stripe: the rank whose stripe of them this rank loads.
-        view: `KvView` of the rank's pool.
-        tensors: that the view was made of; they say which device it lies on.
+        views: a `KvView` of the rank's pool for each KV group.
+        tensors: that the views were made of; they say which device they lie on.
 
     Returns:
         The lane; or, where `disk.gds` leaves it to the machine, None and why there is none.
@@ -34,7 +34,7 @@ def open_gds_lane(
     """
     try:
         device = cuda_device_of(tensors)
-        lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=[view])
+        lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=views)
         return lane, ""
     except FlexKVError as error:
         if config.disk.gds != "auto":
@@ -47,20 +47,21 @@ def open_gds_lane(
 
 def open_lanes(
     config: FlexKVConfig,
-    view: Any,
+    views: Sequence[Any],
     tensors: Sequence[Any],
     pool: HostPool,
-    place: RankPlace,
+    places: Sequence[RankPlace],
     *,
     stream_of: Callable[[int], int],
     mover: Any = None,
     gds_lane: GdsLane | None = None,
 ) -> TransferEngine:
-    """The transfer engine of a rank, with its pool attached as group 0; on a GPU the host pool is registered too.
+    """The transfer engine of a rank, with its pool attached; on a GPU the host pool is registered too.
 
     Args:
-        view: `KvView` of the rank's pool.
-        tensors: that the view was made of; they say which device the pool lies on, and are held while needed.
+        views: a `KvView` of the rank's pool for each KV group.
+        places: where in a slot the blocks of each group lie.
+        tensors: that the views were made of; they say which device the pool lies on, and are held while needed.
         stream_of: the stream of a CUDA device that copies are ordered after, where `submit` names none.
         mover: of host lanes; None takes the transfer engine's own.
         gds_lane: see `open_gds_lane`. It is the engine's from now on, and closed where this raises.
@@ -85,8 +86,20 @@ def open_lanes(
             lanes=[] if gds_lane is None else [gds_lane],
         )
         opened.callback(engine.close, transfer.close_s)
-        engine.attach_view(0, view, pool, place.stripe, place.digests, tensors)
+        attach_views(engine, views, pool, places, tensors)
         if device is not None:
             pool.pin(device)
         opened.pop_all()
         return engine
+
+
+def attach_views(
+    engine: TransferEngine,
+    views: Sequence[Any],
+    pool: HostPool,
+    places: Sequence[RankPlace],
+    tensors: Sequence[Any],
+) -> None:
+    """Makes the rank's pool known to its transfer engine, each view as the group of its number."""
+    for group, (view, place) in enumerate(zip(views, places, strict=True)):
+        engine.attach_view(group, view, pool, place.stripe, place.digests, tensors)

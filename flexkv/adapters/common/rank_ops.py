@@ -47,7 +47,7 @@ class RankOps:
         refusal: why there is none and never will be.
         released: why no op may touch the engine's pool now; empty while they may.
         gds_refusal: why this rank's engine has no lane to the disks though loads may name it.
-        stripe_bytes: what one page moves on this rank.
+        stripe_bytes: what one page of each KV group moves on this rank.
         stores: False where another rank stores the same bytes: a store then ends here at once.
         step: the last forward that was ordered.
         reports: what is to be said of ops that have ended.
@@ -61,7 +61,7 @@ class RankOps:
         self.refusal = ""
         self.released = ""
         self.gds_refusal = ""
-        self.stripe_bytes = 0
+        self.stripe_bytes: tuple[int, ...] = ()
         self.stores = True
         self._ops: dict[OpId, SubmittedOp] = {}
         self._waiting: list[WaitingLoad] = []
@@ -73,7 +73,7 @@ class RankOps:
     def submit_load(self, job: LoadJob) -> None:
         """Starts a load, or keeps it for the next poll while the lane's queue is full."""
         if not job.graph.ops:
-            self.reports.add_failed(job.lost)
+            self.reports.add_failed(job, job.lost)
             if not job.sync:
                 self.reports.add_finished(job.request_id)
             return
@@ -102,7 +102,9 @@ class RankOps:
             self._waiting.append(load)
             return
         for op in ops:
-            self._ops[op.op_id] = SubmittedOp(ticket, op.pages, started_s, self.step, job, load.deadline_s)
+            self._ops[op.op_id] = SubmittedOp(
+                ticket, op.pages, op.group, started_s, self.step, job, load.deadline_s
+            )
         for op in without_lane:
             every = np.arange(op.pages, dtype=np.int32)
             self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
@@ -132,7 +134,7 @@ class RankOps:
                 reason = self.released or self.refusal or "the store lane's queue is full"
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
-                self._ops[op.op_id] = SubmittedOp(ticket, op.pages, started_s, self.step)
+                self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
         """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""
@@ -161,7 +163,7 @@ class RankOps:
         for op in job.graph.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
-                self.reports.invalidate(op, reason)
+                self.reports.invalidate(job, op, reason)
 
     # --- wait ---
 
@@ -303,7 +305,9 @@ class RankOps:
     def _refuse(self, job: LoadJob, reason: str) -> None:
         for op in job.graph.ops:
             started_s = time.monotonic()
-            self._ops[op.op_id] = SubmittedOp(NO_TICKET, op.pages, started_s, self.step, job, given_up=reason)
+            self._ops[op.op_id] = SubmittedOp(
+                NO_TICKET, op.pages, op.group, started_s, self.step, job, given_up=reason
+            )
         for op in job.graph.ops:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason))
 
@@ -320,7 +324,7 @@ class RankOps:
         if op.given_up or op.torn:
             result = op.outcome(result)
         self.reports.add(result, op.step, op.load)
-        op.count(result, self.stripe_bytes, self._counters)
+        op.count(result, self.stripe_bytes[op.group] if self.stripe_bytes else 0, self._counters)
         job = op.load
         if job is not None and not job.sync and not any(op.op_id in self._ops for op in job.graph.ops):
             self.reports.add_finished(job.request_id)

@@ -28,13 +28,15 @@ class RankReports:
 
     Attributes:
         ended: results that were not taken, in the order in which they came.
-        finished: requests whose async load has ended, not taken yet.
+        finished: requests whose async load has ended, not taken yet; `failed` are those of them, and of loads that
+            have not ended yet, of which pages are missing.
         failed_blocks: engine blocks that a load should have filled and did not, not taken yet.
     """
 
     def __init__(self) -> None:
         self.ended: list[Ended] = []
         self.finished: set[str] = set()
+        self.failed: set[str] = set()
         self.failed_blocks: set[int] = set()
 
     def add(self, result: OpResult, step: int, load: LoadJob | None = None) -> None:
@@ -42,20 +44,22 @@ class RankReports:
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):
             blocks = next(op.blocks for op in load.graph.ops if op.op_id == result.op_id)
-            self.add_failed(blocks[result.failed].tolist())
+            self.add_failed(load, blocks[result.failed].tolist())
 
-    def add_failed(self, blocks: Iterable[int]) -> None:
+    def add_failed(self, load: LoadJob, blocks: Iterable[int]) -> None:
         """Engine blocks that a load should have filled and did not."""
         self.failed_blocks.update(blocks)
+        if not load.sync:
+            self.failed.add(load.request_id)
 
     def add_finished(self, request_id: str) -> None:
         """The request's async load has ended."""
         self.finished.add(request_id)
 
-    def invalidate(self, op: TransferOp, reason: str) -> None:
+    def invalidate(self, load: LoadJob, op: TransferOp, reason: str) -> None:
         """All blocks of a load's op that has ended count as failed, however it ended, also where its result was
         taken."""
-        self.add_failed(op.blocks.tolist())
+        self.add_failed(load, op.blocks.tolist())
         for at, entry in enumerate(self.ended):
             if entry.result.op_id == op.op_id:
                 result = OpResult.cancelled(op.op_id, op.pages, reason)
@@ -85,8 +89,15 @@ class RankReports:
 
     def take_finished(self) -> set[str]:
         """Requests whose async load has ended on this rank, each exactly once."""
-        finished, self.finished = self.finished, set()
+        finished, _ = self.take_finished_and_failed()
         return finished
+
+    def take_finished_and_failed(self) -> tuple[set[str], set[str]]:
+        """The same, and those of them whose load has failed."""
+        finished, self.finished = self.finished, set()
+        failed = self.failed & finished
+        self.failed -= failed
+        return finished, failed
 
     def take_failed_blocks(self) -> set[int]:
         """Engine blocks that a load should have filled and did not."""

@@ -1,11 +1,12 @@
-"""One rank's share of the unit: its view of the engine's pool, the lanes, and the mapping of the host pool."""
+"""One rank's share of the unit: its views of the engine's pool, the lanes, and the mapping of the host pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
+from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
@@ -13,12 +14,19 @@ from flexkv.observe import Counters, get_logger
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import NO_POOL, NO_UNIT, PoolGrant, PoolId, RankFacts, RankPlace, UnitId, random_id
+from flexkv.unit.ranks import (
+    NO_POOL,
+    NO_UNIT,
+    GroupFacts,
+    PoolGrant,
+    PoolId,
+    RankFacts,
+    RankPlace,
+    UnitId,
+    random_id,
+)
 
 logger = get_logger(__name__)
-
-GROUP = 0
-"""The one KV group of a rank's transfer engine."""
 
 
 class RankWorker:
@@ -29,7 +37,7 @@ class RankWorker:
 
     Attributes:
         device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
-        view: of the engine's pool, and `format_id` that of its pages; None before `take_pool`.
+        views: of the engine's pool, one a KV group; none before `take_pool`.
         pool_id: of the engine's pool; NO_POOL before `take_pool`.
         slots: of the host pool; -1 before it is attached.
         unit: that this rank serves, from its grant on and for good; NO_UNIT before.
@@ -39,8 +47,7 @@ class RankWorker:
         self.rank = rank
         self.counters = Counters()
         self.device: int | None = None
-        self.view: Any = None
-        self.format_id: Any = None
+        self.views: tuple[Any, ...] = ()
         self.pool_id: PoolId = NO_POOL
         self.unit: UnitId = NO_UNIT
         self.slots = -1
@@ -48,12 +55,11 @@ class RankWorker:
         self._current_stream = current_stream
         self._owners: Sequence[OnDevice] = ()
         self._num_blocks = 0
+        self._groups: tuple[GroupFacts, ...] = ()
         self._replicated = False
-        self._heads = 0
-        self._dtype = ""
         self._pool: Any = None
-        self._place: RankPlace | None = None
-        self._view_attached = False
+        self._places: tuple[RankPlace, ...] = ()
+        self._views_attached = False
         self._ops = RankOps(config, rank, self.counters)
 
     def make_mover(self) -> Any:
@@ -62,51 +68,44 @@ class RankWorker:
 
     def take_pool(
         self,
-        view: Any,
-        format_id: Any,
+        views: Sequence[Any],
+        groups: Sequence[GroupFacts],
         owners: Sequence[OnDevice],
         num_blocks: int,
         replicated: bool,
-        heads: int,
-        dtype: str,
     ) -> None:
         """The engine's pool is known. Where a unit was made for another one, this rank serves that no more: it refuses
         every order, so that no block number of the one pool is ever taken for one of the other.
 
         Args:
-            owners: the tensors that the view lies in; kept as long as anything may touch them.
+            views: of each KV group, and `groups` what the unit is told of it.
+            owners: the tensors that the views lie in; kept as long as anything may touch them.
             replicated: all ranks hold the same bytes; only rank 0's are stored then.
-            heads: of K and V on this rank; 0 where a block is not made of heads.
-            dtype: of the pool's elements, by name.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
             self._ops.refusal = "the engine registered another KV pool"
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
         self.pool_id = PoolId(random_id())
-        self.view, self.format_id = view, format_id
+        self.views, self._groups = tuple(views), tuple(groups)
         self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated
-        self._heads, self._dtype = heads, dtype
-        self._ops.stripe_bytes = view.stripe_bytes
+        self._ops.stripe_bytes = tuple(view.stripe_bytes for view in views)
         self._ops.stores = self.rank == 0 or not replicated
 
     def facts(self) -> RankFacts | None:
         """What the scheduler needs to size the host pool; None before `take_pool`."""
-        if self.view is None:
+        if not self.views:
             return None
-        return RankFacts.of_view(
-            self.view,
-            self.rank,
-            self._num_blocks,
-            str(self.format_id),
-            self._replicated,
-            self._heads,
-            self._dtype,
-            self.pool_id,
-        )
+        here = RankFacts.here(self.rank, self._num_blocks, *self._groups)
+        return replace(here, replicated=self._replicated, pool_id=self.pool_id)
 
-    def attach(self, unit: UnitId, pool: HostPool, place: RankPlace, slabs: SlabMap | None = None) -> None:
+    def attach(
+        self, unit: UnitId, pool: HostPool, places: tuple[RankPlace, ...], slabs: SlabMap | None = None
+    ) -> None:
         """Starts the lanes between the engine's pool and the unit's host pool, and `slabs` if there are any.
+
+        Args:
+            places: where in a slot the blocks of each group lie.
 
         Raises:
             ContractError: this rank serves another unit.
@@ -122,20 +121,20 @@ class RankWorker:
         gds_lane = None
         if slabs is not None:
             stripe = 0 if self._replicated else self.rank
-            gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self.view, self._owners)
+            gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self.views, self._owners)
             self._ops.gds_refusal = refusal
         engine = open_lanes(
             self._config,
-            self.view,
+            self.views,
             self._owners,
             pool,
-            place,
+            places,
             stream_of=self._current_stream,
             mover=mover,
             gds_lane=gds_lane,
         )
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
-        self._place, self._view_attached = place, True
+        self._places, self._views_attached = places, True
         self.slots = pool.slots
 
     def take_grant(self, grant: PoolGrant) -> None:
@@ -154,7 +153,7 @@ class RankWorker:
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
 
     def release_pool(self, reason: str) -> None:
-        """The engine is about to take its pool's memory away: ends every op, and detaches the view. Idempotent.
+        """The engine is about to take its pool's memory away: ends every op, and detaches the views. Idempotent.
 
         Args:
             reason: of the ops that come before `restore_pool`; they end refused.
@@ -163,17 +162,16 @@ class RankWorker:
             ClosedError: a copy neither ended nor could be recalled: the memory must stay.
         """
         self._ops.release(reason)
-        if self._view_attached and self._ops.engine is not None:
-            self._ops.engine.detach_view(GROUP)
-            self._view_attached = False
+        if self._views_attached and self._ops.engine is not None:
+            for group in range(len(self.views)):
+                self._ops.engine.detach_view(group)
+            self._views_attached = False
 
     def restore_pool(self) -> None:
         """The pool's memory is back at the same addresses; what it held is gone. Idempotent."""
-        if self._place is not None and not self._view_attached and self._ops.engine is not None:
-            self._ops.engine.attach_view(
-                GROUP, self.view, self._pool, self._place.stripe, self._place.digests, self._owners
-            )
-            self._view_attached = True
+        if self._places and not self._views_attached and self._ops.engine is not None:
+            attach_views(self._ops.engine, self.views, self._pool, self._places, self._owners)
+            self._views_attached = True
         self._ops.released = ""
 
     @property

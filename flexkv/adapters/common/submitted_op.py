@@ -39,6 +39,7 @@ class SubmittedOp:
 
     ticket: Ticket
     pages: int
+    group: int
     started_s: float
     step: int
     load: LoadJob | None = None

@@ -23,7 +23,7 @@ from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 
@@ -81,10 +81,10 @@ class RankCache:
         self._tickets: dict[OpId, Ticket] = {}
         self._started_s: dict[OpId, float] = {}
         self._page_bytes = int(view.stripe_bytes)
-        facts = RankFacts.of_view(view, 0, pages, format_id, heads=heads, dtype=dtype_name(tensors[0]))
+        facts = RankFacts.here(0, pages, GroupFacts.of_view(view, format_id, heads, dtype_name(tensors[0])))
         self._unit = build_unit(
             config,
-            page_tokens,
+            [KvGroup(page_tokens)],
             {0: facts},
             owner,
             CacheRole(fails_requests=fails_requests),
@@ -94,7 +94,13 @@ class RankCache:
         with ExitStack() as taken:
             taken.callback(self._unit.close)
             self.lanes = open_lanes(
-                config, view, tensors, self._unit.pool, self._unit.places[0], stream_of=stream_of, mover=mover
+                config,
+                [view],
+                tensors,
+                self._unit.pool,
+                self._unit.places[0],
+                stream_of=stream_of,
+                mover=mover,
             )
             taken.callback(self.lanes.close, config.transfer.close_s)
             self._unit.grow()

@@ -18,7 +18,7 @@ from flexkv.unit.base import CacheRole, EngineUnit
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
-from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 
@@ -148,10 +148,12 @@ class RankCoordinator:
                 raise GeometryError(f"the ranks have blocks of {sorted(tokens)} tokens")
             block_tokens = tokens.pop()
             facts = {rank: said for rank, (said, _) in self._facts.items()}
-            namespace = engine_namespace(self._arguments, self._config, block_tokens, facts[0].dtype)
+            namespace = engine_namespace(
+                self._arguments, self._config, block_tokens, facts[0].groups[0].dtype
+            )
             unit = build_unit(
                 self._config,
-                block_tokens,
+                [KvGroup(block_tokens)],
                 facts,
                 UnitOwner(self._arguments.model, namespace, "rank0"),
                 CacheRole(shared=True),

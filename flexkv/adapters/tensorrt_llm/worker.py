@@ -26,7 +26,7 @@ from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, FailedOps, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
-from flexkv.unit.ranks import PoolGrant
+from flexkv.unit.ranks import GroupFacts, PoolGrant
 
 logger = get_logger(__name__)
 
@@ -91,13 +91,11 @@ class WorkerSide(RankWorker):
         """Takes the engine's pool."""
         self._block_tokens = pool.block_tokens
         self.take_pool(
-            pool.view,
-            pool.format_id,
+            [pool.view],
+            [GroupFacts.of_view(pool.view, str(pool.format_id), pool.heads, dtype_name(pool.owner))],
             (pool.owner,),
             pool.num_blocks,
             pool.replicated,
-            pool.heads,
-            dtype_name(pool.owner),
         )
 
     # --- one iteration, in the order in which the engine calls ---
@@ -127,7 +125,7 @@ class WorkerSide(RankWorker):
             else:
                 self._ops.finish_load(job)
         if by_layer:
-            self._layer_loads.begin(by_layer, self.view.num_layers)
+            self._layer_loads.begin(by_layer, self.views[0].num_layers)
         if len(by_layer) < len(metadata.loads):
             self._report(self._end_ops())
             self._refuse_lost("the forward must not read them")

@@ -4,6 +4,7 @@ from besides its tokens."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 GROUP = 0
-"""The one KV group of a model that this adapter accepts."""
+"""In all keys: what tells groups apart is in the namespace."""
 
 
 class RequestNamespaces:
@@ -33,6 +34,7 @@ class RequestNamespaces:
         self._engine = engine
         self._loras = LoraNames()
         self._made: dict[str, bytes] = {}
+        self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
 
     def of(self, request: Request) -> bytes:
         """32 bytes. Reads the adapter's files where they are new, or have changed."""
@@ -42,6 +44,16 @@ class RequestNamespaces:
         name = self._loras.name(adapter.lora_path)
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest({"engine": self._engine, "adapter": name})
+        return made
+
+    def of_groups(self, namespace: bytes, signatures: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The namespaces of a request's blocks by KV group, 32 bytes each; a group without a signature has the
+        request's."""
+        if (made := self._of_groups.get(namespace)) is None:
+            made = self._of_groups[namespace] = tuple(
+                namespace_digest({"request": namespace, "group": signature}) if signature else namespace
+                for signature in signatures
+            )
         return made
 
 

@@ -18,10 +18,11 @@ from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_engine, warn_of_policy
 from flexkv.adapters.vllm.engine_spec import SYNC_LOADS_NEED, EngineRole, EngineSpec
-from flexkv.adapters.vllm.geometry import BlockGeometry, block_geometry, config_of_tensors
+from flexkv.adapters.vllm.geometry import config_of_tensors
 from flexkv.adapters.vllm.identity import check_hash
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
@@ -118,7 +119,9 @@ class FlexKVConnectorV1Impl:
         check_alone(get_kv_transfer_group())
         check_batch_invariance(self._vllm_config)
         self._own_pools.check()
-        self._worker.register_kv_caches(kv_caches, config_of_tensors(kv_caches, self._vllm_config))
+        config = config_of_tensors(kv_caches, self._vllm_config)
+        one_group_geometry(config)  # refuses others
+        self._worker.register_kv_caches(kv_caches, config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self._worker is not None
@@ -205,7 +208,7 @@ class FlexKVConnectorV1Impl:
                 FULL_CONNECTOR,
             )
             return None
-        geometry: BlockGeometry = block_geometry(worker.kv_config)
+        geometry = one_group_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         role = EngineRole(recomputes=policy == "recompute", stores_end_in_step=True)

@@ -102,7 +102,7 @@ class CompletionHandler:
             if first is None:
                 continue
             self._unit.manager.discard_from(tracker.request_id, first * self._block_tokens)
-            tracker.cursor = min(tracker.cursor, first)
+            tracker.tables[0].cursor = min(tracker.tables[0].cursor, first)
             tracker.retry_step = 0
             tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
         bad = set(failed)

@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -23,9 +25,10 @@ from flexkv.adapters.vllm.engine_checks import (
     warn_of_sudden_end,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
-from flexkv.adapters.vllm.geometry import block_geometry, required_layout
+from flexkv.adapters.vllm.geometry import required_layout
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class FlexKVConnector(KVConnectorBase_V1):
+class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     """KV cache in host memory for vLLM.
 
     `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
@@ -83,7 +86,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
         configure_logging(settings.observe.log_level)
         check_engine(vllm_config)
-        geometry = block_geometry(kv_cache_config)
+        geometry = pool_geometry(kv_cache_config)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
         if role is KVConnectorRole.WORKER:
@@ -97,7 +100,7 @@ class FlexKVConnector(KVConnectorBase_V1):
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         events = vllm_config.kv_events_config
-        settings = with_possible_modes(settings, vllm_config)
+        settings = with_possible_modes(settings, vllm_config, geometry.is_hybrid)
         spec = EngineSpec.of(
             vllm_config,
             geometry,
@@ -192,14 +195,27 @@ class FlexKVConnector(KVConnectorBase_V1):
         self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        orders = cast("ConnectorMetadata", self._get_connector_metadata())
-        self.worker.poll(orders.idle, orders.disk_busy)
+        self._poll_worker()
         reports = self.worker.reports
         return None, reports.take_finished() if reports.finished else None
 
+    def _poll_worker(self) -> None:
+        orders = cast("ConnectorMetadata", self._get_connector_metadata())
+        self.worker.poll(orders.idle, orders.disk_busy)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What `get_finished` says, and of a hybrid engine which of these loads failed: there a block's number does not
+        tell its group, so the engine takes whole requests instead of blocks."""
+        self._poll_worker()
+        finished, failed = self.worker.reports.take_finished_and_failed()
+        return KVConnectorTransferResults(
+            finished_recving=finished, failed_recving=failed if self.worker.is_hybrid else set()
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         reports = self.worker.reports
-        return reports.take_failed_blocks() if reports.failed_blocks else set()
+        failed = reports.take_failed_blocks() if reports.failed_blocks else set()
+        return set() if self.worker.is_hybrid else failed
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         return self.worker.take_metadata()
@@ -243,6 +259,12 @@ class FlexKVConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request, block_ids)
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:

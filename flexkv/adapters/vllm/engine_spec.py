@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.identity import engine_namespace
+from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
@@ -69,7 +69,7 @@ class EngineSpec:
     """
 
     config: FlexKVConfig
-    geometry: BlockGeometry
+    geometry: PoolGeometry
     owner: UnitOwner
     ranks: int
     step_tokens: int
@@ -78,7 +78,7 @@ class EngineSpec:
 
     @classmethod
     def of(
-        cls, vllm_config: VllmConfig, geometry: BlockGeometry, config: FlexKVConfig, role: EngineRole
+        cls, vllm_config: VllmConfig, geometry: PoolGeometry, config: FlexKVConfig, role: EngineRole
     ) -> EngineSpec:
         """
         Raises:
@@ -154,6 +154,10 @@ SYNC_LOADS_NEED = (
     "which that step sampled; sync loads need --no-async-scheduling"
 )
 
+GROUPS_NEED_ASYNC = "with several KV groups vLLM takes back a failed load only while the request waits for it"
+
+GROUPS_NEED_EAGER = "windows are stored at the boundaries that a step reaches, as soon as it has"
+
 LAYERWISE_NEEDS = (
     "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
 )
@@ -171,8 +175,11 @@ LAZY_STORES_NEED_HASHES = (
 )
 
 
-def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
+def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
     """`load.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked != "async" and is_hybrid:
+        logger.warning("load.mode=%s: %s; loads are async here", asked, GROUPS_NEED_ASYNC)
+        return "async"
     if asked != "async" and vllm_config.scheduler_config.async_scheduling:
         logger.warning("load.mode=%s: %s; loads are async here", asked, SYNC_LOADS_NEED)
         return "async"
@@ -182,8 +189,11 @@ def possible_load_mode(asked: str, vllm_config: VllmConfig) -> str:
     return asked
 
 
-def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
+def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
     """`store.mode` as this engine can have it; says so where that is another than `asked`."""
+    if asked != "eager" and is_hybrid:
+        logger.warning("store.mode=%s: %s; stores are eager here", asked, GROUPS_NEED_EAGER)
+        return "eager"
     if asked == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
         logger.warning("store.mode=lazy: %s; stores are eager here", LAZY_STORES_NEED_HASHES)
         return "eager"
@@ -198,10 +208,12 @@ def possible_store_mode(asked: str, vllm_config: VllmConfig) -> str:
     return asked
 
 
-def with_possible_modes(settings: FlexKVConfig, vllm_config: VllmConfig) -> FlexKVConfig:
+def with_possible_modes(
+    settings: FlexKVConfig, vllm_config: VllmConfig, is_hybrid: bool = False
+) -> FlexKVConfig:
     """The settings with both modes as this engine can have them."""
-    load = possible_load_mode(settings.load.mode, vllm_config)
-    store = possible_store_mode(settings.store.mode, vllm_config)
+    load = possible_load_mode(settings.load.mode, vllm_config, is_hybrid)
+    store = possible_store_mode(settings.store.mode, vllm_config, is_hybrid)
     return settings.model_copy(
         update={
             "load": settings.load.model_copy(update={"mode": load}),

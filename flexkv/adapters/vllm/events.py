@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.cache.base import CacheListener, Keys, StorePlan
 from flexkv.transfer.graph import OpId, TransferGraph
@@ -37,21 +37,22 @@ class EventLog(CacheListener):
     Partial tails have no hash in the engine's words, so nothing is said of them.
     """
 
-    def __init__(self, geometry: BlockGeometry) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: PoolGeometry) -> None:
+        self._groups = geometry.groups
         self._events: list[KVCacheEvent] = []
         self._planned: dict[bytes, BlockStored] = {}
         self._keys_of_op: dict[OpId, list[bytes]] = {}
         self._announced: dict[bytes, list[ExternalBlockHash]] = {}
 
-    def planned(self, tracker: RequestTracker, plan: StorePlan, first_block: int) -> None:
-        """Remembers what a store's blocks are; the request may be gone when they become visible."""
+    def planned(self, tracker: RequestTracker, group: int, plan: StorePlan, first_block: int) -> None:
+        """Remembers what the blocks of a group's store are; the request may be gone when they become visible."""
         if plan.graph is None:
             return
         numbers = [first_block + position for position in plan.stored.tolist()]
-        keys = [tracker.block_keys.keys()[number].tobytes() for number in numbers]
+        of_group = tracker.tables[group].keys.keys()
+        keys = [of_group[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
-            self._planned[key] = self._stored(tracker.request, number)
+            self._planned[key] = self._stored(tracker.request, self._groups[group], number)
         self._note_ops(plan.graph, keys)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
@@ -64,7 +65,7 @@ class EventLog(CacheListener):
                 block_hashes=[maybe_convert_block_hash(hashes[position])],
                 parent_block_hash=None,
                 token_ids=[],
-                block_size=self._geometry.block_tokens,
+                block_size=self._groups[0].block_tokens,
                 lora_id=None,
                 medium=MEDIUM_CPU,
                 lora_name=None,
@@ -97,7 +98,12 @@ class EventLog(CacheListener):
         gone = [block_hash for row in keys for block_hash in self._announced.pop(row.tobytes(), ())]
         if gone:
             self._events.append(
-                BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=group, locality=LOCAL)
+                BlockRemoved(
+                    block_hashes=gone,
+                    medium=MEDIUM_CPU,
+                    group_idx=self._groups[group].number,
+                    locality=LOCAL,
+                )
             )
 
     def on_reset(self, epoch: int) -> None:
@@ -109,14 +115,11 @@ class EventLog(CacheListener):
         events, self._events = self._events, []
         return events
 
-    def _hash_index(self, block: int) -> int:
-        return (block + 1) * self._geometry.hashes_per_block - 1
-
-    def _stored(self, request: Request, block: int) -> BlockStored:
-        tokens = self._geometry.block_tokens
+    def _stored(self, request: Request, group: BlockGeometry, block: int) -> BlockStored:
+        tokens, ratio = group.block_tokens, group.hashes_per_block
         first, end = block * tokens, (block + 1) * tokens
         hashes = request.block_hashes
-        parent = hashes[self._hash_index(block - 1)] if block else None
+        parent = hashes[block * ratio - 1] if block else None
         mm_index = next(
             (
                 index
@@ -128,7 +131,7 @@ class EventLog(CacheListener):
         extra, _ = generate_block_hash_extra_keys(request, first, end, mm_index)
         lora = request.lora_request
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[self._hash_index(block)])],
+            block_hashes=[maybe_convert_block_hash(hashes[(block + 1) * ratio - 1])],
             parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
             token_ids=list(request.all_token_ids[first:end]),
             block_size=tokens,
@@ -136,7 +139,7 @@ class EventLog(CacheListener):
             medium=MEDIUM_CPU,
             lora_name=lora.name if lora else None,
             extra_keys=to_event_extra_keys([extra] if extra else None),
-            group_idx=0,
+            group_idx=group.number,
             locality=LOCAL,
             session_id=request.session_id,
         )

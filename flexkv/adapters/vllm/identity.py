@@ -17,7 +17,7 @@ from flexkv.adapters.common.common_keys import (
 from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
-from flexkv.adapters.vllm.geometry import BlockGeometry
+from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
 from flexkv.observe import get_logger
@@ -47,7 +47,7 @@ def check_hash(algorithm: str) -> None:
         )
 
 
-def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> bytes:
+def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> bytes:
     """The namespace of this engine's keys, 32 bytes: the same in every process that would compute the same KV.
 
     Raises:
@@ -65,12 +65,18 @@ def engine_namespace(config: VllmConfig, geometry: BlockGeometry, settings: Flex
     return plain_namespace(_fields(config, geometry, settings))
 
 
-def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> SharedModel:
+def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> SharedModel:
     """
     Raises:
         ConfigError: this engine cannot take part in the common key scheme; says why.
     """
     model, overrides = config.model_config, config.model_config.hf_overrides
+    if geometry.is_hybrid:
+        raise ConfigError(
+            f"keys.scheme=common: the model has {len(geometry.groups)} KV groups of other rules than full attention; "
+            "engines share pages of models with one group of full attention. Leave keys.scheme out"
+        )
+    (group,) = geometry.groups
     if config.speculative_config is not None:
         raise draft_refusal(str(config.speculative_config.method))
     if settings.store.mode == "lazy":
@@ -88,16 +94,16 @@ def _shared_model(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVC
         raise ConfigError(
             "keys.scheme=common: kv_cache_dtype_skip_layers gives layers KV of another type; it must be the same in all"
         )
-    if geometry.kv_dtype != model_dtype:
+    if group.kv_dtype != model_dtype:
         raise ConfigError(
-            f"keys.scheme=common: the KV is {geometry.kv_dtype} and the model {model_dtype}; they must be the same"
+            f"keys.scheme=common: the KV is {group.kv_dtype} and the model {model_dtype}; they must be the same"
         )
     return SharedModel(
         path=str(model.model),
         weights=settings.identity.model or _weights_of(model),
-        kv_dtype=geometry.kv_dtype,
+        kv_dtype=group.kv_dtype,
         quantization=str(model.quantization),
-        block_tokens=geometry.block_tokens,
+        block_tokens=group.block_tokens,
         overrides=overrides,
         config=model.hf_text_config.to_dict(),
         apart=_apart(config),
@@ -111,12 +117,15 @@ def _apart(config: VllmConfig) -> Any:
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
 
 
-def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig) -> dict[str, Any]:
+def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
     weights = settings.identity.model or _weights_of(model)
     # Other kernels give other bits.
-    mode = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
+    mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
+    if geometry.is_hybrid:
+        mode["groups"] = [group.signature.hex() for group in geometry.groups]
+    first = geometry.groups[0]
     return mode | {
         "engine": "vllm",
         "weights": weights,
@@ -129,8 +138,8 @@ def _fields(config: VllmConfig, geometry: BlockGeometry, settings: FlexKVConfig)
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers],
         "run": os.urandom(RUN_NAME_BYTES) if _scales_of_the_run(config) else None,
-        "layers": list(geometry.layer_names),
-        "block_tokens": geometry.block_tokens,
+        "layers": list(first.layer_names),
+        "block_tokens": first.block_tokens,
         "hash": cache.prefix_caching_hash_algo,
         # A draft model's layers have KV in the same blocks.
         "draft": _draft(speculative) if speculative is not None else None,

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.stores import RequestStores, StoreTables
+from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
 from flexkv.cache.base import KEY_BYTES, CacheListener, Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import get_logger, warn_once
@@ -69,7 +69,9 @@ class LazyStores(RequestStores, CacheListener):
         # The engine has already set the request back to nothing computed.
         self._settle(tracker, tracker.certain)
 
-    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+    def ended(
+        self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
+    ) -> list[TransferGraph]:
         self._settle(tracker, self._certain_at_end(tracker))
         return []
 
@@ -105,13 +107,13 @@ class LazyStores(RequestStores, CacheListener):
         """Which of the request's blocks hold what their hash says, now that it loses them."""
         if tracker.stale:
             self._suspect(tracker.block_ids)
-            self._taint(tracker, 0, len(tracker.block_ids))
+            self._taint(tracker, tracker.block_ids)
             return
         good = max(0, certain_tokens) // self._block_tokens
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
                 self.suspects.pop(block, None)  # it was computed again
-        if tracker.block_keys.namespace != self._namespace:
+        if tracker.namespace != self._namespace:
             self._note_namespace(tracker)
         # Nor may be stored what the caller or `store.tokens` keeps out.
         first = min(good, tracker.own_from) if tracker.skip_save else good
@@ -122,7 +124,7 @@ class LazyStores(RequestStores, CacheListener):
         blocks = self._watch.pool.blocks
         for block_id in tracker.block_ids:
             if (block_hash := blocks[block_id].block_hash) is not None:
-                self._namespaces[block_id] = (block_hash, tracker.block_keys.namespace)
+                self._namespaces[block_id] = (block_hash, tracker.namespace)
 
     def _keys(self, blocks: list[KVCacheBlock]) -> Keys:
         """Keys of free blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""

@@ -12,10 +12,10 @@ from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.requests import Promise, RequestTracker
-from flexkv.cache.base import MatchResult, TailCandidates
+from flexkv.cache.base import Keys, MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import NO_OPS, OpId, TransferGraph
+from flexkv.transfer.graph import NO_OPS, BlockIds, OpId, TransferGraph
 from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
@@ -38,12 +38,18 @@ class Loads:
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
         self._unit = unit
         self._manager = unit.manager
-        self._block_tokens = spec.geometry.block_tokens
-        self._hashes_per_block = spec.geometry.hashes_per_block
+        geometry = spec.geometry
+        self._groups = geometry.groups
+        self._is_hybrid = geometry.is_hybrid
+        self._alignment_tokens = geometry.alignment_tokens
+        self._block_tokens = geometry.groups[0].block_tokens
+        self._hashes_per_block = geometry.groups[0].hashes_per_block
         # A hit leaves a block to compute where a draft model reads the main model's hidden states (EAGLE, MTP): it
         # needs them for the end of the prompt. The engine does so with its own prefix cache too.
         self._drop_last_block = spec.role.drop_last_block
-        self._with_tails = spec.config.store.partial_blocks and not self._drop_last_block
+        self._with_tails = (
+            spec.config.store.partial_blocks and not self._drop_last_block and not geometry.is_hybrid
+        )
         self._sync = spec.config.load.mode != "async"
         self._by_layer = spec.config.load.mode == "layerwise"
         self._counters = counters
@@ -65,19 +71,22 @@ class Loads:
         tracker.promise = None
         if (
             request.skip_reading_prefix_cache
-            or computed_tokens % self._block_tokens
+            or computed_tokens % self._alignment_tokens
             or computed_tokens >= wanted_end
         ):
             manager.release(request_id)
             return 0
-        keys = tracker.block_keys.keys()
-        match = manager.match(request_id, [keys], computed_tokens)
+        keys = tracker.keys()
+        if self._is_hybrid:
+            # A hit cut short afterwards would need other pages.
+            keys = self._cut(keys, wanted_end)
+        match = manager.match(request_id, keys, computed_tokens)
         if match.reads:
             return None
         end_block = (computed_tokens + match.tokens) // self._block_tokens
         tail = self._tail_candidates(tracker, end_block) if self._with_tails else None
         if tail is not None:
-            match = manager.match(request_id, [keys[: tail.base_block]], computed_tokens, [tail])
+            match = manager.match(request_id, [keys[0][: tail.base_block]], computed_tokens, [tail])
             if match.reads:
                 return None
         tokens = min(match.tokens + match.tail_tokens, wanted_end - computed_tokens)
@@ -93,6 +102,10 @@ class Loads:
         tracker.promise = Promise(tokens, match)
         return tokens
 
+    def _cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
+        """Of each group, the keys of the first `tokens`."""
+        return [of[: tokens // group.block_tokens] for of, group in zip(keys, self._groups, strict=True)]
+
     def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
         """Begins to fetch what follows the blocks that the engine has itself; how many fetches are under way.
 
@@ -100,11 +113,10 @@ class Loads:
             has_cached: whether the engine's own prefix cache has the block of a hash.
         """
         request = tracker.request
-        if request.skip_reading_prefix_cache or request.num_computed_tokens:
+        if request.skip_reading_prefix_cache or request.num_computed_tokens or self._is_hybrid:
             return 0
         start = self._own_blocks(request.block_hashes, has_cached)
-        keys = [tracker.block_keys.keys()]
-        return self._manager.prefetch(tracker.request_id, keys, start * self._block_tokens)
+        return self._manager.prefetch(tracker.request_id, tracker.keys(), start * self._block_tokens)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
         """Leading blocks that the engine has, found in a few steps: it gives up the last blocks of a request first."""
@@ -147,10 +159,21 @@ class Loads:
             logger.error(
                 "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
             )
-            return LoadJob(tracker.request_id, NO_OPS, self._sync, tuple(blocks.get_block_ids()[GROUP]))
-        graph = self._plan(tracker, promise, blocks.get_block_ids()[GROUP], external_tokens)
+            return self._lost(tracker, blocks)
+        for table, group in zip(tracker.tables, self._groups, strict=True):
+            table.ids[:] = blocks.get_block_ids()[group.number]
+        self._counters.add("flexkv_hit_tokens_total", external_tokens)
+        if self._is_hybrid:
+            targets = self._targets(tracker, promise, external_tokens)
+            if targets is None:
+                self._manager.release(tracker.request_id)
+                return self._lost(tracker, blocks)
+            graph = self._manager.begin_load(tracker.request_id, targets)
+        else:
+            graph = self._plan(tracker, promise.match, external_tokens)
         if graph is None:
             return None
+        tracker.supplied = self._supplied(promise.match, external_tokens)
         if self._by_layer:
             graph = graph.layerwise()
         job = LoadJob(tracker.request_id, graph, self._sync)
@@ -161,19 +184,53 @@ class Loads:
         return job
 
     def _plan(
-        self, tracker: RequestTracker, promise: Promise, block_ids: list[int], external_tokens: int
+        self, tracker: RequestTracker, match: MatchResult, external_tokens: int
     ) -> TransferGraph | None:
         """The load that fills the allocated blocks; the engine may take less than it was promised."""
-        match = promise.match
         blocks = match.tokens // self._block_tokens
         # The last block may be needed in part only.
         pages = min(-(-external_tokens // self._block_tokens), blocks + bool(match.tail_tokens))
-        self._counters.add("flexkv_hit_tokens_total", external_tokens)
-        tracker.supplied = self._supplied(match, external_tokens)
-        tracker.block_ids[:] = block_ids
         start = match.start_tokens // self._block_tokens
-        targets = tracker.blocks(start, start + pages)
+        targets = tracker.tables[0].blocks(start, start + pages)
         return self._manager.begin_load(tracker.request_id, [targets], tail=pages > blocks)
+
+    def _targets(
+        self, tracker: RequestTracker, promise: Promise, external_tokens: int
+    ) -> list[BlockIds] | None:
+        """The engine blocks that take what was promised of each group; None where the engine has none for a page that
+        the hit needs, or takes another length that the cache has not."""
+        match = promise.match
+        if external_tokens != promise.tokens:
+            end = match.start_tokens + external_tokens
+            match = self._manager.match(
+                tracker.request_id, self._cut(tracker.keys(), end), match.start_tokens
+            )
+            if match.tokens != external_tokens:
+                logger.error(
+                    "request %s: the engine took %d tokens of %d; a hit of that length is not cached",
+                    tracker.request_id,
+                    external_tokens,
+                    promise.tokens,
+                )
+                return None
+        targets = []
+        for table, found in zip(tracker.tables, match.groups, strict=True):
+            target = table.blocks(found.first_block, found.first_block + len(found.slots))
+            if len(target) < len(found.slots) or not target.all():
+                logger.error(
+                    "request %s: the engine has no block for some of the %d pages that a hit needs",
+                    tracker.request_id,
+                    len(found.slots),
+                )
+                return None
+            targets.append(target)
+        return targets
+
+    def _lost(self, tracker: RequestTracker, blocks: KVCacheBlocks) -> LoadJob:
+        """A load that fails: the engine counts on what nobody brings."""
+        ids = blocks.get_block_ids()
+        lost = tuple(block for group in self._groups for block in ids[group.number])
+        return LoadJob(tracker.request_id, NO_OPS, self._sync, lost)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
         """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,

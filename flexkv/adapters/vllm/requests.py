@@ -3,7 +3,7 @@ tables, which it keeps from what the engine schedules in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
-from flexkv.adapters.vllm.geometry import BlockGeometry
-from flexkv.cache.base import MatchResult
+from flexkv.adapters.vllm.pool_geometry import PoolGeometry
+from flexkv.cache.base import Keys, MatchResult
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
@@ -35,19 +35,39 @@ class Promise:
 
 
 @dataclass(slots=True, eq=False)
+class BlockTable:
+    """A request's blocks of one KV group.
+
+    Attributes:
+        keys: makes their keys.
+        ids: the engine's blocks, in order, as it gave them; 0 where it gave none. Of those that have left a window it
+            says nothing.
+        cursor: blocks before it have been offered to the cache.
+    """
+
+    keys: BlockKeys
+    ids: list[int] = field(default_factory=list)
+    cursor: int = 0
+
+    def blocks(self, first: int, end: int) -> BlockIds:
+        """Engine block ids of blocks [first, end), int32."""
+        return np.array(self.ids[first:end], dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
 class RequestTracker:
     """One live request.
 
     Attributes:
-        block_keys: makes the keys of its blocks.
-        block_ids: the engine's block table of the request, in order.
-        cursor: blocks before it have been offered to the cache.
+        namespace: of all its keys, 32 bytes.
+        tables: one a KV group.
         retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
-        suspect_from: number of the first block computed from a failed load and not computed again yet.
-        own_from: number of the first block that the engine's own prefix cache did not give.
+        suspect_from: number of the first group's first block computed from a failed load and not computed again yet.
+        own_from: number of the first group's first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
+        reached_tokens: boundaries up to there have been looked at; see `Boundaries`.
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
         supplied: tokens of its last load, by the number of the tier that supplied them.
@@ -55,10 +75,9 @@ class RequestTracker:
 
     request_id: str
     request: Request
-    block_keys: BlockKeys
+    namespace: bytes
+    tables: tuple[BlockTable, ...]
     skip_save: bool
-    block_ids: list[int] = field(default_factory=list)
-    cursor: int = 0
     retry_step: int = 0
     promise: Promise | None = None
     loading: OpId | None = None
@@ -66,23 +85,36 @@ class RequestTracker:
     suspect_from: int | None = None
     own_from: int = 0
     certain: int = 0
+    reached_tokens: int = 0
     counted: bool = False
     preemptions: int = 0
     supplied: tuple[int, ...] = ()
 
-    def blocks(self, first: int, end: int) -> BlockIds:
-        """Engine block ids of the request's blocks [first, end), int32."""
-        return np.array(self.block_ids[first:end], dtype=np.int32)
+    def keys(self) -> list[Keys]:
+        """Per group, of all whole blocks whose tokens are known."""
+        return [table.keys.keys() for table in self.tables]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The engine's blocks of the first group, in order: of an engine that is not hybrid, all."""
+        return self.tables[0].ids
+
+    @property
+    def block_keys(self) -> BlockKeys:
+        """Makes the keys of the first group's blocks."""
+        return self.tables[0].keys
 
     def restart(self) -> None:
         """The engine took all blocks away; the request starts again with others."""
-        # A new list: the old one may still be looked at.
-        self.block_ids = []
-        self.cursor = 0
+        for table in self.tables:
+            # A new list: the old one may still be looked at.
+            table.ids = []
+            table.cursor = 0
         self.retry_step = 0
         self.stale = False
         self.suspect_from = None
         self.certain = 0
+        self.reached_tokens = 0
         self.counted = False
 
 
@@ -107,10 +139,10 @@ class RequestTable:
         live: the trackers by request id.
     """
 
-    def __init__(self, namespace: bytes, geometry: BlockGeometry, scheme: str) -> None:
+    def __init__(self, namespace: bytes, geometry: PoolGeometry, scheme: str) -> None:
         self._namespaces = RequestNamespaces(namespace)
-        self._block_tokens = geometry.block_tokens
-        self._hashes_per_block = geometry.hashes_per_block
+        self._groups = geometry.groups
+        self._signatures = [group.signature for group in geometry.kv_groups()]
         self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
@@ -119,8 +151,15 @@ class RequestTable:
         tracker = self.live.get(request.request_id)
         if tracker is None:
             namespace = self._namespaces.of(request)
-            keys = self._keys(request, namespace, self._block_tokens, self._hashes_per_block)
-            tracker = RequestTracker(str(request.request_id), request, keys, wants_no_store(request))
+            tables = tuple(
+                BlockTable(self._keys(request, of_group, group.block_tokens, group.hashes_per_block))
+                for group, of_group in zip(
+                    self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
+                )
+            )
+            tracker = RequestTracker(
+                str(request.request_id), request, namespace, tables, wants_no_store(request)
+            )
             self.live[request.request_id] = tracker
         return tracker
 
@@ -152,16 +191,29 @@ class RequestTable:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
             if tracker := self.live.get(new.req_id):
-                _start(tracker, new.block_ids[0], stores)
+                self._start(tracker, new.block_ids, stores)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is None:
                 continue
             if tracker := self.live.get(request_id):
                 if request_id in cached.resumed_req_ids:
-                    _start(tracker, blocks[0], stores)
+                    self._start(tracker, blocks, stores)
                 else:
-                    tracker.block_ids.extend(blocks[0])
+                    self._extend(tracker, blocks)
+
+    def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], stores: StoreMode) -> None:
+        """The request begins, or begins again, with these blocks."""
+        # What was loaded before a reset is still there; only losing the blocks ends that.
+        stale = tracker.stale
+        tracker.restart()
+        tracker.stale = stale
+        self._extend(tracker, blocks)
+        stores.started(tracker)
+
+    def _extend(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]]) -> None:
+        for table, group in zip(tracker.tables, self._groups, strict=True):
+            table.ids.extend(blocks[group.number])
 
 
 def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
@@ -169,13 +221,3 @@ def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) 
     preempted(tracker)
     tracker.restart()
     tracker.preemptions = tracker.request.num_preemptions
-
-
-def _start(tracker: RequestTracker, block_ids: list[int], stores: StoreMode) -> None:
-    """The request begins, or begins again, with this block table."""
-    # What was loaded before a reset is still there; only losing the blocks ends that.
-    stale = tracker.stale
-    tracker.restart()
-    tracker.stale = stale
-    tracker.block_ids.extend(block_ids)
-    stores.started(tracker)

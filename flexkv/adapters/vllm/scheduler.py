@@ -17,7 +17,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMe
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
-from flexkv.adapters.vllm.stores import EagerStores, NoStores, StoreMode, StoreTables
+from flexkv.adapters.vllm.stores import BlocksByGroup, EagerStores, NoStores, StoreMode, StoreTables
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError
@@ -105,12 +105,13 @@ class SchedulerSide:
         workers = local_engines.workers_of_pools(self.handshakes.pools)
         unit = build_unit(
             spec.config,
-            spec.geometry.block_tokens,
+            spec.geometry.kv_groups(),
             self.handshakes.of_rank,
             spec.owner,
             spec.cache_role(shared=not workers),
             self.events,
             spec.prompt_limit,
+            alignment_tokens=spec.geometry.alignment_tokens,
         )
         with ExitStack() as on_error:
             on_error.callback(unit.close)
@@ -144,7 +145,7 @@ class SchedulerSide:
             self._watch,
             self.counters,
             self.events,
-            self._spec.geometry.block_tokens,
+            self._spec.geometry.groups[0].block_tokens,
         )
         self._steps = (
             StepTimes(unit.manager.cost.compute) if isinstance(unit, LiveUnit) and unit.has_tiers else None
@@ -177,7 +178,7 @@ class SchedulerSide:
         tracker = self.requests.of(request)
         self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
-        tracker.own_from = computed_tokens // self._spec.geometry.block_tokens
+        tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         if unit.has_tiers:
             # What the lookup found on disk is asked for at once.
@@ -249,8 +250,8 @@ class SchedulerSide:
             if (report := worker.take_metadata()) is not None:
                 self._take_reports(report)
 
-    def finished(self, request: Request) -> None:
-        """The request has ended, its blocks are about to be freed."""
+    def finished(self, request: Request, blocks: BlocksByGroup | None = None) -> None:
+        """The request has ended, its blocks are about to be freed; see `StoreMode.ended`."""
         tracker = self.requests.live.pop(request.request_id, None)
         if tracker is None:
             return
@@ -260,7 +261,7 @@ class SchedulerSide:
         else:
             self._completions.collect_early()
             self._completions.retire(tracker, self._forward_step)
-            self.orders.early += self._stores.ended(tracker, self._step)
+            self.orders.early += self._stores.ended(tracker, self._step, blocks)
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         # Last, because it marks the request's blocks as used together.

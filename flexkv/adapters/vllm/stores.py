@@ -5,16 +5,20 @@ the mode that offers each block as soon as the step that completes it has been p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
+from flexkv.adapters.vllm.boundaries import Boundaries, pages_at
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
+from flexkv.cache.base import Rule, StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -22,6 +26,8 @@ from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+BlocksByGroup = Sequence[Sequence[int]]
 
 RETRY_STEPS = 16
 """Steps after which blocks that found no room are offered again. Offering costs microseconds for thousands of blocks,
@@ -44,8 +50,14 @@ class StoreMode(ABC):
         """The engine takes the request's blocks away; the tracker still knows them."""
 
     @abstractmethod
-    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
-        """The request has ended and its blocks are about to be freed: the last stores of what it computed."""
+    def ended(
+        self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
+    ) -> list[TransferGraph]:
+        """The request has ended and its blocks are about to be freed: the last stores of what it computed.
+
+        Args:
+            blocks: that it has now, by the engine's numbers of the groups; None where the engine does not say.
+        """
 
     @abstractmethod
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -73,7 +85,9 @@ class NoStores(StoreMode):
     def preempted(self, tracker: RequestTracker) -> None:
         """Nothing is stored."""
 
-    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+    def ended(
+        self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
+    ) -> list[TransferGraph]:
         return []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -109,7 +123,8 @@ class RequestStores(StoreMode):
         self._watch = tables.watch
         self._counters = tables.counters
         self._events = tables.events
-        self._block_tokens = spec.geometry.block_tokens
+        self._groups = spec.geometry.groups
+        self._block_tokens = self._groups[0].block_tokens
         self._prompt_only = spec.config.store.tokens == "prompt"
         self._stale_hashes: dict[int, bytes] = {}
 
@@ -139,14 +154,16 @@ class RequestStores(StoreMode):
         if self._stale_hashes and not tracker.stale:
             blocks = self._watch.pool.blocks
             tracker.stale = any(
-                self._stale_hashes.get(block, b"") == blocks[block].block_hash for block in tracker.block_ids
+                self._stale_hashes.get(block, b"") == blocks[block].block_hash
+                for table in tracker.tables
+                for block in table.ids
             )
 
-    def _taint(self, tracker: RequestTracker, first: int, end: int) -> None:
+    def _taint(self, tracker: RequestTracker, block_ids: Iterable[int]) -> None:
         """What was computed from KV of replaced weights is as bad, also for those who find it in the engine's cache."""
         if tracker.stale:
             blocks = self._watch.pool.blocks
-            for block in tracker.block_ids[first:end]:
+            for block in block_ids:
                 if (block_hash := blocks[block].block_hash) is not None:
                     self._stale_hashes[block] = block_hash
 
@@ -161,31 +178,40 @@ class EagerStores(RequestStores):
 
     def __init__(self, tables: StoreTables) -> None:
         super().__init__(tables)
-        self._with_tails = tables.spec.config.store.partial_blocks
-        self._by_layer = tables.spec.config.store.mode == "layerwise"
+        geometry, store = tables.spec.geometry, tables.spec.config.store
+        self._with_tails = store.partial_blocks and not geometry.is_hybrid
+        self._boundaries = Boundaries(geometry, store.checkpoint_tokens)
+        self._full = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
+        self._by_layer = store.mode == "layerwise"
         self._within_steps = tables.spec.role.stores_end_in_step
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracker = self._requests.live.get(request_id)
             if tracker is not None:
-                graph = self._plan(tracker, self._certain_after_step(tracker, scheduled), step)
-                if graph is not None:
+                certain = self._certain_after_step(tracker, scheduled)
+                for graph in self._plan(tracker, certain, step):
                     orders.stores.append(graph.layerwise() if self._by_layer else graph)
+                if self._boundaries.groups:
+                    orders.stores += self._plan_boundaries(tracker, certain, output)
 
     def preempted(self, tracker: RequestTracker) -> None:
         """What was certain has been offered at every step."""
 
-    def ended(self, tracker: RequestTracker, step: int) -> list[TransferGraph]:
+    def ended(
+        self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
+    ) -> list[TransferGraph]:
         """What was generated since the last whole block was stored, and the tail."""
         if self._within_steps:
             return []
         certain = self._certain_at_end(tracker)
         tracker.retry_step = 0
-        graphs = [self._plan(tracker, certain, step)]
-        if self._with_tails:
-            graphs.append(self._plan_tail(tracker, certain))
-        return [graph for graph in graphs if graph is not None]
+        graphs = self._plan(tracker, certain, step)
+        if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
+            graphs.append(tail)
+        if self._boundaries.groups and blocks is not None:
+            graphs += self._plan_pages_at(tracker, self._boundaries.last_before(certain), blocks)
+        return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
         """Blocks are offered for a request, and their publishing is revoked with it."""
@@ -196,17 +222,25 @@ class EagerStores(RequestStores):
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         self._stale_hashes = stale_hashes
 
-    def _plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> TransferGraph | None:
-        """Stores of whole blocks that have not been offered yet."""
-        end = min(certain_tokens // self._block_tokens, len(tracker.block_ids))
-        if end <= tracker.cursor or step < tracker.retry_step:
+    def _plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> list[TransferGraph]:
+        """Stores of whole blocks of full attention that have not been offered yet."""
+        if step < tracker.retry_step:
+            return []
+        graphs = [self._plan_group(tracker, group, certain_tokens, step) for group in self._full]
+        return [graph for graph in graphs if graph is not None]
+
+    def _plan_group(
+        self, tracker: RequestTracker, group: int, certain_tokens: int, step: int
+    ) -> TransferGraph | None:
+        table = tracker.tables[group]
+        first, end = table.cursor, min(certain_tokens // self._groups[group].block_tokens, len(table.ids))
+        if end <= first:
             return None
-        first = tracker.cursor
         if tracker.skip_save or tracker.stale:
-            self._taint(tracker, first, end)
-            tracker.cursor = end
+            self._taint(tracker, table.ids[first:end])
+            table.cursor = end
             return None
-        keys = tracker.block_keys.keys()
+        keys = table.keys.keys()
         end = min(end, len(keys))
         room = self._watch.room
         if end - first > room:
@@ -217,18 +251,72 @@ class EagerStores(RequestStores):
             end = first + room
         if end <= first:
             return None
-        blocks = tracker.blocks(first, end)
-        plan = self._manager.begin_store(tracker.request_id, GROUP, keys[first:end], blocks, first)
+        plan = self._manager.begin_store(
+            tracker.request_id, group, keys[first:end], table.blocks(first, end), first
+        )
         if plan.dropped:
             self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             tracker.retry_step = step + RETRY_STEPS
         else:
-            tracker.cursor = end
+            table.cursor = end
+        return self._planned(tracker, group, plan, first)
+
+    def _planned(
+        self, tracker: RequestTracker, group: int, plan: StorePlan, first_block: int
+    ) -> TransferGraph | None:
         if self._events is not None:
-            self._events.planned(tracker, plan, first)
+            self._events.planned(tracker, group, plan, first_block)
         if plan.graph is not None:
             self._watch_blocks(plan.graph)
         return plan.graph
+
+    def _plan_boundaries(
+        self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
+    ) -> list[TransferGraph]:
+        """Stores of the windows and chunks that end at the boundaries which this step reaches. Now or never: with the
+        next step their first blocks may be another request's."""
+        reached, tracker.reached_tokens = tracker.reached_tokens, max(tracker.reached_tokens, certain_tokens)
+        prompt = tracker.request.num_prompt_tokens
+        boundaries = list(self._boundaries.between(reached, certain_tokens, prompt))
+        if tracker.stale:
+            for group in self._boundaries.groups:
+                self._taint(tracker, tracker.tables[group].ids)
+        state = output.kv_connector_block_state
+        blocks = state.get_block_ids(tracker.request_id) if boundaries and state is not None else None
+        if blocks is None:
+            return []
+        return [graph for boundary in boundaries for graph in self._plan_pages_at(tracker, boundary, blocks)]
+
+    def _plan_pages_at(
+        self, tracker: RequestTracker, boundary: int, blocks: BlocksByGroup
+    ) -> list[TransferGraph]:
+        """Stores of all windows and chunks that a hit of `boundary` tokens needs; of none where the engine has given a
+        page away."""
+        if tracker.skip_save or tracker.stale or not boundary:
+            return []
+        pages: dict[int, tuple[int, list[int]]] = {}
+        for at, group in self._boundaries.groups.items():
+            first, end = pages_at(group, boundary)
+            ids = list(blocks[group.number][first:end])
+            if len(ids) < end - first or not all(ids) or len(tracker.tables[at].keys.keys()) < end:
+                return []
+            pages[at] = first, ids
+        if sum(len(ids) for _, ids in pages.values()) > self._watch.room:
+            self._counters.add(
+                "flexkv_dropped_store_pages_total",
+                sum(len(ids) for _, ids in pages.values()),
+                reason="reference_limit",
+            )
+            return []
+        graphs = []
+        for at, (first, ids) in pages.items():
+            keys = tracker.tables[at].keys.keys()[first : first + len(ids)]
+            plan = self._manager.begin_store(
+                tracker.request_id, at, keys, np.array(ids, dtype=np.int32), first
+            )
+            self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
+            graphs.append(self._planned(tracker, at, plan, first))
+        return [graph for graph in graphs if graph is not None]
 
     def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
         """The store of the tokens after the last whole block, at the request's end."""
@@ -246,7 +334,7 @@ class EagerStores(RequestStores):
         tail = request.all_token_ids[first:certain_tokens]
         key = tail_key(keys.namespace, GROUP, parent, extra, tail, block)
         plan = self._manager.begin_store(
-            tracker.request_id, GROUP, key, tracker.blocks(block, block + 1), block, tokens
+            tracker.request_id, GROUP, key, tracker.tables[0].blocks(block, block + 1), block, tokens
         )
         if plan.graph is not None:
             self._watch_blocks(plan.graph)

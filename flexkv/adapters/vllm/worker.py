@@ -13,10 +13,10 @@ from vllm.platforms import current_platform
 from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
-from flexkv.adapters.vllm.geometry import build_view, heads_of_rows, is_replicated, layer_numbers
+from flexkv.adapters.vllm.geometry import build_views, is_replicated, layer_numbers
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.config import FlexKVConfig
-from flexkv.layout.tensor import dtype_name
 from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
@@ -47,6 +47,7 @@ class WorkerSide(RankWorker):
 
     Attributes:
         kv_config: the engine's KV cache configuration; None before its tensors are registered.
+        is_hybrid: see `PoolGeometry`.
         layer_loads, layer_stores: of the step under way, where they go by layer: `busy` while there are any.
         settled_step: the last step of which a scheduler in this process knows how it ended, and what failed in it.
         reports: to the unit that ordered the step under way; what the engine's hooks carry is taken from there.
@@ -57,6 +58,7 @@ class WorkerSide(RankWorker):
         self._ranks = ranks
         self.kv_config: KVCacheConfig | None = None
         self._layer_numbers: dict[str, int] = {}
+        self.is_hybrid = False
         self.layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self.layer_stores = LayerStores(self._ops)
         self._foreign = ForeignSteps(config, rank, self.counters)
@@ -78,11 +80,16 @@ class WorkerSide(RankWorker):
         Raises:
             GeometryError: the tensors are not what the configuration says.
         """
-        view, format_id = build_view(caches, config, self._ranks)
-        replicated, heads = is_replicated(config), heads_of_rows(config)
-        owners = tuple(caches.values())
-        self.take_pool(view, format_id, owners, config.num_blocks, replicated, heads, dtype_name(owners[0]))
+        groups = build_views(caches, config, self._ranks)
+        self.take_pool(
+            [group.view for group in groups],
+            [group.facts for group in groups],
+            tuple(caches.values()),
+            config.num_blocks,
+            is_replicated(config),
+        )
         self.kv_config = config
+        self.is_hybrid = pool_geometry(config).is_hybrid
         self._layer_numbers = layer_numbers(caches, config, self._ranks)
 
     def unregister_kv_caches(self) -> None:
@@ -160,7 +167,7 @@ class WorkerSide(RankWorker):
         if orders.reused:
             self._ops.end_before_reuse(orders.reused, REUSE_WAIT_S)
         if by_layer := [graph for graph in orders.stores if graph.is_layerwise]:
-            self.layer_stores.begin(by_layer, self.view.num_layers)
+            self.layer_stores.begin(by_layer, self.views[0].num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward reads from its start."""
@@ -181,7 +188,7 @@ class WorkerSide(RankWorker):
                 self._ops.finish_load(job)
         by_layer = [job for job in orders.loads if job.sync and job.by_layer]
         if by_layer or self.layer_loads.busy:
-            self.layer_loads.begin(by_layer, self.view.num_layers)
+            self.layer_loads.begin(by_layer, self.views[0].num_layers)
 
     def wait_for_layer(self, name: str) -> None:
         """The forward is about to read this attention layer: returns when the `layer_loads` have filled it.

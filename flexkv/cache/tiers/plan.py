@@ -15,7 +15,7 @@ from flexkv.cache.tier import TierFactory
 from flexkv.config import FlexKVConfig
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import RankFacts, UnitOwner
+from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,13 @@ class UnitFacts:
     """What is known of a unit before it has memory.
 
     Attributes:
+        groups: the unit's KV groups, which share slots.
         ranks: each rank that has a stripe of its own; one where all ranks hold the same bytes.
         recomputes: the engine computes what a load did not bring.
     """
 
     config: FlexKVConfig
-    block_tokens: int
+    groups: tuple[KvGroup, ...]
     ranks: tuple[RankFacts, ...]
     owner: UnitOwner
     recomputes: bool
@@ -36,7 +37,7 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """What a tier stores beside the stripes of a page.
+    """What a tier stores of one group's pages beside their stripes.
 
     Attributes:
         image_bytes: of a slot with everything that is stored.
@@ -51,17 +52,17 @@ class TierPlan(ABC):
     """One tier of a unit, decided on by the settings.
 
     Attributes:
-        image: what it needs of every slot; None for nothing.
+        images: what it needs of a slot with a page of each group; empty for nothing.
     """
 
-    image: ImageNeeds | None = None
+    images: tuple[ImageNeeds, ...] = ()
 
     @abstractmethod
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
         """Opens what the tier works with; None where there is nothing to open.
 
         Args:
-            pool: with slots of at least `image.image_bytes` bytes.
+            pool: with slots for all `images`.
             on_error: takes what is to be closed if the unit is not built in the end.
 
         Raises:

@@ -16,8 +16,8 @@ from vllm.v1.request import Request
 
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
-from flexkv.adapters.vllm.geometry import block_geometry
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
+from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Keys
@@ -72,7 +72,7 @@ class MiniEngine:
                 local_engines.announce(worker)
         spec = EngineSpec(
             config,
-            block_geometry(self.kv_config),
+            pool_geometry(self.kv_config),
             UnitOwner("", NAMESPACE, "unit0"),
             ranks,
             step_tokens=16,

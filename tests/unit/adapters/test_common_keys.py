@@ -17,8 +17,8 @@ from flexkv.adapters.common.common_keys import SharedModel, common_namespace
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_of_tensorrt_llm
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, with_possible_modes
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.identity import engine_namespace as namespace_of_vllm
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
@@ -29,7 +29,13 @@ from tests.unit.tensorrt_llm.world import arguments
 
 PROMPT = list(range(100, 123))
 COMMON = {"keys.scheme": "common"}
-GEOMETRY = BlockGeometry(16, 16, 100, ("l.0",), "float16")
+
+
+def one_group(block_tokens: int, *more: Any) -> PoolGeometry:
+    return PoolGeometry((BlockGeometry(block_tokens, *more),), block_tokens)
+
+
+GEOMETRY = one_group(16, 16, 100, ("l.0",), "float16")
 Make = Callable[..., MiniEngine]
 
 
@@ -116,7 +122,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def vllm(folder: Path, geometry: BlockGeometry = GEOMETRY, settings: Any = None, **changes: Any) -> bytes:
+def vllm(folder: Path, geometry: PoolGeometry = GEOMETRY, settings: Any = None, **changes: Any) -> bytes:
     overrides = changes.pop("overrides", {})
     described = config(folder, **changes)
     described.model_config.hf_overrides = overrides
@@ -128,7 +134,7 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     other = EngineArguments.of(arguments(model=str(folder)))
     assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
     # What each engine's library makes of the model's file, and where the pool ends, is no matter.
-    assert vllm(folder, BlockGeometry(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
+    assert vllm(folder, one_group(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
     # Keys of the engines' own are in other namespaces.
     engine = load_config({}, {})
     assert namespace_of_vllm(config(folder), GEOMETRY, engine) != vllm(folder)
@@ -143,8 +149,8 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     [
         {"quantization": "awq"},
         {"overrides": {"rope_theta": 5e5}},
-        {"geometry": BlockGeometry(32, 32, 100, ("l.0",), "float16")},
-        {"geometry": BlockGeometry(16, 16, 100, ("l.0",), "bfloat16"), "dtype": torch.bfloat16},
+        {"geometry": one_group(32, 32, 100, ("l.0",), "float16")},
+        {"geometry": one_group(16, 16, 100, ("l.0",), "bfloat16"), "dtype": torch.bfloat16},
         {"settings": {"identity.namespace": "mine"}},
         {"settings": {"identity.model": "v2"}},
         {"load_format": "dummy"},
@@ -192,8 +198,8 @@ def test_two_quantisations_in_one_commit_are_two_models() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"geometry": BlockGeometry(16, 16, 100, ("l.0",), "uint8"), "dtype": torch.uint8}, "without scales"),
-        ({"geometry": BlockGeometry(16, 16, 100, ("l.0",), "bfloat16")}, "must be the same"),
+        ({"geometry": one_group(16, 16, 100, ("l.0",), "uint8"), "dtype": torch.uint8}, "without scales"),
+        ({"geometry": one_group(16, 16, 100, ("l.0",), "bfloat16")}, "must be the same"),
         ({"draft": ngram()}, "speculative decoding"),
         ({"settings": {"store.mode": "lazy"}}, "store.mode=eager"),
         ({"overrides": lambda given: given}, "is a function"),

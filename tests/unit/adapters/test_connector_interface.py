@@ -71,9 +71,11 @@ def test_the_table_is_what_the_installed_engine_calls() -> None:
     assert sorted(properties) == sorted(PROPERTIES)
 
 
-def test_the_connector_serves_one_kv_group() -> None:
-    """With `SupportsHMA` vLLM would hand it several, and call another hook at a request's end."""
-    assert not issubclass(FlexKVConnector, SupportsHMA)
+def test_the_connector_serves_several_kv_groups() -> None:
+    """Without `SupportsHMA` vLLM would turn its hybrid KV cache manager off."""
+    assert issubclass(FlexKVConnector, SupportsHMA)
+    finished = KVConnectorBase_V1.request_finished
+    assert parameters_of(FlexKVConnector.request_finished_all_groups) == parameters_of(finished)
 
 
 @pytest.mark.parametrize(("sleep_mode", "hooks"), [(True, False), (True, True), (False, False)])

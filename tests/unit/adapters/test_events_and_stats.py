@@ -15,8 +15,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
 from flexkv.adapters.vllm.events import EventLog
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.metadata import WorkerMetadata
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
@@ -94,7 +94,7 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
     """A store of which one op goes to disk, and is not announced, and the other to host memory."""
-    log, keys = EventLog(BlockGeometry(4, 4, 16, ("layer",))), chain(4)
+    log, keys = EventLog(PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)), chain(4)
     hashes = [BlockHash(bytes(key)) for key in keys]
     slots = np.arange(2, dtype=np.int32)
     ops = [

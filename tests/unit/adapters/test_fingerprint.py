@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.adapters.vllm.geometry import BlockGeometry
 from flexkv.adapters.vllm.identity import engine_namespace
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.config import load_config
 from flexkv.errors import KeySchemeError
 
-GEOMETRY = BlockGeometry(16, 16, 100, ("l.0", "l.1"))
-FLOAT16 = BlockGeometry(16, 16, 100, ("l.0", "l.1"), "float16")
+
+def one_group(block_tokens: int, *more: Any) -> PoolGeometry:
+    return PoolGeometry((BlockGeometry(block_tokens, *more),), block_tokens)
+
+
+GEOMETRY = one_group(16, 16, 100, ("l.0", "l.1"))
+FLOAT16 = one_group(16, 16, 100, ("l.0", "l.1"), "float16")
 
 
 class TextConfig:
@@ -92,7 +97,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def namespace(folder: Path, geometry: BlockGeometry = GEOMETRY, extra: Any = None, **changes: Any) -> bytes:
+def namespace(folder: Path, geometry: PoolGeometry = GEOMETRY, extra: Any = None, **changes: Any) -> bytes:
     return engine_namespace(config(folder, **changes), geometry, load_config(extra or {}, {}))
 
 
@@ -108,8 +113,8 @@ def namespace(folder: Path, geometry: BlockGeometry = GEOMETRY, extra: Any = Non
         {"text": TextConfig(rope_parameters={"rope_theta": 5e5})},
         {"extra": {"identity.namespace": "b"}},
         {"extra": {"identity.model": "v2"}},
-        {"geometry": BlockGeometry(32, 32, 100, ("l.0", "l.1"))},
-        {"geometry": BlockGeometry(16, 16, 100, ("l.0",))},
+        {"geometry": one_group(32, 32, 100, ("l.0", "l.1"))},
+        {"geometry": one_group(16, 16, 100, ("l.0",))},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -142,7 +147,7 @@ def test_long_rope_that_does_not_say_its_first_length_is_apart_by_the_longest_re
 
 def test_where_the_model_was_read_from_does_not_count(folder: Path) -> None:
     assert namespace(folder, text=TextConfig(_name_or_path="y")) == namespace(folder)
-    assert namespace(folder, geometry=BlockGeometry(16, 16, 7, ("l.0", "l.1"))) == namespace(folder)
+    assert namespace(folder, geometry=one_group(16, 16, 7, ("l.0", "l.1"))) == namespace(folder)
 
 
 def test_random_weights_are_told_apart_by_their_seed(folder: Path) -> None:

@@ -10,49 +10,52 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from flexkv.adapters.vllm.geometry import (
-    block_geometry,
-    build_view,
-    check_group,
+    build_views,
     config_of_tensors,
     heads_of_rows,
     is_replicated,
     layer_numbers,
     required_layout,
 )
+from flexkv.adapters.vllm.pool_geometry import check_group, one_group_geometry, pool_geometry
+from flexkv.cache.base import Rule
 from flexkv.errors import GeometryError
 from flexkv.transfer.engine import cuda_device_of
 from tests.unit.adapters.mini_pools import kv_config, make_caches
 
 
 def test_one_group_of_full_attention_is_served() -> None:
-    geometry = block_geometry(kv_config(9))
+    (geometry,) = one_group_geometry(kv_config(9)).groups
     assert (geometry.block_tokens, geometry.num_blocks, geometry.hashes_per_block) == (4, 9, 1)
-    view, format_id = build_view(make_caches(kv_config(9)), kv_config(9), 1)
-    assert view.num_blocks == 9
-    assert "vllm-cpu-attn" in str(format_id)
+    (group,) = build_views(make_caches(kv_config(9)), kv_config(9), 1)
+    assert group.view.num_blocks == 9
+    assert "vllm-cpu-attn" in group.facts.format_id
 
 
-def test_several_groups_are_refused() -> None:
+def test_several_groups_are_refused_where_one_is_needed() -> None:
     config = kv_config(9)
     config.kv_cache_groups.append(config.kv_cache_groups[0])
-    with pytest.raises(GeometryError, match="2 KV cache groups"):
-        block_geometry(config)
+    with pytest.raises(GeometryError, match="FullAttentionSpec, FullAttentionSpec"):
+        one_group_geometry(config)
 
 
 def test_a_model_without_kv_is_refused() -> None:
     config = kv_config(9)
     config.kv_cache_groups.clear()
     with pytest.raises(GeometryError, match="no KV cache"):
-        block_geometry(config)
+        one_group_geometry(config)
 
 
 SHAPE: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
-SERVED = (specs.FullAttentionSpec(**SHAPE), specs.MLAAttentionSpec(**SHAPE))
+FULL, LATENT = specs.FullAttentionSpec(**SHAPE), specs.MLAAttentionSpec(**SHAPE)
+WINDOW = specs.SlidingWindowSpec(**SHAPE, sliding_window=8)
+CHUNK = specs.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)
+SERVED = (FULL, LATENT, WINDOW, CHUNK)
 REFUSED = (
     specs.AttentionSpec(**SHAPE),
-    specs.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8),
     specs.CircularBufferSpec(**SHAPE),
     specs.CrossAttentionSpec(**SHAPE),
     specs.EncoderOnlyAttentionSpec(**SHAPE),
@@ -63,7 +66,6 @@ REFUSED = (
     specs.RSWASpec(**SHAPE, rswa_window=8),
     specs.SinkFullAttentionSpec(**SHAPE, sink_len=4),
     specs.SlidingWindowMLASpec(**SHAPE, sliding_window=8),
-    specs.SlidingWindowSpec(**SHAPE, sliding_window=8),
 )
 MIXED = specs.UniformTypeKVCacheSpecs(
     block_size=4,
@@ -76,21 +78,80 @@ def group_of(spec: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: type(spec).__name__)
-def test_a_kind_of_kv_cache_that_is_not_full_attention_itself_is_refused(spec: Any) -> None:
-    with pytest.raises(GeometryError, match=f"is a {type(spec).__name__}; flexkv stores full attention"):
+def test_a_kind_of_kv_cache_that_is_not_known_is_refused_by_its_name(spec: Any) -> None:
+    with pytest.raises(GeometryError, match=f"is a {type(spec).__name__}; flexkv stores attention"):
         check_group(group_of(spec))
 
 
 @pytest.mark.parametrize("spec", SERVED, ids=lambda spec: type(spec).__name__)
-def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
+def test_attention_is_served(spec: Any) -> None:
     check_group(group_of(spec))
-    check_group(group_of(replace(spec, sliding_window=8)))
+
+
+@pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)
+def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
+    """As with vLLM's --disable-hybrid-kv-cache-manager."""
+    config = config_of(replace(spec, sliding_window=8))
+    assert not one_group_geometry(config).is_hybrid
+
+
+def config_of(*kinds: Any, **fields: Any) -> Any:
+    """A configuration with a group of each kind."""
+    config = kv_config(9)
+    config.kv_cache_groups[:] = [specs.KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(kinds)]
+    return replace(config, **fields)
+
+
+def window(tokens: int, block: int = 4, extra: int = 0) -> Any:
+    return replace(WINDOW, sliding_window=tokens, block_size=block, extra_retained_tokens=extra)
+
+
+def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
+    geometry = pool_geometry(config_of(window(9), FULL, CHUNK, LATENT))
+    assert [group.number for group in geometry.groups] == [1, 3, 0, 2], "full ones first"
+    assert [group.rule for group in geometry.groups] == [Rule.FULL, Rule.FULL, Rule.WINDOW, Rule.CHUNK]
+    assert [group.reach for group in geometry.groups] == [0, 0, 2, 8]
+    assert geometry.is_hybrid
+    assert geometry.alignment_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (1, 0, 1)]
+)
+def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
+    """vLLM frees the blocks wholly before the next token's window, and a hit of whole blocks leaves the others."""
+    (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
+    assert group.reach == pages
+    manager = SlidingWindowManager.__new__(SlidingWindowManager)
+    manager.sliding_window, manager.extra_retained_tokens = tokens, extra
+    kept = 40 // 4 - manager.get_num_skipped_tokens(40) // 4
+    assert max(1, kept) == pages
+
+
+def test_hits_are_aligned_to_whole_blocks_of_all_groups_and_as_the_engine_wants() -> None:
+    unlike = config_of(FULL, window(64, block=16))
+    assert pool_geometry(unlike).alignment_tokens == 16
+    assert pool_geometry(replace(unlike, cache_hit_alignment_tokens=32)).alignment_tokens == 32
+
+
+def test_layers_of_a_group_that_need_other_pages_are_refused() -> None:
+    both = specs.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"layer.0": WINDOW, "layer.1": CHUNK})
+    with pytest.raises(GeometryError, match="layers of several rules"):
+        pool_geometry(config_of(both))
+
+
+def test_signatures_tell_groups_apart() -> None:
+    groups = pool_geometry(config_of(window(9), window(9), window(10), FULL)).kv_groups()
+    assert len({group.signature for group in groups}) == 4
+    assert pool_geometry(config_of(FULL)).kv_groups()[0].signature == b"", (
+        "keys of one full group stay as they are"
+    )
 
 
 def test_layers_of_several_shapes_are_served_where_each_is() -> None:
     check_group(group_of(MIXED))
     other = {**MIXED.kv_cache_specs, "layer.2": REFUSED[-1]}
-    with pytest.raises(GeometryError, match="is a SlidingWindowSpec"):
+    with pytest.raises(GeometryError, match="is a SlidingWindowMLASpec"):
         check_group(group_of(replace(MIXED, kv_cache_specs=other)))
     other = {**MIXED.kv_cache_specs, "layer.2": replace(SERVED[0], non_causal=True)}
     with pytest.raises(GeometryError, match="non-causal"):
@@ -107,7 +168,7 @@ def of_specs(*layers: Any) -> Any:
 
 
 def test_ranks_hold_copies_only_where_no_layer_is_split_by_heads() -> None:
-    attention, latent = SERVED
+    attention, latent = FULL, LATENT
     assert is_replicated(of_specs(latent, replace(latent, head_size=8)))
     assert not is_replicated(of_specs(latent, attention))
     assert not is_replicated(of_specs(attention, latent))
@@ -115,10 +176,10 @@ def test_ranks_hold_copies_only_where_no_layer_is_split_by_heads() -> None:
 
 def test_layers_of_several_shapes_have_no_rows_in_common() -> None:
     attention = SERVED[0]
-    assert heads_of_rows(of_specs(attention, attention)) == 2
-    assert heads_of_rows(of_specs(attention, replace(attention, num_kv_heads=4))) == 0
+    assert heads_of_rows(of_specs(attention, attention).kv_cache_groups[0]) == 2
+    assert heads_of_rows(of_specs(attention, replace(attention, num_kv_heads=4)).kv_cache_groups[0]) == 0
     indexer = replace(SERVED[1], dtype=torch.uint8, head_size=132)
-    assert block_geometry(of_specs(SERVED[1], indexer)).kv_dtype == "float32+uint8"
+    assert one_group_geometry(of_specs(SERVED[1], indexer)).groups[0].kv_dtype == "float32+uint8"
 
 
 def test_every_kind_of_kv_cache_that_vllm_has_is_decided() -> None:
@@ -135,7 +196,7 @@ def test_every_kind_of_kv_cache_that_vllm_has_is_decided() -> None:
         ({"tokens_per_state": 4}, "4 tokens a state"),
     ],
 )
-@pytest.mark.parametrize("spec", SERVED, ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)
 def test_kv_that_is_not_one_state_for_each_token_before_is_refused(
     spec: Any, fields: dict[str, Any], message: str
 ) -> None:
@@ -152,22 +213,22 @@ def test_a_group_that_vllm_keeps_to_itself_is_refused(fields: dict[str, bool]) -
 def test_a_layer_that_shares_anothers_kv_has_its_number() -> None:
     config = kv_config(9)
     caches = make_caches(config)
-    view = build_view(caches, config, 1)[0]
+    view = build_views(caches, config, 1)[0].view
     caches |= {"layer.2": caches["layer.0"], "layer.3": caches["layer.1"], "encoder": caches["layer.0"][1:]}
     assert layer_numbers(caches, config, 1) == {"layer.0": 0, "layer.1": 1, "layer.2": 0, "layer.3": 1}
-    assert build_view(caches, config, 1)[0].segments.tolist() == view.segments.tolist()
+    assert build_views(caches, config, 1)[0].view.segments.tolist() == view.segments.tolist()
 
 
 def test_a_tensor_of_another_dtype_is_refused() -> None:
     caches = {name: cache.to(torch.float16) for name, cache in make_caches(kv_config(9)).items()}
     with pytest.raises(GeometryError, match="bytes"):
-        build_view(caches, kv_config(9), 1)
+        build_views(caches, kv_config(9), 1)
 
 
 def test_a_pool_on_a_device_without_lanes_is_refused() -> None:
     caches = {name: cache.to("meta") for name, cache in make_caches(kv_config(9)).items()}
     with pytest.raises(GeometryError, match="kind 'meta'"):
-        build_view(caches, kv_config(9), 1)
+        build_views(caches, kv_config(9), 1)
 
 
 def test_the_device_of_the_tensors_decides_which_lanes_an_engine_has() -> None:
@@ -189,9 +250,9 @@ def test_foreign_tensors_are_refused() -> None:
     with pytest.raises(
         GeometryError, match=r"layer\.0: its allocation has 4608 bytes, its placement says 8192"
     ):
-        build_view(caches, kv_config(16), 1)
+        build_views(caches, kv_config(16), 1)
     with pytest.raises(GeometryError, match="no KV tensor"):
-        build_view({"other": caches["layer.0"]}, kv_config(9), 1)
+        build_views({"other": caches["layer.0"]}, kv_config(9), 1)
 
 
 def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
@@ -205,7 +266,7 @@ def test_tensors_alone_give_the_same_view(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict.fromkeys(caches, layer))
     found = config_of_tensors(caches, SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC")))
     assert found.num_blocks == 9
-    one, other = build_view(caches, config, 1)[0], build_view(caches, found, 1)[0]
+    one, other = (build_views(caches, of, 1)[0].view for of in (config, found))
     assert one.segments.tolist() == other.segments.tolist()
 
 
@@ -217,7 +278,7 @@ def test_one_non_causal_layer_is_enough_for_the_built_in_class(monkeypatch: pyte
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: layers)
     read = config_of_tensors(caches, SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC")))
     with pytest.raises(GeometryError, match="non-causal"):
-        block_geometry(read)
+        one_group_geometry(read)
 
 
 def test_tensors_that_share_memory_are_refused_by_the_built_in_class(monkeypatch: pytest.MonkeyPatch) -> None:

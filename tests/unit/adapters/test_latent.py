@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from flexkv.adapters.vllm.geometry import build_view
+from flexkv.adapters.vllm.geometry import build_views
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import GeometryError
+from flexkv.layout.format_id import FormatId
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -24,11 +25,11 @@ D2H = 1
 
 def test_a_page_is_one_latent_a_layer_for_any_number_of_ranks() -> None:
     config = kv_config(9, latent=True)
-    one, of_one = build_view(make_caches(config), config, 1)
-    four, of_four = build_view(make_caches(config), config, 4)
-    assert one.stripe_bytes == four.stripe_bytes == LAYERS * BLOCK_TOKENS * CONTENT * 4
-    assert of_one == of_four, "the same page whatever the ranks"
-    assert of_one.ranks == 1
+    (one,) = build_views(make_caches(config), config, 1)
+    (four,) = build_views(make_caches(config), config, 4)
+    assert one.facts.stripe_bytes == four.facts.stripe_bytes == LAYERS * BLOCK_TOKENS * CONTENT * 4
+    assert one.facts.format_id == four.facts.format_id, "the same page whatever the ranks"
+    assert FormatId.parse(one.facts.format_id).ranks == 1
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -37,8 +38,8 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
     engine = make_engine(ranks=3, remote=remote, latent=True, **{"host.verify": verify})
     apart = make_engine(ranks=3, remote=remote, **{"host.verify": verify})
     unit = engine.unit
-    assert len({place.stripe for place in unit.places}) == 1
-    assert len({place.stripe for place in apart.unit.places}) == 3
+    assert len({places[0].stripe for places in unit.places}) == 1
+    assert len({places[0].stripe for places in apart.unit.places}) == 3
     engine.run(make_request(PROMPT, "one"))
     moved = [
         worker.counters.value("flexkv_moved_pages_total", direction="store") for worker in engine.workers

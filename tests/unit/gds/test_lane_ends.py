@@ -45,10 +45,10 @@ def open_rank(world: SlabWorld, kind: str = "cpu", stripe: int = 0) -> TransferE
     lane = make_gds_lane(world.slabs, 0, None, GdsConfig(), views=[world.ranks[0].view])
     return open_lanes(
         FlexKVConfig(),
-        world.ranks[0].view,
+        [world.ranks[0].view],
         tensors(kind),
         world.pool,
-        RankPlace(stripe, None),
+        [RankPlace(stripe, None)],
         stream_of=lambda device: 0,
         gds_lane=lane,
     )

@@ -60,7 +60,8 @@ def test_fp8_blocks_are_moved_as_they_are(make_world: Make, tmp_path: Path, vers
     world = stored(make_world, llm_args=given, shape=Shape(fp8=True), version=version)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert (
-        world.worker.side.view.stripe_bytes == SHAPE.layers * 2 * SHAPE.heads * SHAPE.tokens * 4 * SHAPE.size
+        world.worker.side.views[0].stripe_bytes
+        == SHAPE.layers * 2 * SHAPE.heads * SHAPE.tokens * 4 * SHAPE.size
     )
     world.check()
 
@@ -75,7 +76,7 @@ def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
     given = arguments(model=model, cuda_graph_config=None, speculative_config={"decoding_type": "MTP"})
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode}, llm_args=given, shape=draft)
     assert world.hit(world.serve(PROMPT)) == WHOLE
-    assert world.worker.side.view.num_layers == draft.layers
+    assert world.worker.side.views[0].num_layers == draft.layers
     world.check()
     with pytest.raises(ConfigError, match="the pool has 4 layers, the model 3"):
         make_world(llm_args=arguments(model=model), shape=draft)

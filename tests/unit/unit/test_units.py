@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from flexkv.unit.base import CacheRole, EngineUnit, UnitState
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
-from flexkv.unit.ranks import NO_UNIT, RankFacts, UnitOwner
+from flexkv.unit.ranks import NO_UNIT, GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.unit.tier_metrics import TierMetrics
 from tests.unit.cache.test_tier_seam import ToyTier
 
@@ -41,7 +42,7 @@ Build = Callable[..., LiveUnit]
 
 def facts(rank: int = 0, **more: object) -> RankFacts:
     run = np.array([[0, STRIPE, 0]], np.int64)
-    return RankFacts(rank, 0, STRIPE, 8, run, "a format", **more)  # type: ignore[arg-type]
+    return RankFacts(rank, 0, 8, (GroupFacts(STRIPE, run, "a format"),), **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def build() -> Iterator[Build]:
     def make(ranks: int = 1, role: CacheRole = CacheRole(), **settings: object) -> LiveUnit:  # noqa: B008 - frozen
         small = {"host.bytes": 1 << 20, "host.huge_pages": "off"}
         config = load_config(small | {key.replace("__", "."): value for key, value in settings.items()}, {})
-        unit = build_unit(config, 4, {rank: facts(rank) for rank in range(ranks)}, OWNER, role)
+        unit = build_unit(config, [KvGroup(4)], {rank: facts(rank) for rank in range(ranks)}, OWNER, role)
         units.append(unit)
         unit.grow()
         return unit
@@ -244,13 +245,13 @@ def test_units_have_numbers_of_their_own(build: Build) -> None:
     ("ranks", "message"),
     [
         ({1: facts(1)}, r"ranks \[1\]; expected 0 to 0"),
-        ({0: facts(), 1: RankFacts(1, 0, STRIPE, 9, facts().run_table, "a format")}, "8, 9 blocks"),
+        ({0: facts(), 1: replace(facts(1), num_blocks=9)}, "8, 9 blocks"),
         ({0: facts(), 1: facts(1, replicated=True)}, "do not agree"),
     ],
 )
 def test_ranks_that_do_not_agree_are_refused(ranks: dict[int, RankFacts], message: str) -> None:
     with pytest.raises(GeometryError, match=message):
-        build_unit(load_config({"host.bytes": 1 << 20}, {}), 4, ranks, OWNER)
+        build_unit(load_config({"host.bytes": 1 << 20}, {}), [KvGroup(4)], ranks, OWNER)
 
 
 class Unopenable(TierPlan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.unit.ranks import GroupFacts, KvGroup
 
 logger = get_logger(__name__)
 
@@ -47,13 +49,9 @@ class DiskPlan(TierPlan):
 
     def __init__(self, unit: UnitFacts) -> None:
         self._unit = unit
-        self._group = disk_group(unit)
+        self._groups = disk_groups(unit)
         self._traffic = disk_traffic(unit)
-        codec = codec_of(self._group)
-        digests = (
-            [codec.digest_offset(rank) for rank in range(codec.ranks)] if unit.config.host.verify else []
-        )
-        self.image = ImageNeeds(codec.image_bytes, tuple(digests))
+        self.images = tuple(_image(group) for group in self._groups)
         self._slabs: SlabMap | None = None
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
@@ -72,7 +70,7 @@ class DiskPlan(TierPlan):
         identity = disk_identity(self._unit)
         options = DiskOptions(
             bytes_per_disk=bytes_per_folder(
-                disk, config.host.units_per_node, own_bytes(identity, self._group)
+                disk, config.host.units_per_node, own_bytes(identity, *self._groups)
             ),
             io=disk.io,
             depth=disk.depth,
@@ -80,10 +78,12 @@ class DiskPlan(TierPlan):
             register_buffers=disk.register_buffers,
             sealed_apart=self._traffic.gds_stores,
         )
-        volumes = StripedSlabs.open(disk_folders(self._unit), identity, [self._group], options)
+        volumes = StripedSlabs.open(disk_folders(self._unit), identity, self._groups, options)
         on_error.callback(volumes.close, transfer.close_s)
         plane = TransferEngine(
-            queue_ops=transfer.queue_ops, op_stuck_s=transfer.stuck_s, lanes=[volumes.lane([pool])]
+            queue_ops=transfer.queue_ops,
+            op_stuck_s=transfer.stuck_s,
+            lanes=[volumes.lane([pool] * len(self._groups))],
         )
         on_error.callback(plane.close, transfer.close_s)
         if self._traffic.gds_loads is not GdsUse.NEVER:
@@ -138,13 +138,26 @@ def _gds_loads(unit: UnitFacts) -> GdsUse:
     return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in unit.ranks) else GdsUse.NEVER
 
 
-def disk_group(unit: UnitFacts) -> DiskGroup:
-    """The unit's pages as disks see them.
+def disk_groups(unit: UnitFacts) -> list[DiskGroup]:
+    """The unit's pages as disks see them: all groups' in the slabs of the first.
 
     Raises:
         GeometryError: the ranks say different formats of their pages.
     """
-    ranks = unit.ranks
+    return [
+        _disk_group(
+            group,
+            [rank.groups[number] for rank in unit.ranks],
+            unit.config.host.verify,
+            shares=0 if number else None,
+        )
+        for number, group in enumerate(unit.groups)
+    ]
+
+
+def _disk_group(
+    group: KvGroup, ranks: Sequence[GroupFacts], host_digests: bool, shares: int | None
+) -> DiskGroup:
     formats = {rank.format_id for rank in ranks}
     if len(formats) != 1:
         raise GeometryError(f"the ranks have pages of different formats: {', '.join(sorted(formats))}")
@@ -152,10 +165,20 @@ def disk_group(unit: UnitFacts) -> DiskGroup:
         format_id=ranks[0].format_id,
         stripe_bytes=tuple(rank.stripe_bytes for rank in ranks),
         runs=tuple(rank.run_table for rank in ranks),
-        block_tokens=unit.block_tokens,
+        block_tokens=group.block_tokens,
         dtype=ranks[0].dtype,
-        host_digests=unit.config.host.verify,
+        host_digests=host_digests,
+        rule=group.rule.value,
+        reach=group.reach,
+        signature=group.signature,
+        shares=shares,
     )
+
+
+def _image(group: DiskGroup) -> ImageNeeds:
+    codec = codec_of(group)
+    ranks = range(codec.ranks) if group.host_digests else ()
+    return ImageNeeds(codec.image_bytes, tuple(codec.digest_offset(rank) for rank in ranks))
 
 
 def disk_identity(unit: UnitFacts) -> DiskIdentity:
@@ -170,10 +193,10 @@ def overwritable(unit: UnitFacts) -> OwnBytes:
     """Bytes in a folder that the unit may write over.
 
     Raises:
-        GeometryError: as `disk_group`, when it is asked.
+        GeometryError: as `disk_groups`, when it is asked.
     """
 
     def own(root: Path) -> int:
-        return own_bytes(disk_identity(unit), disk_group(unit))(root)
+        return own_bytes(disk_identity(unit), *disk_groups(unit))(root)
 
     return own

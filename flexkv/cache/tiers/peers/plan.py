@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from flexkv.cache.tier import TierFactory, WriteMode
-from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_group, disk_identity
+from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity
 from flexkv.cache.tiers.peers.tier import PeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
 from flexkv.storage.peer_folders import open_peer_folders
@@ -31,8 +31,9 @@ class PeersPlan(TierPlan):
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
         unit, config = self._unit, self._unit.config
-        group = disk_group(unit)
-        peers = open_peer_folders(disk_folders(unit), disk_identity(unit), group, unit.ranks[0].heads)
+        # With keys that engines share there is one group.
+        (group,), heads = disk_groups(unit), unit.ranks[0].groups[0].heads
+        peers = open_peer_folders(disk_folders(unit), disk_identity(unit), group, heads)
         if not peers:
             return None
         reader = PeerReader(peers, group, pool, config.transfer.queue_ops, config.disk.stuck_s)

@@ -1,0 +1,213 @@
+"""What the engine's KV cache configuration means to flexkv: its KV groups, which pages of each a hit needs, and what is
+refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+from flexkv.cache.base import Rule
+from flexkv.cache.keys import namespace_digest
+from flexkv.errors import GeometryError
+from flexkv.unit.ranks import KvGroup
+
+SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGeometry:
+    """One of the engine's KV groups.
+
+    Attributes:
+        block_tokens: tokens a block.
+        hash_tokens: tokens that one of the engine's block hashes covers; divides `block_tokens`.
+        num_blocks: of the engine's pool, which all groups share.
+        layer_names: in the order of the engine.
+        kv_dtype: of the pool's elements, by name.
+        number: by which the engine knows the group.
+        reach: see `GroupSpec`.
+    """
+
+    block_tokens: int
+    hash_tokens: int
+    num_blocks: int
+    layer_names: tuple[str, ...]
+    kv_dtype: str = ""
+    number: int = 0
+    rule: Rule = Rule.FULL
+    reach: int = 0
+
+    @property
+    def hashes_per_block(self) -> int:
+        return self.block_tokens // self.hash_tokens
+
+    @property
+    def signature(self) -> bytes:
+        """32 bytes: of what a group's pages are made of and when they are needed. It keeps the pages of groups apart
+        that hold other layers of the same tokens."""
+        return namespace_digest(
+            {
+                "rule": self.rule.value,
+                "reach": self.reach,
+                "block_tokens": self.block_tokens,
+                "layers": "\n".join(self.layer_names),
+                "dtype": self.kv_dtype,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """The engine's pool.
+
+    Attributes:
+        groups: those of full attention first.
+        alignment_tokens: every hit is a multiple of it.
+    """
+
+    groups: tuple[BlockGeometry, ...]
+    alignment_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.groups[0].num_blocks
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether a hit needs other pages than all of one group."""
+        return len(self.groups) > 1 or self.groups[0].rule is not Rule.FULL
+
+    def kv_groups(self) -> list[KvGroup]:
+        """As the unit is told of them."""
+        return [
+            KvGroup(group.block_tokens, group.rule, group.reach, group.signature if self.is_hybrid else b"")
+            for group in self.groups
+        ]
+
+
+def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
+    """Reads and checks the engine's KV cache configuration.
+
+    Raises:
+        GeometryError: no KV, a group that is refused by `check_group`, or a block within whose end no hash ends.
+    """
+    if not config.kv_cache_groups:
+        raise GeometryError(
+            "the model has no KV cache, so there is nothing to store; leave --kv-transfer-config out"
+        )
+    groups = [_group_geometry(config, number) for number in range(len(config.kv_cache_groups))]
+    groups.sort(key=lambda group: group.rule is not Rule.FULL)
+    whole = math.lcm(*(group.block_tokens for group in groups))
+    aligned = config.cache_hit_alignment_tokens if len(groups) > 1 else None
+    return PoolGeometry(tuple(groups), math.lcm(whole, aligned or whole))
+
+
+def one_group_geometry(config: KVCacheConfig) -> PoolGeometry:
+    """Of an engine with one group of full attention.
+
+    Raises:
+        GeometryError: as `pool_geometry`, or other groups.
+    """
+    geometry = pool_geometry(config)
+    if geometry.is_hybrid:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups)
+        raise GeometryError(
+            f"the model's KV cache groups are {kinds}; here only one of full attention is served. Start vLLM with "
+            "--disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    return geometry
+
+
+def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
+    group = config.kv_cache_groups[number]
+    check_group(group)
+    specs = layer_specs(group)
+    spec = specs[0]
+    hash_tokens = config.hash_block_size or spec.block_size
+    if spec.block_size % hash_tokens:
+        raise GeometryError(
+            f"a block of {spec.block_size} tokens is no multiple of the {hash_tokens} tokens that a block hash covers"
+        )
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in specs})
+    rules = {_rule_of(one) for one in specs}
+    if len(rules) != 1:
+        raise GeometryError(
+            f"KV cache group {number} has layers of several rules ({', '.join(type(one).__name__ for one in specs)}); "
+            "a group's blocks are needed by one rule"
+        )
+    rule, reach = rules.pop()
+    return BlockGeometry(
+        spec.block_size,
+        hash_tokens,
+        config.num_blocks,
+        tuple(group.layer_names),
+        "+".join(dtypes),
+        number,
+        rule,
+        reach,
+    )
+
+
+def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
+    """Which pages a hit needs of a group, and how far they reach: what vLLM allocates blocks for."""
+    if isinstance(spec, SlidingWindowSpec):
+        # Of the next token's window the token itself is not cached yet.
+        tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
+        return Rule.WINDOW, max(1, -(-tokens // spec.block_size))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Rule.CHUNK, spec.attention_chunk_size
+    return Rule.FULL, 0
+
+
+def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
+    """What the layers of a group hold, each other spec once.
+
+    Layers of several shapes reach a worker as `UniformTypeKVCacheSpecs`, and the scheduler as the first of them.
+    """
+    return tuple(dict.fromkeys(iter_layer_specs(group.kv_cache_spec)))
+
+
+def check_group(group: KVCacheGroupSpec) -> None:
+    """Refuses a KV cache group whose blocks are not a function of the tokens up to their end, or hold something else
+    than one state a token.
+
+    Only the types themselves are served. vLLM derives others from them that mean something else: `RSWASpec` frees
+    blocks of a running request, `HiddenStateCacheSpec` holds no KV, `SinkFullAttentionSpec` has KV that belongs to no
+    token of the prompt.
+
+    Raises:
+        GeometryError: names the type or the field.
+    """
+    where = f"KV cache group of {len(group.layer_names)} layers"
+    for spec in iter_layer_specs(group.kv_cache_spec):
+        _check_spec(spec, where)
+    if group.host_resident or not group.enable_kv_transfer:
+        raise GeometryError(
+            f"{where} is not for connectors ({group.role.value}); flexkv stores KV on the device"
+        )
+
+
+def _check_spec(spec: KVCacheSpec, where: str) -> None:
+    if type(spec) not in SERVED_SPECS:
+        served = ", ".join(kind.__name__ for kind in SERVED_SPECS)
+        raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores attention ({served})")
+    if getattr(spec, "non_causal", False):
+        raise GeometryError(
+            f"{where} is non-causal (a prefix LM): KV depends on later tokens of the prompt, so that of one prompt is "
+            "of no use to another; leave --kv-transfer-config out"
+        )
+    if spec.tokens_per_state != 1:
+        raise GeometryError(
+            f"{where} has {spec.tokens_per_state} tokens a state; flexkv stores models with 1"
+        )
