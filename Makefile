@@ -6,7 +6,7 @@ PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format check test-unit \
-        test-native test-sanitizers test-engines test-sglang steady soak bench clean distclean
+        test-native test-sanitizers test-engines test-sglang steady soak bench docs clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ BENCHMARKS = $(filter-out gpu_results,$(basename $(notdir $(shell grep -l __main
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
+
+docs: build-test  ## the tables of settings and metrics in docs/, from the code
+	@$(PY) -m build_support.doc_tables
 
 clean:  ## what the build made
 	rm -rf build dist out *.egg-info flexkv/*.so tests/*.so

@@ -135,6 +135,8 @@ class RankOp(Op):
         first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
         digests: of pages stored straight to a tier, of each rank that has reported some, its run digests of every page.
         waits_for: loads of the same request that were in flight when this store was planned.
+        reported: ranks whose result has come. The op ends with the last: one that died never reports, so its pages stay
+            pinned until the unit ends, because nobody can tell whether its last copy has stopped.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
         damaged: failed pages whose content may be at fault, as far as ranks say.

@@ -125,7 +125,7 @@ class TransferEngine(DataPlane):
 
         Args:
             stripe_offset: of this rank's stripe in a slot, bytes, a multiple of 4 KiB.
-            digest_offset: of this rank's run digests in a slot (see `digest_areas`), bytes, a multiple of 8.
+            digest_offset: of this rank's run digests in a slot, 8 bytes a run: bytes, a multiple of 8.
                 Stores then write them and loads check them; without it pages are not verified.
             owners: whatever keeps the engine's pool alive (arrays, tensors); held until nothing can touch it.
 

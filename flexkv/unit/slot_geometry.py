@@ -8,8 +8,23 @@ from dataclasses import dataclass
 from flexkv.c_ext import SlotImage
 from flexkv.cache.tiers.plan import ImageNeeds
 from flexkv.errors import GeometryError
-from flexkv.transfer.trailer import digest_areas
 from flexkv.unit.ranks import GroupFacts, RankFacts, RankPlace
+
+DIGEST_BYTES = 8
+"""Of one run."""
+
+
+def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
+    """Room for the run digests of all ranks behind the stripes, where no tier's format says where they lie.
+
+    Args:
+        runs: of each rank, how many runs its view has (`len(view.runs)`).
+
+    Returns:
+        Bytes of all areas, and where each rank's starts: to be added to `SlotImage.trailer_offset`.
+    """
+    offsets = [DIGEST_BYTES * sum(runs[:rank]) for rank in range(len(runs))]
+    return DIGEST_BYTES * sum(runs), offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
-from flexkv.cli.config_command import markdown_reference
-from flexkv.observe.metrics import markdown_table
-
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+from build_support.doc_tables import DOCS, MARKER, TABLES, with_table
 
 
-def test_settings_are_those_of_the_code() -> None:
-    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert markdown_reference() in text, "paste the output of `flexkv config docs` into docs/configuration.md"
+@pytest.mark.parametrize("name", TABLES)
+def test_pages_have_the_tables_of_the_code(name: str) -> None:
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert page == with_table(page, TABLES[name]()), f"docs/{name} is not of this code: make docs"
 
 
-def test_metrics_are_those_of_the_code() -> None:
-    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    assert markdown_table() in text, (
-        "paste what docs/contributing/add-a-metric.md prints into docs/metrics.md"
-    )
+@pytest.mark.parametrize("name", TABLES)
+def test_control_a_changed_table_is_noticed(name: str) -> None:
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert page != with_table(page, TABLES[name]().replace("| ", "| x", 1))
 
 
-def test_control_a_changed_table_is_noticed() -> None:
-    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    assert markdown_table().replace("counter", "gauge", 1) not in text
+def test_all_above_the_marker_is_kept() -> None:
+    assert with_table(f"# Page\n\n{MARKER}| old |\n", "| new |") == f"# Page\n\n{MARKER}| new |\n"
+
+
+def test_page_without_marker_is_refused() -> None:
+    with pytest.raises(ValueError, match="values to unpack"):
+        with_table("# Page\n", "| new |")

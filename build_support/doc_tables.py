@@ -1,0 +1,33 @@
+"""Writes the tables of the docs that are made from the code: of each page all that is below the marker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flexkv.cli.config_command import markdown_reference
+from flexkv.observe.metrics import markdown_table
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MARKER = "<!-- what follows is written by `make docs` -->\n"
+TABLES: dict[str, Callable[[], str]] = {"configuration.md": markdown_reference, "metrics.md": markdown_table}
+
+
+def with_table(page: str, table: str) -> str:
+    """The text of a page with `table` in place of what is below its marker.
+
+    Raises:
+        ValueError: the page has no marker, or several.
+    """
+    above, _ = page.split(MARKER)
+    return f"{above}{MARKER}{table}\n"
+
+
+def main() -> None:
+    for name, table in TABLES.items():
+        path = DOCS / name
+        path.write_text(with_table(path.read_text(encoding="utf-8"), table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
