@@ -21,6 +21,7 @@ from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
+    check_groups,
     warn_of_policy,
     warn_of_sudden_end,
 )
@@ -60,7 +61,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     Raises:
         ConfigError: a setting is unknown or not allowed, the engine or its model is refused by `check_engine`, or the
             engine has a connector of flexkv already.
-        GeometryError: the model's KV cache is not one group of causal full attention.
+        GeometryError: the model's KV cache has something that `pool_geometry` refuses.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -87,6 +88,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         configure_logging(settings.observe.log_level)
         check_engine(vllm_config)
         geometry = pool_geometry(kv_cache_config)
+        check_groups(vllm_config, geometry)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
         if role is KVConnectorRole.WORKER:

@@ -15,6 +15,7 @@ from flexkv.observe import get_logger
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 
+    from flexkv.adapters.vllm.pool_geometry import PoolGeometry
     from flexkv.config import FlexKVConfig
 
 logger = get_logger(__name__)
@@ -28,6 +29,19 @@ def check_engine(config: VllmConfig) -> None:
     """
     check_parallelism(config.parallel_config)
     check_model(config.model_config)
+
+
+def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
+    """Refuses what is not served with several KV groups.
+
+    Raises:
+        ConfigError: names it, and what to do.
+    """
+    if geometry.is_hybrid and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative decoding ({config.speculative_config.method}) with {len(geometry.groups)} KV cache groups is "
+            "not served; start vLLM with --disable-hybrid-kv-cache-manager, or without --speculative-config"
+        )
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:

@@ -15,10 +15,15 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
+    check_groups,
     check_model,
     check_parallelism,
 )
+from flexkv.adapters.vllm.engine_spec import with_possible_modes
 from flexkv.adapters.vllm.local_engines import end_registration, register_only
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.cache.base import Rule
+from flexkv.config import load_config
 from flexkv.errors import ConfigError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -160,3 +165,22 @@ def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
             check_batch_invariance(config)
     else:
         check_batch_invariance(config)
+
+
+ONE = BlockGeometry(16, 16, 100, ("full",))
+WINDOW = BlockGeometry(16, 16, 100, ("window",), rule=Rule.WINDOW, reach=4, number=1)
+
+
+def test_speculative_decoding_with_several_groups_is_refused() -> None:
+    drafts: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle"))
+    check_groups(drafts, PoolGeometry((ONE,), 16))
+    check_groups(SimpleNamespace(speculative_config=None), PoolGeometry((ONE, WINDOW), 16))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"speculative decoding \(eagle\) with 2 KV cache groups"):
+        check_groups(drafts, PoolGeometry((ONE, WINDOW), 16))
+
+
+@pytest.mark.parametrize("mode", ["sync", "layerwise"])
+def test_several_groups_have_async_loads_and_eager_stores(mode: str) -> None:
+    asked = load_config({"load.mode": mode, "store.mode": "layerwise" if mode == "layerwise" else "lazy"}, {})
+    had = with_possible_modes(asked, SimpleNamespace(), is_hybrid=True)  # type: ignore[arg-type]
+    assert (had.load.mode, had.store.mode) == ("async", "eager")
