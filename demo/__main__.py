@@ -1,4 +1,5 @@
 """`python -m demo`: a conversation through the real vLLM engine, with flexkv and without, and proof that they agree.
+Then the same of one prompt and a model with sliding windows.
 
 Exits with 1 unless every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
 wherever it should have.
@@ -13,13 +14,14 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from demo import report
+from demo import hybrid, report
 from demo.conversation import BLOCK_TOKENS, POOL_BLOCKS, Script, Turn, problems, turn_count
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
 from demo.headline import headline, next_steps
@@ -46,6 +48,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)
+        windows = hybrid.play(arguments.out / "models", Path(facts["log"]), console.print)
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
@@ -54,8 +57,8 @@ def main() -> int:
         return 1
     console.print(report.table(turns, reference))
     console.print(report.LEGEND, highlight=False)
-    found = list(problems(turns, reference))
-    facts |= {"problems": found, "seconds": time.monotonic() - started}
+    found = [*problems(turns, reference), *windows.problems()]
+    facts |= {"windows": asdict(windows), "problems": found, "seconds": time.monotonic() - started}
     report.write_json(arguments.out / "demo.json", facts, turns, reference)
     report.draw(turns, reference, arguments.out / "demo.png")
     console.print(f"{facts['model']}; {facts['prompt']}", highlight=False)
@@ -70,6 +73,7 @@ def main() -> int:
         return 1
     served = sum(turn.served for turn in turns)
     console.print(f"[green]OK[/] flexkv served {served} prompt tokens; {facts['seconds']:.0f} s")
+    console.print(str(windows), highlight=False, soft_wrap=True)
     for line in headline(turns, reference):
         console.print(f"[bold]{line}[/]", highlight=False, soft_wrap=True)
     console.print("what to try next:")

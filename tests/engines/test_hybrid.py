@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from demo.engine_process import IN_PROCESS, EngineError, EngineProcess
+from demo.hybrid import WINDOW, write_gemma_3
 
 from .conftest import HOST_BYTES, POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
@@ -18,7 +19,7 @@ from .test_disk import start as start_on_disk
 from .test_disk import wait_durable
 from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
-from .transformers_models import WINDOW, write_gemma_3, write_gemma_3n, write_gemma_4
+from .transformers_models import write_gemma_3n, write_gemma_4
 
 GROUPS = 6
 BLOCKS = GROUPS * POOL_BLOCKS

@@ -46,22 +46,6 @@ def write_gemma_3n(folder: Path) -> Path:
     return _write(Gemma3nForCausalLM, config, folder)
 
 
-def write_gemma_3(folder: Path) -> Path:
-    """A Gemma 3: five sliding layers to a full one, which vLLM serves as six KV groups."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **COMMON,
-        num_hidden_layers=6,
-        layer_types=["sliding_attention"] * 5 + ["full_attention"],
-        sliding_window=WINDOW,
-        num_key_value_heads=KV_HEADS,
-        query_pre_attn_scalar=HEAD,
-        tie_word_embeddings=False,
-    )
-    return _write(Gemma3ForCausalLM, config, folder)
-
-
 def write_gemma_4(folder: Path) -> Path:
     """A Gemma 4: its full layers have heads of another size than its sliding ones."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig

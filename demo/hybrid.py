@@ -1,0 +1,141 @@
+"""The demo's second part: a model with sliding windows, which vLLM serves as six KV groups. One prompt is asked cold
+and again after the engine has forgotten it, beside an engine without flexkv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
+from demo.model import PRESETS, WEIGHT_STD, prompt_tokens, write_tokenizer
+
+LAYERS, WINDOW = 6, 128
+"""Five layers of six see a window of so many tokens."""
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 1400
+ANSWER_TOKENS = 12
+HOST_BYTES = 64 << 20
+POOL_BLOCKS = 512
+STORED = "vllm:flexkv_moved_pages_total{direction=store}"
+
+
+@dataclass(frozen=True, slots=True)
+class HybridRun:
+    """What was asked and what came back.
+
+    Attributes:
+        cold, hit, alone: the answers' tokens.
+        cached: prompt tokens of the hit that were not computed.
+        stored_pages: of all groups; `whole_pages` would have been stored with windows kept whole.
+    """
+
+    cold: tuple[int, ...]
+    hit: tuple[int, ...]
+    alone: tuple[int, ...]
+    cached: int
+    stored_pages: int
+
+    @property
+    def whole_pages(self) -> int:
+        return LAYERS * ((PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS)
+
+    def problems(self) -> Iterator[str]:
+        """What should not be so."""
+        if not self.cold == self.hit == self.alone:
+            yield f"windows: answers differ: cold {self.cold}, hit {self.hit}, without flexkv {self.alone}"
+        if self.cached != (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
+            yield f"windows: {self.cached} of {PROMPT_TOKENS} prompt tokens were served"
+        if not 0 < self.stored_pages < self.whole_pages:
+            yield f"windows: {self.stored_pages} pages were stored of {self.whole_pages}"
+
+    def __str__(self) -> str:
+        share = self.stored_pages / self.whole_pages
+        return (
+            f"sliding windows (Gemma 3, {LAYERS} KV groups): a hit of {self.cached} of {PROMPT_TOKENS} tokens equals "
+            f"cold; {self.stored_pages} pages stored, {share:.0%} of the {self.whole_pages} that full attention in all "
+            "layers would have"
+        )
+
+
+def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
+    """
+    Args:
+        folder: where the model is written.
+        now: is told what begins.
+    """
+    now("writing a random Gemma 3")
+    model = write_gemma_3(folder / "gemma3")
+    request = {"ids": list(prompt_tokens(PROMPT_TOKENS, 3)), "max_tokens": ANSWER_TOKENS}
+    flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
+    environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    now("windows: starting vLLM alone")
+    with EngineProcess(_arguments(model, None), log, environment=environment) as engine:
+        [alone] = engine.generate([request])
+    now("windows: starting vLLM with flexkv")
+    with EngineProcess(_arguments(model, flexkv), log, environment=environment) as engine:
+        [cold] = engine.generate([request])
+        engine.call("drain")
+        stored = engine.metrics("flexkv_moved_pages")[STORED]
+        engine.call("reset")
+        [hit] = engine.generate([request])
+    return HybridRun(
+        cold=tuple(cold["tokens"]),
+        hit=tuple(hit["tokens"]),
+        alone=tuple(alone["tokens"]),
+        cached=hit["cached"] or 0,
+        stored_pages=int(stored),
+    )
+
+
+def _arguments(model: Path, connector: dict[str, Any] | None) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": POOL_BLOCKS,
+        "disable_log_stats": False,
+    }
+    return arguments if connector is None else arguments | {"kv_transfer_config": connector}
+
+
+def write_gemma_3(folder: Path) -> Path:
+    """A Gemma 3 with random weights, float32, the same numbers every time: five sliding layers to a full one."""
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = PRESETS["tiny"]
+    config = Gemma3TextConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        query_pre_attn_scalar=shape.head_size,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        sliding_window=WINDOW,
+        max_position_embeddings=shape.context_tokens,
+        # Tied, each token would answer itself whatever the cache holds.
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model = Gemma3ForCausalLM(config)
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * WEIGHT_STD)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, shape)
+    return folder
