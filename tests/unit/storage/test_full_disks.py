@@ -30,6 +30,7 @@ from tests.unit.storage.disk_world import (
     MakeDisks,
     holes,
     make_group,
+    sharing_groups,
 )
 
 IMAGE_BYTES = codec_of(make_group()).image_bytes
@@ -125,6 +126,22 @@ def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) ->
     assert faults.acted == 1, "the second and third were not tried"
     until_written(world, 3)
     assert world.unit.alive == (True,)
+
+
+def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) -> None:
+    """Behind it the slot, which is as large as the largest image of the groups that share it, has no space yet."""
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=1, error=28, times=1)])
+    first, *more = sharing_groups()
+    world = make_disks(group=first, more=more, faults=faults, preallocate=False)
+    if not holes(world.folder / "group0.slab"):
+        pytest.skip(NO_HOLES)
+    assert world.write([1], [0], of=2)[0].status is OpStatus.OK
+    assert "No space left on device" in world.write([2], [1], of=2)[0].reason
+    assert "No space left on device" in world.write([3], [0])[0].reason, (
+        "the control: a large one was not tried"
+    )
+    assert faults.acted == 1
+    assert world.write([4], [0], of=2)[0].status is OpStatus.OK
 
 
 def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(

@@ -117,10 +117,10 @@ def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np
     return old, new
 
 
-@pytest.mark.parametrize("lost_index", [False, True])
+@pytest.mark.parametrize("lost_index", ["", "made anew by the start", "made anew by fsck"])
 @pytest.mark.parametrize(("first", "then"), [(FULL, STATE), (STATE, FULL), (FULL, WINDOW)])
 def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
-    make_disks: MakeDisks, first: int, then: int, lost_index: bool
+    make_disks: MakeDisks, first: int, then: int, lost_index: str
 ) -> None:
     """Also where the earlier, larger image's trailer is still whole."""
     world = shared(make_disks)
@@ -131,7 +131,9 @@ def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
     assert world.close()
     if lost_index:
         (folder / "index.sqlite").unlink()
-        assert check_folder(folder).slabs[0].orphans == [4]
+        report = check_folder(folder, repair=lost_index == "made anew by fsck")
+        assert report.slabs[0].orphans == [4]
+        assert report.repaired == (lost_index == "made anew by fsck")
     else:
         report = check_folder(folder)
         assert report.clean
@@ -183,6 +185,10 @@ def test_stripes_without_a_trailer_are_no_damage(make_disks: MakeDisks, tmp_path
     report = check_folder(folder)
     assert report.clean
     assert (report.slabs[0].good, report.slabs[0].empty) == (1, 31)
+    world = shared(make_disks)
+    rows = world.unit.rows(FULL)
+    assert pages(rows) == {2: (FULL, 3)}
+    assert world.read_rows(rows) == {}
 
 
 def test_pages_that_ranks_write_by_themselves_share_slabs_too(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from flexkv.storage.header import read_header
 from flexkv.transfer.graph import OpStatus
-from tests.unit.storage.disk_world import GENEROUS_S, NO_HOLES, DiskWorld, MakeDisks, holes
+from tests.unit.storage.disk_world import (
+    GENEROUS_S,
+    NO_HOLES,
+    DiskWorld,
+    MakeDisks,
+    holes,
+    sharing_groups,
+)
 
 SLOTS = 32
 
@@ -48,6 +55,20 @@ def test_free_slots_are_cleared_and_pages_stay(make_disks: MakeDisks) -> None:
     world = make_disks(slots=SLOTS)
     assert world.read_rows(world.unit.rows(0)) == {}
     assert before > 0
+
+
+def test_slabs_that_groups_share_are_cleared_once(make_disks: MakeDisks) -> None:
+    first, *more = sharing_groups()
+    world = make_disks(slots=SLOTS, group=first, more=more)
+    slab = world.folder / "group0.slab"
+    if not holes(slab):
+        pytest.skip(NO_HOLES)
+    written = [world.write([of], [10 * of + 9], of=of)[1] for of in range(3)]
+    wait_cleared(world, slab)
+    images = sum(codec.image_bytes for codec in world.codecs)
+    assert 0 < zeroed(world) <= SLOTS * read_header(str(slab)).slot_bytes - images
+    for of, generations in enumerate(written):
+        assert world.read([of], [10 * of + 9], generations, of=of).status is OpStatus.OK
 
 
 def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
