@@ -31,12 +31,17 @@ class Diverged(AssertionError):
 
 
 class Pair:
-    """An index and a model, taken through the same random steps."""
+    """An index and a model, taken through the same random steps. A block of the model is its group and key.
 
-    def __init__(self, policy: str, modelled: str, seed: int) -> None:
+    Args:
+        groups: that share the slots.
+    """
+
+    def __init__(self, policy: str, modelled: str, seed: int, groups: int = 1) -> None:
         self.random = random.Random(seed)
-        self.index = c_ext.BlockIndex([SLOTS], policy)
-        self.index.grow(0, SLOTS)
+        self.groups = groups
+        self.index = c_ext.BlockIndex([SLOTS] * groups, policy, [0] * groups)
+        self.index.grow(self.random.randrange(groups), SLOTS)
         self.model = ModelIndex(SLOTS, CHOICES[modelled])
         self.universe = keys(120, seed)
         self.leases: list[list[bytes]] = []
@@ -44,15 +49,31 @@ class Pair:
         self.evicted = 0
 
     def some(self, most: int) -> list[bytes]:
-        """A part of one chain."""
+        """A part of one group's chain; all groups have the same keys."""
+        group = bytes([self.random.randrange(self.groups)])
         first = self.random.randrange(len(self.universe))
-        return [key.tobytes() for key in self.universe[first : first + 1 + self.random.randrange(most)]]
+        return [
+            group + key.tobytes() for key in self.universe[first : first + 1 + self.random.randrange(most)]
+        ]
+
+    def group_of(self, of: list[bytes]) -> int:
+        return of[0][0] if of else 0
 
     def entries(self, of: list[bytes]) -> np.ndarray:
-        return self.index.find(0, rows(of), ready_only=False)
+        found = [self.index.find(block[0], rows([block]), ready_only=False) for block in of]
+        return np.concatenate([np.empty(0, np.uint32), *found])
 
     def same(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
-        if [key.tobytes() for key in found] != expected:
+        """Keys that were found, all of them of the group that the blocks expected are of."""
+        if [key.tobytes() for key in found] != [block[1:] for block in expected]:
+            raise Diverged(what)
+
+    def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
+        """Keys that have just left, each told with its group where groups share."""
+        told = self.index.gone_groups().tolist() if self.groups > 1 else [0] * len(found)
+        if len(told) != len(found):
+            raise Diverged(f"{what}: {len(told)} groups of {len(found)} blocks")
+        if [bytes([g]) + key.tobytes() for g, key in zip(told, found, strict=True)] != expected:
             raise Diverged(what)
 
     def step(self) -> None:
@@ -62,7 +83,7 @@ class Pair:
 
     def lookup(self) -> None:
         wanted = self.some(12)
-        found = self.index.match_and_pin(0, rows(wanted))[0]
+        found = self.index.match_and_pin(self.group_of(wanted), rows(wanted))[0]
         leading = wanted[
             : next((n for n, key in enumerate(wanted) if not self.model.ready(key)), len(wanted))
         ]
@@ -81,9 +102,9 @@ class Pair:
     def write(self) -> None:
         offered = self.some(10)
         most = self.random.choice((len(offered), 3))
-        _, entries, _, evicted, _, _ = self.index.insert(0, rows(offered), most)
+        _, entries, _, evicted, _, _ = self.index.insert(self.group_of(offered), rows(offered), most)
         new, gone = self.model.insert(offered, most)
-        self.same(evicted, gone, "an insert evicted something else")
+        self.gone(evicted, gone, "an insert evicted something else")
         self.same(self.index.keys_of(entries), new, "an insert took something else")
         self.evicted += len(gone)
         if new:
@@ -105,14 +126,17 @@ class Pair:
     def evict(self) -> None:
         count = self.random.randrange(5)
         expected = self.model.evict(count)
-        self.same(self.index.evict(0, count), expected, "something else was evicted")
+        group = self.random.randrange(self.groups)
+        self.gone(self.index.evict(group, count), expected, "something else was evicted")
         self.evicted += len(expected)
 
     def coldest(self) -> None:
         count = self.random.randrange(5)
         taken = self.model.victims(count)
-        entries = self.index.take_coldest(0, count)
+        entries = self.index.take_coldest(self.random.randrange(self.groups), count)
         self.same(self.index.keys_of(entries), taken, "something else was the coldest")
+        if self.index.groups_of(entries).tolist() != [block[0] for block in taken]:
+            raise Diverged("what is cold is of another group")
         self.index.unpin(entries)
         self.model.pin(taken)
         self.model.unpin(taken)
@@ -129,11 +153,11 @@ class Pair:
 
 
 def rows(of: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(of), np.uint8).reshape(-1, 16).copy()
+    return np.frombuffer(b"".join(block[1:] for block in of), np.uint8).reshape(-1, 16).copy()
 
 
-def run(policy: str, modelled: str, seed: int) -> Pair:
-    pair = Pair(policy, modelled, seed)
+def run(policy: str, modelled: str, seed: int, groups: int = 1, pair_class: type[Pair] = Pair) -> Pair:
+    pair = pair_class(policy, modelled, seed, groups)
     for step in range(STEPS):
         pair.step()
         if step % 50 == 0:
@@ -157,6 +181,39 @@ def test_an_unknown_policy_in_the_settings_is_refused_with_what_is_allowed() -> 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_evicts_what_its_model_does(policy: str, soak_round: int) -> None:
     assert run(policy, policy, soak_round).evicted > 100
+
+
+@pytest.mark.soak
+@soak_rounds(SEEDS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_groups_that_share_slots_are_evicted_in_one_order(policy: str, soak_round: int) -> None:
+    assert run(policy, policy, soak_round, groups=3).evicted > 100
+
+
+class SlotsApart(Pair):
+    """The index gives each group slots of its own."""
+
+    def __init__(self, policy: str, modelled: str, seed: int, groups: int) -> None:
+        super().__init__(policy, modelled, seed, groups)
+        self.index = c_ext.BlockIndex([SLOTS] * groups, policy)
+        for group in range(groups):
+            self.index.grow(group, SLOTS)
+
+
+class GroupMistold(Pair):
+    """Each block that left is taken for one of the group that needed room."""
+
+    def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
+        first = self.random.randrange(self.groups)
+        if [bytes([first]) + key.tobytes() for key in found] != expected:
+            raise Diverged(what)
+
+
+@pytest.mark.parametrize("pair_class", [SlotsApart, GroupMistold])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slots_apart_or_a_group_mistold_do_not_pass(policy: str, pair_class: type[Pair]) -> None:
+    with pytest.raises(Diverged):
+        run(policy, policy, 0, groups=3, pair_class=pair_class)
 
 
 @pytest.mark.parametrize(("policy", "modelled"), [POLICIES, POLICIES[::-1]])
