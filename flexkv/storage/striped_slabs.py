@@ -52,6 +52,10 @@ FLUSH_POLL_S = 0.005
 """How often a close looks whether a journal has room again; a group commit takes about as long."""
 
 
+JOURNAL_END_S = 5.0
+"""How long an opening that fails waits for each journal that it has begun, and that has nothing to write yet."""
+
+
 class StripedSlabs(Volumes):
     """Made by `open`."""
 
@@ -129,6 +133,17 @@ class StripedSlabs(Volumes):
         self._generations = GenerationCounter(opens)
         self._rows: list[list[Rows | None]] = []
         self._journals: list[Journal | None] = [None] * len(self._volumes)
+        try:
+            self._begin_journals(opens)
+        except BaseException:
+            # Their threads hold the locks of their folders, of which another may be the one that fails.
+            for journal in filter(None, self._journals):
+                journal.close(JOURNAL_END_S)
+            raise
+        if not any(self._journals):
+            raise DiskError("no disk can be used: " + "; ".join(self._states.lost.values()))
+
+    def _begin_journals(self, opens: int) -> None:
         for disk, volume in enumerate(self._volumes):
             if volume is None:
                 self._rows.append([None] * len(self._codecs))
@@ -136,7 +151,7 @@ class StripedSlabs(Volumes):
             try:
                 volume.begin_use(opens, self._epoch)
                 rows = [rows[: self._slots].copy() for rows in volume.index.rows]
-                journal = Journal(
+                journal = self._journals[disk] = Journal(
                     volume.index, volume.slabs, self._on_durable(disk), self._options.journal_rows
                 )
             except DiskError as error:
@@ -149,10 +164,7 @@ class StripedSlabs(Volumes):
                 volume.release()
                 continue
             self._rows.append(list(rows))
-            self._journals[disk] = journal
             self._pending[disk] = PendingRecords(journal, [self._slots] * len(self._codecs))
-        if not any(self._journals):
-            raise DiskError("no disk can be used: " + "; ".join(self._states.lost.values()))
 
     @property
     def disks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.observe import NamedThread
 from flexkv.storage.base import LostDisk
+from flexkv.storage.disk_volume import DiskVolume
 from flexkv.storage.journal import Journal
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
@@ -210,6 +212,27 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
     assert alone.close(), "its folder was let go"
     assert world.close()
     assert DiskWorld([tmp_path / "good", tmp_path / "bad"]).close()
+
+
+def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is short for a large index, say: the first disk's journal runs already."""
+    begin_use, begun = DiskVolume.begin_use, []
+
+    def second_fails(self: DiskVolume, opens: int, epoch: int) -> None:
+        begun.append(self.folder)
+        if len(begun) == 2:
+            raise MemoryError("no room for its rows")
+        begin_use(self, opens, epoch)
+
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskVolume, "begin_use", second_fails)
+        with pytest.raises(MemoryError):
+            DiskWorld(folders)
+    assert not [thread for thread in threading.enumerate() if thread.name == "flexkv-journal"]
+    assert DiskWorld(folders).close(), "both folders were let go"
 
 
 def test_without_any_disk_there_is_no_tier(tmp_path: Path) -> None:
