@@ -117,6 +117,8 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
     """
+    if not ranks:
+        raise GeometryError("no rank has said what its pool is")
     if sorted(ranks) != list(range(len(ranks))):
         raise GeometryError(f"handshake of ranks {sorted(ranks)}; expected 0 to {len(ranks) - 1}")
     facts = [ranks[rank] for rank in range(len(ranks))]
@@ -128,13 +130,16 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
     counts = {rank.num_blocks for rank in facts}
     if len(counts) != 1:
         raise GeometryError(f"the ranks' pools have {', '.join(map(str, sorted(counts)))} blocks")
-    if len({(rank.replicated, _stripe_bytes(rank) if rank.replicated else ()) for rank in facts}) != 1:
+    # What one rank has stored in a shared stripe another loads: also where in it each run lies must be the same.
+    if any(_shared(rank) != _shared(facts[0]) for rank in facts):
         raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {facts}")
     return tuple(facts[:1] if facts[0].replicated else facts)
 
 
-def _stripe_bytes(rank: RankFacts) -> tuple[int, ...]:
-    return tuple(group.stripe_bytes for group in rank.groups)
+def _shared(rank: RankFacts) -> list[tuple[int, str, bytes]]:
+    """What is the same of ranks that share stripes; nothing of a rank with stripes of its own."""
+    groups = rank.groups if rank.replicated else ()
+    return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in groups]
 
 
 def _log_capacity(

@@ -240,6 +240,14 @@ def test_units_have_numbers_of_their_own(build: Build) -> None:
 
 # --- builds that fail ---
 
+HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64)
+
+
+def shared(rank: int = 0, **other: object) -> RankFacts:
+    """Of a rank that holds the same bytes as all."""
+    said = facts(rank, replicated=True)
+    return replace(said, groups=(replace(said.groups[0], **other),))  # type: ignore[arg-type]
+
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
@@ -247,6 +255,10 @@ def test_units_have_numbers_of_their_own(build: Build) -> None:
         ({1: facts(1)}, r"ranks \[1\]; expected 0 to 0"),
         ({0: facts(), 1: replace(facts(1), num_blocks=9)}, "8, 9 blocks"),
         ({0: facts(), 1: facts(1, replicated=True)}, "do not agree"),
+        ({}, "no rank has said"),
+        ({0: shared(), 1: shared(1, stripe_bytes=2 * STRIPE)}, "do not agree"),
+        ({0: shared(), 1: shared(1, format_id="another")}, "do not agree"),
+        ({0: shared(), 1: shared(1, run_table=HALVES)}, "do not agree"),
     ],
 )
 def test_ranks_that_do_not_agree_are_refused(ranks: dict[int, RankFacts], message: str) -> None:
