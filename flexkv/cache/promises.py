@@ -175,13 +175,15 @@ class Promises:
         if not lease.tokens:
             return ()
         group = lease.groups[0]
-        if group.straight is None and group.fetches is None and request_id not in self._requests.waits:
+        in_host = group.straight is None and group.fetches is None
+        # A hit that ends with a chunk may need no page at all.
+        if not lease.pages or (in_host and request_id not in self._requests.waits):
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tiers)
         if not self._lookup.same_blocks:
             # Pages of other groups hold other tokens: by the share of all pages.
-            for tier, pages in self._requests.fetched_pages(request_id).items():
-                counts[tier] += lease.tokens * min(pages, lease.pages) // lease.pages
+            for tier, pages in self._requests.fetched_pages(request_id, lease.pages).items():
+                counts[tier] += lease.tokens * pages // lease.pages
             counts[HUB] = lease.tokens - sum(counts)
             return tuple(counts)
         if group.straight is not None:

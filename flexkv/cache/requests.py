@@ -176,16 +176,17 @@ class RequestTable:
         wait = self.waits.get(request_id)
         if wait is None or wait.ready_end is None or not wait.fetched:
             return {}
-        left, found = max(0, end - max(start, wait.ready_end)), {}
-        for tier, pages in wait.fetched.items():
+        return self.fetched_pages(request_id, max(0, end - max(start, wait.ready_end)))
+
+    def fetched_pages(self, request_id: str, most: int) -> dict[TierId, int]:
+        """Pages that were brought to host memory for the request, by the tier that they came from; `most` over all
+        tiers, as some may have been brought twice."""
+        wait = self.waits.get(request_id)
+        left, found = most, {}
+        for tier, pages in wait.fetched.items() if wait is not None else ():
             found[tier] = min(pages, left)
             left -= found[tier]
         return found
-
-    def fetched_pages(self, request_id: str) -> dict[TierId, int]:
-        """Pages that were brought to host memory for the request, by the tier that they came from."""
-        wait = self.waits.get(request_id)
-        return {} if wait is None else wait.fetched
 
     def drop_wait(self, request_id: str) -> Wait | None:
         """The request waits no more. Nothing may be held."""

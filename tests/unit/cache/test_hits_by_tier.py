@@ -101,6 +101,8 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
     assert table.fetched_for("r", 0, 16) == {DISK: 4, HUB: 2}
     assert table.fetched_for("r", 0, 9) == {DISK: 0, HUB: 0}
     assert table.fetched_for("another", 0, 16) == {}
+    assert table.fetched_pages("r", 6) == {DISK: 4, HUB: 2}
+    assert table.fetched_pages("another", 6) == {}
 
 
 def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
@@ -142,6 +144,19 @@ def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
     # Of ten pages the window's first two are not needed any more: four of the full group were in host memory.
     assert (result.tokens, result.by_tier) == (32, (13, 19))
     world.manager.check_integrity()
+
+
+def test_a_hit_that_needs_no_page_is_host_memorys() -> None:
+    """Every group goes on behind a whole chunk without what lies before; the request waited for pages all the same."""
+    world, keys = DiskWorld(groups=(GroupSpec(4, 16, Rule.CHUNK, 8),)), [chain(3)]
+    world.store(keys[0])
+    world.run()
+    world.drop_host()
+    result = world.manager.match("r", keys, 0)
+    assert (result.tokens, result.by_tier, result.reads) == (8, (8, 0), 1)
+    world.run()
+    assert world.manager.match("r", [keys[0][:2]], 0).by_tier == (8, 0)
+    assert world.manager.match("r", keys, 0).by_tier == (0, 12)
 
 
 def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
