@@ -108,7 +108,7 @@ class RankWorker:
             places: where in a slot the blocks of each group lie.
 
         Raises:
-            ContractError: this rank serves another unit.
+            ContractError: this rank serves another unit, or this one already: its lanes have ops in flight.
             GeometryError, ConfigError: see `open_lanes` and `open_gds_lane`.
         """
         if self.unit not in (NO_UNIT, unit):
@@ -116,6 +116,8 @@ class RankWorker:
                 f"rank {self.rank} serves unit {self.unit.hex()} and was asked to serve {unit.hex()}: a worker serves "
                 "one unit as long as it lives"
             )
+        if self._pool is not None:
+            raise ContractError(f"rank {self.rank} was asked twice to serve unit {unit.hex()}")
         self.unit = unit
         mover = self.make_mover()
         gds_lane = None

@@ -252,6 +252,17 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
         worker.attach(other.unit.unit_id, other.unit.pool, other.unit.places[0])
 
 
+def test_a_worker_is_attached_once(make_engine: Make) -> None:
+    """Lanes made anew would leave those that have ops in flight without anybody who hears of their ends."""
+    engine = make_engine()
+    worker, unit = engine.workers[0], engine.unit
+    lanes = worker._ops.engine
+    assert lanes is not None
+    with pytest.raises(ContractError, match="asked twice to serve"):
+        worker.attach(unit.unit_id, unit.pool, unit.places[0])
+    assert worker._ops.engine is lanes
+
+
 def test_two_units_and_two_pools_never_have_one_id(make_engine: Make) -> None:
     engines = [make_engine() for _ in range(3)]
     assert len({engine.unit.unit_id for engine in engines}) == 3
