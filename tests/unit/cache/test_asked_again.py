@@ -68,6 +68,13 @@ def test_a_request_without_engine_blocks_asks_as_often_as_it_likes() -> None:
     assert world.manager.stats().hit_blocks == 2 + 2 + 5 * 6
 
 
+def test_what_a_request_has_itself_takes_no_room_from_it() -> None:
+    world, count = waited(0, manager_limits=ManagerLimits(inflight_load_pages=len(KEYS)))
+    for _ in range(3):
+        assert world.match(KEYS).blocks == len(KEYS)
+    assert count.lookups == 1
+
+
 def test_groups_are_answered_together() -> None:
     world, keys = two_groups(4)
     count = LookupCount(world)
