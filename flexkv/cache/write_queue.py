@@ -96,14 +96,13 @@ class WriteQueue:
             return
         self._keep_pinned_waiting()
         for owner in self._hub.owners:
-            room = self._sink.room(owner)
-            for group, keys in self._unpinned(owner):
-                self._offer_unpinned(group, keys, room)
-                room = max(0, room - len(keys))
+            entries, room = self._unpinned(owner), self._sink.room(owner)
+            for group, keys in self._keys_by_group(owner, entries[room:]):
+                self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys)))
+            for group, keys in self._keys_by_group(owner, entries[:room]):
+                self._offer_unpinned(group, keys)
 
-    def _offer_unpinned(self, group: int, keys: Keys, room: int) -> None:
-        self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys[room:])))
-        keys = keys[:room]
+    def _offer_unpinned(self, group: int, keys: Keys) -> None:
         known = self._sink.known(group, keys)
         # So that what is written now displaces others and not these.
         self._sink.used(group, keys[known])
@@ -116,7 +115,7 @@ class WriteQueue:
         """Pages in host memory that the tier lacks; those that are pinned, or that are on their way, count."""
         written = 0
         for owner in self._hub.owners:
-            for group, keys in self._unpinned(owner):
+            for group, keys in self._keys_by_group(owner, self._unpinned(owner)):
                 written += int(np.count_nonzero(self._tier.present(group, keys)))
         return len(self._hub.index) - written
 
@@ -153,16 +152,18 @@ class WriteQueue:
 
     # --- internals ---
 
-    def _unpinned(self, owner: int) -> list[tuple[int, Keys]]:
-        """The visible pages in the group's host slots that nothing pins, each group's used last first."""
+    def _unpinned(self, owner: int) -> EntryIds:
+        """The visible pages in the group's host slots that nothing pins, used last first, whichever group's they are.
+        They are theirs until something is inserted or removed."""
         index = self._hub.index
         entries = index.take_coldest(owner, index.up_slots(owner))
-        keys = [
-            (group, np.ascontiguousarray(index.keys_of(part)[::-1]))
-            for group, part in self._hub.by_group(owner, entries)
-        ]
         index.unpin(entries)
-        return keys
+        return entries[::-1]
+
+    def _keys_by_group(self, owner: int, entries: EntryIds) -> list[tuple[int, Keys]]:
+        """Of the group and of those that share its slots, each in order."""
+        parts = self._hub.by_group(owner, np.ascontiguousarray(entries))
+        return [(group, self._hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
         """What nothing pins, or what has left host memory, does not wait any more."""

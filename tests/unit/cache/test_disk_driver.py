@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.ids import TierId
 from flexkv.cache.tier import WriteMode
 from flexkv.cache.unit_driver import UnitDriver
@@ -275,6 +276,20 @@ def test_a_close_writes_what_was_used_last_where_the_disk_is_smaller() -> None:
     assert driver.close(30.0)
     again = DiskWorld(disk=SymbolicVolumes.reopened(world.disk))
     assert (again.hits(new), again.hits(old)) == (6, 2)
+
+
+def test_a_close_writes_what_was_used_last_of_all_groups_that_share_slots() -> None:
+    groups = (GroupSpec(4, 16), GroupSpec(4, 16, Rule.WINDOW, 1, shares=0))
+    world = DiskWorld(groups=groups, places=8, mode=WriteMode.EVICT)
+    old, new = chain(9, seed=1), chain(6, seed=2)
+    for group, keys in enumerate((old, new)):
+        world.store(keys, name=f"r{group}", group=group)
+        world.manager.release(f"r{group}")
+    driver, _ = make(world)
+    assert driver.close(30.0)
+    there = [int(np.count_nonzero(world.tier.present(group, keys))) for group, keys in enumerate((old, new))]
+    assert there == [2, 6]
+    assert world.tier.counts.dropped_writes == 7
 
 
 def test_a_close_does_not_write_twice() -> None:
