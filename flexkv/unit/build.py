@@ -117,6 +117,8 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
     """
+    if not groups:
+        raise GeometryError("a unit of no KV group; needed is at least one")
     if not ranks:
         raise GeometryError("no rank has said what its pool is")
     if sorted(ranks) != list(range(len(ranks))):

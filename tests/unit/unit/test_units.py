@@ -266,6 +266,11 @@ def test_ranks_that_do_not_agree_are_refused(ranks: dict[int, RankFacts], messag
         build_unit(load_config({"host.bytes": 1 << 20}, {}), [KvGroup(4)], ranks, OWNER)
 
 
+def test_a_unit_without_groups_is_refused() -> None:
+    with pytest.raises(GeometryError, match="no KV group"):
+        build_unit(load_config({"host.bytes": 1 << 20}, {}), [], {0: replace(facts(), groups=())}, OWNER)
+
+
 class Unopenable(TierPlan):
     """Comes after the disks, and cannot be opened."""
 
