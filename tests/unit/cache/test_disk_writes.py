@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexkv.cache.base import GroupSpec, Rule
 from flexkv.cache.tier import WriteMode
 from flexkv.simulation.base import RuleBroken
 from flexkv.transfer.graph import OpKind
@@ -61,6 +62,21 @@ def test_write_on_evict_writes_what_leaves() -> None:
     world.run()
     assert world.tier.counts.written == 3
     assert world.manager.free_slots(0) == 2
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["one group", "two that share slots"])
+def test_no_more_leaves_than_is_missing_while_what_leaves_is_written(groups: int) -> None:
+    specs = (GroupSpec(4, 32), GroupSpec(4, 32, Rule.WINDOW, 1, shares=0))[:groups]
+    world = DiskWorld(groups=specs, mode=WriteMode.EVICT)
+    for group in range(groups):
+        world.store(chain(32 // groups, seed=group), name=f"r{group}", group=group)
+    leaving = world.take()
+    assert sum(op.pages for op in leaving) == 2, "one slot in sixteen is to be free"
+    assert world.take() == []
+    for op in leaving:
+        world.end(op)
+    assert world.manager.free_slots(0) == 2
+    assert world.take() == []
 
 
 def test_write_on_evict_does_not_write_twice() -> None:
