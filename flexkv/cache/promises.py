@@ -76,6 +76,11 @@ class Promises:
         self.disabled = False
         self.resetting = False
 
+    @property
+    def _silent(self) -> bool:
+        """Whether nothing is promised to anybody."""
+        return self.disabled or self.resetting
+
     # --- lookups ---
 
     def match(
@@ -87,8 +92,9 @@ class Promises:
     ) -> MatchResult:
         """As of `CacheManager`; the arguments are checked."""
         asked = self._lookup.asked_tokens(keys, start_tokens)
-        lease = self._lease_again(request_id, keys, start_tokens) if tail is None else None
-        fetches = 0
+        lease, fetches = None, 0
+        if tail is None and self._requests.knows(request_id):
+            lease = self._lease_again(request_id, keys, start_tokens)
         if lease is None:
             looked = self._look(request_id, keys, start_tokens, tail)
             lease, fetches = looked.lease, looked.fetches
@@ -105,17 +111,17 @@ class Promises:
         return result
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
-        """The lease of a request that has asked before, where that and what was fetched for it since are all that it
-        asks for; None where a lookup has to find out. Its former lease has ended, and nothing is held for it any more.
+        """One lease in place of all that is leased and held for a request already, where that is all that it asks for;
+        None, and nothing has changed, where a lookup has to find out.
 
-        The pages are leased already, so what is compared is whether they are still those of the keys: a page whose
+        The pages are pinned already, so what is compared is whether they are still those of the keys: a page whose
         fetch failed, or that was cached before a reset, is not.
         """
         requests, former = self._requests, self._requests.lease(request_id)
         held = requests.held_by(request_id)
         if held is None or (former is None and not held) or not self._lookup.same_blocks:
             return None
-        if self.disabled or self.resetting or self._failed_loads.of(request_id) is not None:
+        if self._silent or self._failed_loads.of(request_id) is not None:
             return None
         if former is None and self._failed_loads.rests:
             return None
@@ -141,12 +147,10 @@ class Promises:
         tail: Sequence[TailCandidates | None] | None,
     ) -> Looked:
         """A lookup in all tiers, as far as the request may be promised what it finds."""
-        promised = self._requests.lease(request_id) is not None
-        self.end_lease(request_id)
+        promised = self.end_lease(request_id)
         failed = self._failed_loads.of(request_id)
-        silent = self.disabled or self.resetting
         end = None
-        if silent or (failed is None and self._failed_loads.rests and not promised):
+        if self._silent or (failed is None and self._failed_loads.rests and not promised):
             end = start_tokens
         elif failed is not None:
             end, tail = failed.end_of_promise(start_tokens), None
@@ -155,7 +159,7 @@ class Promises:
         straight = failed is None or not failed.straight
         if request_id in self._requests.prefetched:
             self._waits.end_prefetch(request_id)
-        # Taken before, so that what this lookup plans is not among it; unpinned after the lookup has leased it.
+        # Taken before the lookup, which may hold other pages; unpinned after it, so that what it finds is still there.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
         looked = self._lookup.look(request_id, keys, start_tokens, tail, self.room_for_loads(), straight)
         for pages in held:
@@ -249,7 +253,7 @@ class Promises:
     ) -> TransferGraph | None:
         """Turns the request's promise into a load to `targets`, as of `load_targets`; None when nothing is loaded."""
         taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
-        for tier, tokens in zip(self._tiers, _first(lease.by_tier, taken), strict=False):
+        for tier, tokens in zip(self._tiers, _of_first(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
         self._requests.pop_lease(request_id)
         self._waits.end(request_id)
@@ -265,7 +269,7 @@ class Promises:
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
         """As of `CacheManager`; the arguments are checked."""
         requests = self._requests
-        if self.disabled or self.resetting or self._failed_loads.rests:
+        if self._silent or self._failed_loads.rests:
             return 0
         if self._failed_loads.of(request_id) is not None:
             return 0
@@ -300,13 +304,15 @@ class Promises:
 
     # --- ends ---
 
-    def end_lease(self, request_id: str) -> None:
-        """What was promised to the request is promised no more."""
+    def end_lease(self, request_id: str) -> bool:
+        """What was promised to the request is promised no more; whether anything was."""
         lease = self._requests.pop_lease(request_id)
-        if lease is not None:
-            for route in self._routes:
-                for group in lease.groups:
-                    route.release(group)
+        if lease is None:
+            return False
+        for route in self._routes:
+            for group in lease.groups:
+                route.release(group)
+        return True
 
     def release(self, request_id: str) -> None:
         """As of `CacheManager`."""
@@ -347,8 +353,8 @@ class Promises:
             self._waits.end(request_id)
 
 
-def _first(by_tier: tuple[int, ...], tokens: int) -> list[int]:
-    """The same of the first `tokens`: what lies in host memory comes before what does not."""
+def _of_first(by_tier: tuple[int, ...], tokens: int) -> list[int]:
+    """Of a lease's first `tokens`, how many each tier has supplied: those of host memory come first."""
     taken = []
     for supplied in by_tier:
         taken.append(min(supplied, tokens))

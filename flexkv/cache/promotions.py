@@ -31,6 +31,9 @@ from flexkv.transfer.graph import (
     SlotIds,
 )
 
+SUSPECT_CAUSES = (FailureCause.UNKNOWN, FailureCause.CONTENT, FailureCause.SOURCE)
+"""For which a tier forgets a page that a fetch did not bring."""
+
 
 @dataclass(slots=True)
 class WantedPages:
@@ -86,7 +89,7 @@ def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int
 
 
 def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int) -> None:
-    """A lease of whole blocks alone, with the blocks that follow and are on their way to host memory."""
+    """Adds to a lease of whole blocks alone the blocks that follow and are on their way to host memory."""
     more = len(pages[0].entries)
     if not more:
         return
@@ -129,7 +132,8 @@ class Promotions:
 
     Args:
         tiers: of the manager, by number.
-        forgotten: is told, with the tier, of pages that were forgotten there, because it did not hold them.
+        forgotten: called with tier, group and keys of pages that were forgotten there, because the tier did not hold
+            them.
     """
 
     def __init__(
@@ -221,7 +225,8 @@ class Promotions:
             at += reach
             if reach == len(run):
                 continue
-            # A hole: what follows cannot be used. Where it holds the slots that the hole needs, they are to be had now.
+            # The next page found no host slot, or is being stored: none behind it is of use. Their leases may be what
+            # keeps slots from eviction, so they end, and what is left of the run is tried once more.
             self._walk.release(runs)
             runs.clear()
             if again and self.room(run.tier) > plan.pages:
@@ -335,7 +340,7 @@ def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
     about what lies in the tier."""
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)
-    suspect: NDArray[np.bool_] = ~good & (result.page_causes(len(good)) <= FailureCause.SOURCE)
+    suspect: NDArray[np.bool_] = ~good & np.isin(result.page_causes(len(good)), SUSPECT_CAUSES)
     return suspect
 
 

@@ -51,6 +51,10 @@ class RequestTable:
 
     # --- leases ---
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the request has a lease or waits."""
+        return request_id in self._leases or request_id in self.waits
+
     def leases(self) -> Iterator[Lease]:
         return iter(self._leases.values())
 

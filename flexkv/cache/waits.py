@@ -18,10 +18,7 @@ class FetchWaits:
         tables: of the manager; the waits are entered in its requests.
     """
 
-    def __init__(
-        self,
-        tables: CacheTables,
-    ) -> None:
+    def __init__(self, tables: CacheTables) -> None:
         self._tiers = tables.tiers
         self._hub = tables.hub
         self._ops = tables.ops
@@ -59,7 +56,8 @@ class FetchWaits:
         return len(ops)
 
     def skipped(self, request_id: str) -> set[TierId]:
-        """The tiers that the request goes on without; those that it has waited for too long are among them."""
+        """The tiers that the request goes on without. Where it has waited too long, its wait ends, and those that it
+        waited for are among them from now on."""
         wait = self._requests.waits.get(request_id)
         if wait is None:
             return set()
