@@ -118,7 +118,8 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     const size_t first = rule.first_page(start_, limit) - had;
     const size_t end = page_of(group, limit);
     if (first == end) return limit;
-    // Of the pages of the length before this one, those that belong to both are there.
+    // Pages [there_from, there_to) are there, as the length before has shown. If this run ends outside of
+    // them, they are of no help.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
     if (!pages.walked) walk_run(group, first, end);
@@ -133,6 +134,7 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
       pages.there_from = page;
     }
     if (pages.there_from <= first) return limit;
+    // Every hit between needs the page that is absent.
     limit = aligned(start_ + (pages.there_from - 1) * rule.block_tokens);
   }
   return start_;
@@ -195,7 +197,7 @@ void BoundarySearch::lease(size_t group, FoundLengths& found) {
   FoundGroup& into = found.groups[group];
   const size_t had = start_ / rule.block_tokens;
   const size_t end = page_of(group, found.lengths.front());
-  into.first = rule.first_page(start_, found.lengths.back()) - had;
+  into.first = end;
   for (const uint64_t length : found.lengths) {
     into.first = std::min(into.first, rule.first_page(start_, length) - had);
   }
@@ -203,7 +205,8 @@ void BoundarySearch::lease(size_t group, FoundLengths& found) {
   into.slots = std::make_unique_for_overwrite<int32_t[]>(end - into.first);
   std::fill_n(into.entries.get(), end - into.first, kNoEntry);
   std::fill_n(into.slots.get(), end - into.first, -1);
-  // From the shortest length on, each page once.
+  // From the shortest length on, each page once. Room for runs is made first: nothing may be thrown between a
+  // lease and its record.
   into.pages = into.first;
   for (auto length = found.lengths.rbegin(); length != found.lengths.rend(); ++length) {
     const size_t from = std::max(into.pages, rule.first_page(start_, *length) - had);

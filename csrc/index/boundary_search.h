@@ -15,9 +15,9 @@ namespace flexkv {
 // What is known of the pages of one group that is not full. Pages are numbered from the start on. Kept from
 // one search to the next for their memory alone.
 struct ProbedPages {
-  std::vector<uint8_t> where;    // unknown, absent, or a tier and a state
+  std::vector<uint8_t> where;    // unknown (0), absent, or a tier and a state
   std::vector<EntryId> entries;  // of those that are somewhere
-  // These are all there: what was looked at for one length need not be looked at for the next.
+  // Pages [there_from, there_to) are all there: what was looked at for one length need not be for the next.
   size_t there_from = 0;
   size_t there_to = 0;
   bool walked = false;
