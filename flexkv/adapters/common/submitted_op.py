@@ -26,6 +26,34 @@ FAILURE_LABELS = {
 """The `reason` of `flexkv_failed_pages_total`; OK where pages of a whole op were torn."""
 
 
+def count_ended(
+    counters: Counters,
+    direction: str,
+    result: OpResult,
+    pages: int,
+    page_bytes: int,
+    started_s: float | None,
+    reason: str | None = None,
+) -> None:
+    """Adds an op that has ended to the metrics.
+
+    Args:
+        direction: `load` or `store`.
+        pages: of the op.
+        page_bytes: what one page moves on this rank.
+        started_s: when it was submitted (`time.monotonic`); None where it never was, and took no time.
+        reason: why pages failed, where it is not what the status says.
+    """
+    failed = len(result.failed)
+    counters.add("flexkv_moved_pages_total", pages - failed, direction=direction)
+    counters.add("flexkv_moved_bytes_total", (pages - failed) * page_bytes, direction=direction)
+    if started_s is not None:
+        counters.observe("flexkv_transfer_seconds", time.monotonic() - started_s, direction=direction)
+    if failed:
+        why = reason or FAILURE_LABELS[result.status]
+        counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=why)
+
+
 @dataclass(slots=True)
 class SubmittedOp:
     """An op submitted here and not yet reported.
@@ -67,11 +95,7 @@ class SubmittedOp:
             stripe_bytes: what one page moves on this rank.
         """
         direction = "load" if self.load is not None else "store"
-        moved = self.pages - len(result.failed)
-        counters.add("flexkv_moved_pages_total", moved, direction=direction)
-        counters.add("flexkv_moved_bytes_total", moved * stripe_bytes, direction=direction)
-        counters.observe("flexkv_transfer_seconds", time.monotonic() - self.started_s, direction=direction)
+        reason = "deadline" if self.given_up == PAST_DEADLINE else None
+        count_ended(counters, direction, result, self.pages, stripe_bytes, self.started_s, reason)
         if len(result.failed):
-            reason = "deadline" if self.given_up == PAST_DEADLINE else FAILURE_LABELS[result.status]
-            counters.add("flexkv_failed_pages_total", len(result.failed), direction=direction, reason=reason)
             logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)

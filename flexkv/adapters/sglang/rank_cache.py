@@ -11,7 +11,7 @@ from typing import Any
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_lanes
-from flexkv.adapters.common.submitted_op import FAILURE_LABELS
+from flexkv.adapters.common.submitted_op import count_ended
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
@@ -232,22 +232,9 @@ class RankCache:
         done = self.manager.complete(0, result)
         if done is None:
             return
-        self._count(result, done, started_s)
+        count_ended(self.counters, done.role.value, result, len(done.blocks), self._page_bytes, started_s)
         if watcher is not None:
             watcher(done)
-
-    def _count(self, result: OpResult, done: Completion, started_s: float | None) -> None:
-        """Adds an op that has ended to the metrics; one that was never started took no time."""
-        direction = done.role.value
-        moved, failed = len(done.blocks) - len(result.failed), len(result.failed)
-        self.counters.add("flexkv_moved_pages_total", moved, direction=direction)
-        self.counters.add("flexkv_moved_bytes_total", moved * self._page_bytes, direction=direction)
-        if started_s is not None:
-            seconds = time.monotonic() - started_s
-            self.counters.observe("flexkv_transfer_seconds", seconds, direction=direction)
-        if failed:
-            reason = FAILURE_LABELS[result.status]
-            self.counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=reason)
 
     # --- life ---
 
