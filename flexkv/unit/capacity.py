@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from flexkv.cache.base import Rule
 from flexkv.config.sizes import format_size
+from flexkv.unit.ranks import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class TierCapacity:
         block_bytes: of one with everything that is stored beside it, over all ranks.
         setting: that sizes the tier.
         shares: how often the setting's bytes are taken: ranks, or disks in use.
+        others: KV groups besides the first, whose pages take slots as well.
     """
 
     tier: str
@@ -38,6 +41,7 @@ class TierCapacity:
     block_bytes: int
     setting: str
     shares: int = 1
+    others: tuple[KvGroup, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -46,23 +50,32 @@ class TierCapacity:
     def words(self, limit: PromptLimit | None) -> str:
         """Tokens, bytes, and prompts where the engine says how long one may be."""
         size = format_size(self.blocks * self.block_bytes)
-        words = f"{self.tokens} tokens ({self.blocks} blocks of {self.block_tokens} tokens, {size})"
+        if self.others:
+            # How many tokens they hold depends on how prompts share pages.
+            words = f"{self.blocks} pages of {1 + len(self.others)} KV groups, {size}"
+        else:
+            words = f"{self.tokens} tokens ({self.blocks} blocks of {self.block_tokens} tokens, {size})"
         if limit is None:
             return words
-        return f"{words}, {self.tokens / limit.tokens:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
+        prompts = self.blocks / self.pages_of(limit.tokens) if self.others else self.tokens / limit.tokens
+        return f"{words}, {prompts:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that a prompt of so many tokens takes at least: those that a hit on all of it needs."""
+        return -(-tokens // self.block_tokens) + sum(_pages_at_end(group, tokens) for group in self.others)
 
     def needed_setting(self, limit: PromptLimit) -> int:
         """Bytes of the setting that hold one prompt of the longest kind."""
-        blocks = -(-limit.tokens // self.block_tokens)
-        return -(-blocks // self.shares) * self.block_bytes
+        return -(-self.pages_of(limit.tokens) // self.shares) * self.block_bytes
 
     def shortage(self, limit: PromptLimit | None) -> str:
         """What is to be said of a tier that does not hold one prompt of the longest kind; empty where it does."""
-        if limit is None or self.tokens >= limit.tokens:
+        if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)
+        holds = f"{self.blocks} pages" if self.others else f"{self.tokens} tokens"
         return (
-            f"the {self.tier} holds {self.tokens} tokens, less than one prompt of {limit.setting} ({limit.tokens} "
+            f"the {self.tier} holds {holds}, less than one prompt of {limit.setting} ({limit.tokens} "
             "tokens): of a longer prompt some or all is evicted before it comes again. For one prompt set "
             f"{self.setting} to {needed} ({format_size(needed)}) or more"
         )
@@ -72,3 +85,13 @@ class TierCapacity:
         logger.info("%s: %s%s", self.tier, self.words(limit), more)
         if words := self.shortage(limit):
             logger.warning("%s", words)
+
+
+def _pages_at_end(group: KvGroup, tokens: int) -> int:
+    """Pages of a group that a hit of so many tokens needs."""
+    whole = -(-tokens // group.block_tokens)
+    if group.rule is Rule.WINDOW:
+        return min(whole, group.reach)
+    if group.rule is Rule.CHUNK:
+        return min(whole, -(-group.reach // group.block_tokens))
+    return min(whole, 1) if group.rule is Rule.STATE else whole

@@ -33,6 +33,7 @@ PROMISES_NEED = (
     '"kv_load_failure_policy":"recompute"'
 )
 GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
+ONE_GROUP = "it is for models with one KV group"
 
 
 def plan_disk(unit: UnitFacts) -> TierPlan | None:
@@ -97,12 +98,12 @@ class DiskPlan(TierPlan):
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
     """How the unit uses its disks: the settings as this engine and its ranks can have them."""
     disk = unit.config.disk
-    if disk.stream and not unit.recomputes:
-        logger.warning("disk.stream is off here: %s", PROMISES_NEED)
+    if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
+        logger.warning("disk.stream is off here: %s", PROMISES_NEED if not unit.recomputes else ONE_GROUP)
     gds_loads = _gds_loads(unit)
     gds_stores = disk.gds_stores
     if gds_stores and gds_loads is GdsUse.NEVER:
-        logger.warning("disk.gds_stores is off here: %s", GDS_NEEDS)
+        logger.warning("disk.gds_stores is off here: %s", _gds_needs(unit))
         gds_stores = False
     return DiskTraffic(disk_facts(unit), disk.ttl_s, gds_loads, gds_stores)
 
@@ -119,7 +120,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
         waiting_pages=config.store.inflight_pages,
         fetch_ops=max(1, config.transfer.queue_ops // OPS_SHARE),
         wait_s=disk.wait_s,
-        streams=disk.stream and unit.recomputes,
+        streams=disk.stream and unit.recomputes and len(unit.groups) == 1,
         stream_layers=config.load.mode == "layerwise",
     )
 
@@ -129,13 +130,17 @@ def _gds_loads(unit: UnitFacts) -> GdsUse:
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
-    if not unit.recomputes or unit.config.load.mode != "async":
+    if len(unit.groups) > 1 or not unit.recomputes or unit.config.load.mode != "async":
         if wanted == "on":
-            logger.warning("disk.gds=on is off here: %s", GDS_NEEDS)
+            logger.warning("disk.gds=on is off here: %s", _gds_needs(unit))
         return GdsUse.NEVER
     if wanted == "on":
         return GdsUse.ALWAYS
     return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in unit.ranks) else GdsUse.NEVER
+
+
+def _gds_needs(unit: UnitFacts) -> str:
+    return ONE_GROUP if len(unit.groups) > 1 else GDS_NEEDS
 
 
 def disk_groups(unit: UnitFacts) -> list[DiskGroup]:
