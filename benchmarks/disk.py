@@ -6,8 +6,8 @@ passes after it. A write counts when it is durable: for the tier when the journa
 fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `registered` is a
 tier whose host pool io_uring keeps pinned, in the same rounds. `durable` is how long a page that was written waits
 until it is durable, while more are written all the time. `layerwise` loads 32,768 tokens at once, page by page and in
-ranges of layers. `streamed` loads to an engine's pool in plain memory, each page when it is up, and beside it all pages
-when the last is up. `cold` is a start with 1M blocks.
+ranges of layers. `streamed` loads to an engine's pool in plain memory, each page when it has come, and beside it all
+pages when the last has. `cold` is a start with 1M blocks.
 """
 
 from __future__ import annotations

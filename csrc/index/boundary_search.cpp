@@ -18,7 +18,7 @@ constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);
 
-uint8_t place(size_t tier, bool coming) { return static_cast<uint8_t>(2 * (tier + 1) + (coming ? 1 : 0)); }
+uint8_t where_in(size_t tier, bool coming) { return static_cast<uint8_t>(2 * (tier + 1) + (coming ? 1 : 0)); }
 int32_t tier_of(uint8_t where) { return where / 2 - 1; }
 FoundState state_of(uint8_t where) { return where % 2 == 0 ? FoundState::kReady : FoundState::kComing; }
 
@@ -149,7 +149,7 @@ void BoundarySearch::walk_run(size_t group, size_t first, size_t end) {
   const size_t found = host.match_prefix(static_cast<uint32_t>(group), keys, pages.entries.data() + first);
   for (size_t page = first; page < first + found; ++page) {
     if (host.presence(pages.entries[page], terms_.now_s) != Presence::kReady) return;
-    pages.where[page] = place(0, false);
+    pages.where[page] = where_in(0, false);
   }
 }
 
@@ -178,7 +178,7 @@ void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step,
       if (tier == 0 && presence == Presence::kStoring) continue;
       const bool coming = tier == 0 && presence == Presence::kFilling && terms_.coming;
       if (coming || presence == Presence::kReady) {
-        pages.where[page] = place(tier, coming);
+        pages.where[page] = where_in(tier, coming);
         pages.entries[page] = found[k];
         continue;
       }

@@ -260,9 +260,9 @@ class DiskConfig(Section):
     stream: bool = Field(
         False,
         description="Promise blocks that are on disk as soon as their read is planned, and copy each to the engine "
-        "when it is up and verified (with `load.mode` layerwise, each of its layers), so that reading and loading "
-        "overlap; a page that fails is computed. The request holds its engine blocks meanwhile, and with `load.mode` "
-        "sync or layerwise the step stands still until what it needs next is up. Only with vLLM and "
+        "when it has come and is verified (with `load.mode` layerwise, each of its layers), so that reading and "
+        "loading overlap; a page that fails is computed. The request holds its engine blocks meanwhile, and with "
+        "`load.mode` sync or layerwise the step stands still until what it needs next has come. Only with vLLM and "
         "`kv_load_failure_policy` recompute.",
     )
     gds: Annotated[Literal["off", "auto", "on"], BeforeValidator(on_and_off_are_words)] = Field(
