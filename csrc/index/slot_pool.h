@@ -1,5 +1,6 @@
-// The slots of one group's tier that nobody owns. A slot is up once its memory or file can be used: the pool
-// grows while that is prepared. Slots leave it only by `retire`, when what they lie on is gone for good.
+// The slots of one size class of a tier that nobody owns. A slot is up once its memory or file can be used:
+// the pool grows while that is prepared. Slots leave it only by `retire`, when what they lie on is gone for
+// good.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,7 @@
 // Which block goes when a slot is needed: the contract between the block index and its policies, one file a
-// policy in this folder. One policy object serves one group of one tier. Lookups never call it: it hears of a
-// block when the block's last lease ends, and when its slot is needed.
+// policy in this folder. One policy object serves one size class of one tier: a group, or groups that share
+// slots. Lookups never call it: it hears of a block when the block's last lease ends, and when its slot is
+// needed.
 //
 // To add a policy: docs/contributing/add-an-eviction-policy.md.
 #pragma once
@@ -28,7 +29,7 @@ struct PolicyRoom {
   // By entry, beside the entries rather than in them, so that lookups do not load them. Null unless the
   // policy's kind asks for it. All groups of an index share it.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // of the group: how many blocks there can be
+  const SlotPool& pool;  // of the class: how many blocks there can be
 };
 
 // How an entry came to be admitted.
