@@ -133,6 +133,22 @@ def test_a_full_lane_drops_a_write_and_misses_a_read() -> None:
     assert world.match(keys).blocks == 4
 
 
+@pytest.mark.parametrize("error", [None, ClosedError("closed")], ids=["full", "closed"])
+def test_loads_that_wait_for_a_read_hear_that_it_is_never_made(error: Exception | None) -> None:
+    world, keys = DiskWorld(limits=traffic(streams=True)), chain(4)
+    driver, plane = make(world)
+    heard: list[tuple[list[int], int]] = []
+    driver._fail_read = lambda slots, read: heard.append((slots.tolist(), read))
+    world.store(keys)
+    settle(driver)
+    world.drop_host()
+    slots = world.look(keys).groups[0].slots.tolist()
+    load = world.load(4)
+    plane.room, plane.error = 0, error
+    settle(driver)
+    assert heard == [(slots, int(load.reads[0]))]
+
+
 @pytest.mark.parametrize(
     "error", [ClosedError("the engine was closed"), RuntimeError("can't start new thread")], ids=repr
 )

@@ -52,6 +52,22 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     assert world.tier.counts.read == 0
 
 
+def test_a_page_that_failed_bars_the_stores_of_what_follows_and_no_other() -> None:
+    """The pages of the load are counted from the promise's start, of which the first two come from host memory."""
+    keys = chain(6)
+    world = written(keys)
+    world.store(keys[:2])
+    world.look(keys)
+    _, from_disk = world.begin([10, 11, 12, 13, 14, 15]).ops
+    others = chain(6, seed=1)
+    plan = world.manager.begin_store("r", 0, others, np.arange(6, dtype=np.int32) + 30, 0)
+    assert plan.graph is not None
+    (store,) = plan.graph.ops
+    world.end_load(from_disk, failed=[1])
+    barred = world.manager._ops.get(store.op_id).revoked  # type: ignore[attr-defined]
+    assert barred.tolist() == [False] * 3 + [True] * 3
+
+
 def test_a_page_that_did_not_verify_is_named_and_forgotten() -> None:
     keys = chain(4)
     world = written(keys)

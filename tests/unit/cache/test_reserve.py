@@ -27,16 +27,21 @@ def keys(count: int, seed: int = 0) -> Keys:
     return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
 
 
-def make(slots: int, listener: CacheListener | None = None) -> LocalCacheManager:
+def make(slots: int, listener: CacheListener | None = None, groups: int = 1) -> LocalCacheManager:
     manager = LocalCacheManager(
-        [GroupSpec(4, slots)], ManagerLimits(), tiers=unit_tiers(), clock=lambda: 0.0, listener=listener
+        [GroupSpec(4, slots)] * groups,
+        ManagerLimits(),
+        tiers=unit_tiers(),
+        clock=lambda: 0.0,
+        listener=listener,
     )
-    manager.grow(0, slots)
+    for group in range(groups):
+        manager.grow(group, slots)
     return manager
 
 
-def plan(manager: LocalCacheManager, chain: Keys, name: str) -> TransferGraph:
-    graph = manager.begin_store(name, 0, chain, np.arange(len(chain), dtype=np.int32), 0).graph
+def plan(manager: LocalCacheManager, chain: Keys, name: str, group: int = 0) -> TransferGraph:
+    graph = manager.begin_store(name, group, chain, np.arange(len(chain), dtype=np.int32), 0).graph
     assert graph is not None
     return graph
 
@@ -107,3 +112,14 @@ def test_an_idle_manager_refills_a_bounded_part_each_time() -> None:
         assert manager.free_slots(0) == freed
     finish(manager, graph)
     assert manager.match("reader", [chain], 0).blocks == kept
+
+
+def test_an_idle_manager_refills_every_groups_reserve() -> None:
+    manager = make(SLOTS, groups=2)
+    kept = reserve_pages(SLOTS)
+    for group in range(2):
+        finish(manager, plan(manager, keys(SLOTS, seed=group), f"a{group}", group))
+        assert manager.free_slots(group) == kept
+        plan(manager, keys(kept, seed=2 + group), f"b{group}", group)
+    manager.expire()
+    assert [manager.free_slots(group) for group in range(2)] == [kept, kept]

@@ -40,6 +40,18 @@ def test_what_was_fetched_is_kept_as_long_again_as_a_request_may_wait(asked: boo
     world.manager.check_integrity()
 
 
+def test_a_request_is_late_once() -> None:
+    keys = chain(4)
+    world = written(keys, limits=traffic(wait_s=WAIT_S))
+    world.match(keys)
+    world.now_s += WAIT_S + 0.1
+    for _ in range(3):
+        result = world.match(keys)
+        assert (result.blocks, result.reads) == (0, 0)
+    assert world.tier.counts.late == 1
+    assert not world.manager.waits("r")
+
+
 def test_a_lease_lives_as_long_as_it_may_and_no_longer() -> None:
     keys = chain(4)
     world = written(keys, manager_limits=ManagerLimits(lease_s=LEASE_S))

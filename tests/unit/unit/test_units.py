@@ -49,12 +49,18 @@ def facts(rank: int = 0, **more: object) -> RankFacts:
 def build() -> Iterator[Build]:
     units: list[LiveUnit] = []
 
-    def make(ranks: int = 1, role: CacheRole = CacheRole(), **settings: object) -> LiveUnit:  # noqa: B008 - frozen
+    def make(
+        ranks: int = 1,
+        role: CacheRole = CacheRole(),  # noqa: B008 - frozen
+        grown: bool = True,
+        **settings: object,
+    ) -> LiveUnit:
         small = {"host.bytes": 1 << 20, "host.huge_pages": "off"}
         config = load_config(small | {key.replace("__", "."): value for key, value in settings.items()}, {})
         unit = build_unit(config, [KvGroup(4)], {rank: facts(rank) for rank in range(ranks)}, OWNER, role)
         units.append(unit)
-        unit.grow()
+        if grown:
+            unit.grow()
         return unit
 
     yield make
@@ -219,6 +225,36 @@ def test_a_promise_made_before_is_kept_by_a_unit_that_was_disabled(build: Build)
     assert graph is not None
     (op,) = graph.ops
     assert unit.manager.complete(0, OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32), "")) is not None
+
+
+def test_slots_are_used_that_every_device_has_registered(build: Build) -> None:
+    unit = build(ranks=2, role=CacheRole(shared=True))
+    unit.make_grant(on_device=True)
+    up = unit.manager.free_slots(0)
+    assert up == unit.slots, "on a host device they are up for all at once"
+    behind = build(ranks=2, role=CacheRole(shared=True), grown=False)
+    behind.make_grant(on_device=True)
+    for ready, usable in (({}, 0), ({1: behind.slots}, 0), ({0: 3}, 3), ({0: 5}, 5)):
+        behind.rank_ready(ready)
+        behind.grow()
+        assert behind.manager.free_slots(0) == usable
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "fails_requests", "rests"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+)
+def test_an_engine_rests_after_a_failed_load_that_ends_its_request(
+    recomputes: bool, fails_requests: bool, rests: bool, build: Build
+) -> None:
+    unit = stored(build(role=CacheRole(recomputes=recomputes, fails_requests=fails_requests)))
+    unit.manager.match("request", [KEYS], 0)
+    graph = unit.manager.begin_load("request", [BLOCKS])
+    assert graph is not None
+    (op,) = graph.ops
+    cancelled = OpResult.cancelled(op.op_id, len(BLOCKS), "late")
+    unit.manager.complete(0, cancelled)
+    assert hit(unit) == (0 if rests else 3)
 
 
 def test_a_grant_ends_when_every_rank_is_ready_or_the_unit_is_disabled(build: Build) -> None:
