@@ -81,6 +81,19 @@ def test_pages_expire() -> None:
     assert world.disk.journal == [{}]
 
 
+def test_pages_behind_one_whose_time_is_over_do_not_lead() -> None:
+    keys = chain(4)
+    world = written(keys[2:3], limits=traffic(ttl_s=60))
+    world.now_s += 30
+    world.store(keys)
+    world.run()
+    assert len(world.tier.leading(0, keys)) == 4
+    world.now_s += 31
+    leading = world.tier.leading(0, keys)
+    assert world.tier.presence.keys_of(leading).tolist() == keys[:2].tolist()
+    assert world.tier.counts.expired == 1
+
+
 def test_expiry_survives_the_process() -> None:
     keys = chain(4)
     disk = written(keys, limits=traffic(ttl_s=60)).disk

@@ -172,3 +172,25 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
     monkeypatch.setattr(world.manager.choice, "all_worth", weigh)
     world.manager.match("r", keys, 8)
     assert weighed == [16], "the engine has 8 tokens, 8 are in host memory"
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_pages_that_are_not_in_host_memory_are_waited_for(
+    on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And weighed so, with the time that a fetch takes to begin."""
+    world, keys = hybrid(on_disk=True)
+    weighed: list[tuple[list[int], list[bool]]] = []
+
+    def weigh(missing: dict[int, np.ndarray], queued: object, waiting: np.ndarray, tokens: object) -> int:
+        weighed.append((missing[DISK].tolist(), waiting.tolist()))
+        return 1
+
+    if not on_disk:
+        world.manager.match("earlier", keys, 0)
+        world.take()
+    cost = world.manager.cost
+    monkeypatch.setattr(cost, "fetch_is_known", lambda tiers, now_s: True)
+    monkeypatch.setattr(cost, "worth", weigh)
+    assert world.manager.match("r", keys, 0).reads == 2
+    assert weighed == [([10 if on_disk else 0], [True])]

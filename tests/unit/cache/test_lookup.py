@@ -128,3 +128,14 @@ def test_blocks_stored_again_and_again_keep_a_bounded_access_order() -> None:
         order.put_at(0, np.array([0, 1]), np.array([number, number + 1], np.uint32))
         assert order.parts <= 4
     assert order.entries().tolist() == [999, 1000]
+
+
+@pytest.mark.parametrize(("room", "tail_tokens"), [(2, 0), (3, 2)])
+def test_a_tail_is_promised_where_it_has_room_besides_the_blocks(room: int, tail_tokens: int) -> None:
+    manager, chain = make(inflight_load_pages=room), keys(2)
+    store(manager, chain)
+    tail = tail_of([3, 2, 1], 7, base=2)
+    store(manager, np.ascontiguousarray(tail.keys[1:2]), first=2)
+    match = manager.match("b", [chain], 0, [tail])
+    assert (match.blocks, match.tail_tokens) == (2, tail_tokens)
+    manager.check_integrity()
