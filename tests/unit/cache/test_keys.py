@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexkv import c_ext
@@ -30,6 +30,7 @@ def sglang_page_hashes(elements: list[tuple[int, ...]], page: int) -> list[bytes
     return hashes
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=1000))
 def test_sha256_equals_hashlib(data: bytes) -> None:
     assert c_ext.sha256(data) == c_ext.sha256(data, portable=True) == hashlib.sha256(data).digest()
@@ -42,6 +43,7 @@ def test_sha256_equals_hashlib_around_block_boundaries() -> None:
             assert c_ext.sha256(data, portable=portable) == hashlib.sha256(data).digest(), size
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 9), st.booleans())
 def test_token_chain_is_sglangs(tokens: list[int], page: int, bigram: bool) -> None:
     elements: list[tuple[int, ...]] = list(itertools.pairwise(tokens)) if bigram else [(t,) for t in tokens]
@@ -105,6 +107,7 @@ def test_tokens_of_a_wrong_kind_are_refused() -> None:
         TokenChain(4, seed=bytes(31))
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=20), st.integers(0, 2**32 - 1))
 def test_engine_keys_hash_the_framed_fields(engine_keys: list[bytes], group: int) -> None:
     chain = EngineKeyChain(NAMESPACE, group)
