@@ -77,9 +77,10 @@ def compare_pages(llm: Any) -> dict[str, Any]:
 
     from flexkv import c_ext
 
-    view = get_kv_transfer_group().worker.view
+    (view,) = get_kv_transfer_group().worker.views
     unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
-    stripe, size = unit.places[0].stripe, view.stripe_bytes
+    ((place,),) = unit.places
+    stripe, size = place.stripe, view.stripe_bytes
     pages = {unit.pool.slot(slot)[stripe : stripe + size].tobytes() for slot in range(unit.pool.ready_slots)}
     missing, named = 0, [block.block_id for block in _block_pool(llm).blocks if block.block_hash is not None]
     for block in named:
