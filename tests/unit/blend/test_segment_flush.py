@@ -179,7 +179,7 @@ def test_pages_that_a_load_leases_are_written_too(
 ) -> None:
     cache = opened(mode=mode)
     (text,) = texts(1)
-    monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda groups, epoch: None)
+    monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda epoch: None)
     put(cache, text)
     load = cache.begin_load([text])
     # Fault: nobody hears of the load's end.
