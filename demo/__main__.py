@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from demo import hybrid, report
 from demo.conversation import BLOCK_TOKENS, POOL_BLOCKS, Script, Turn, problems, turn_count
-from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineError, EngineProcess, engine_arguments
 from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
@@ -118,7 +117,11 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             engines = []
             for name, connector in (("with flexkv", flexkv), ("alone", None)):
                 now(f"starting vLLM {name}")
-                engine = EngineProcess(_engine_arguments(model, connector), log, environment=environment)
+                engine = EngineProcess(
+                    engine_arguments(model, connector, BLOCK_TOKENS, POOL_BLOCKS),
+                    log,
+                    environment=environment,
+                )
                 engines.append(stack.enter_context(engine))
 
             def advance(turn: str) -> None:
@@ -127,7 +130,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             def restart() -> EngineProcess:
                 now("starting vLLM with flexkv again")
                 engines[0].close()
-                again = EngineProcess(_engine_arguments(model, flexkv), log, environment=environment)
+                again = EngineProcess(
+                    engine_arguments(model, flexkv, BLOCK_TOKENS, POOL_BLOCKS), log, environment=environment
+                )
                 return stack.enter_context(again)
 
             script = Script(engines[0], engines[1], shape, advance, restart)
@@ -150,21 +155,6 @@ def _empty_folder(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder.resolve()
-
-
-def _engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "num_gpu_blocks_override": POOL_BLOCKS,
-        "disable_log_stats": False,
-    }
-    if connector is not None:
-        arguments["kv_transfer_config"] = dict(connector)
-    return arguments
 
 
 if __name__ == "__main__":

@@ -38,6 +38,26 @@ class EngineError(RuntimeError):
     """The engine refused a call, died, or did not answer in time. Carries the end of its log."""
 
 
+def engine_arguments(
+    model: Path, connector: Mapping[str, Any] | None, block_tokens: int, pool_blocks: int
+) -> dict[str, Any]:
+    """Of the demo's engines.
+
+    Args:
+        connector: its `kv_transfer_config`; None for an engine alone.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "block_size": block_tokens,
+        "num_gpu_blocks_override": pool_blocks,
+        "disable_log_stats": False,
+    }
+    return arguments if connector is None else arguments | {"kv_transfer_config": dict(connector)}
+
+
 class EngineProcess:
     """Starts an engine and passes operations to it. Use as a context manager.
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
+from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess, engine_arguments
 from demo.model import PRESETS, WEIGHT_STD, prompt_tokens, write_tokenizer
 
 LAYERS, WINDOW = 6, 128
@@ -72,10 +71,14 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
     flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
     environment = IN_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     now("windows: starting vLLM alone")
-    with EngineProcess(_arguments(model, None), log, environment=environment) as engine:
+    with EngineProcess(
+        engine_arguments(model, None, BLOCK_TOKENS, POOL_BLOCKS), log, environment=environment
+    ) as engine:
         [alone] = engine.generate([request])
     now("windows: starting vLLM with flexkv")
-    with EngineProcess(_arguments(model, flexkv), log, environment=environment) as engine:
+    with EngineProcess(
+        engine_arguments(model, flexkv, BLOCK_TOKENS, POOL_BLOCKS), log, environment=environment
+    ) as engine:
         [cold] = engine.generate([request])
         engine.call("drain")
         stored = engine.metrics("flexkv_moved_pages")[STORED]
@@ -88,19 +91,6 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
         cached=hit["cached"] or 0,
         stored_pages=int(stored),
     )
-
-
-def _arguments(model: Path, connector: dict[str, Any] | None) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "num_gpu_blocks_override": POOL_BLOCKS,
-        "disable_log_stats": False,
-    }
-    return arguments if connector is None else arguments | {"kv_transfer_config": connector}
 
 
 def write_gemma_3(folder: Path) -> Path:
