@@ -18,4 +18,8 @@ QUIET_ENVIRONMENT = {
 for _name, _value in QUIET_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
+# torch compiles here and there, reads CXX with its first import, and takes it for one word.
+if " " in os.environ.get("CXX", ""):
+    os.environ["CXX"] = os.environ["CXX"].split()[-1]
+
 import vllm.entrypoints.llm  # noqa: E402, F401 (after the environment, some of it is read at import)

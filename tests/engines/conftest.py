@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
+from demo.hybrid import LAYERS, write_gemma_3
 from demo.model import write_model
 
 from .session import BLOCK_TOKENS, EngineSession, Reference
@@ -22,9 +23,11 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
 # The fork server of the engines inherits it. The models are tiny: more threads only wait for each other, and for long
 # where the machine has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch compiles in the workers of several ranks and takes CXX for one word; "ccache g++" is for our own build.
-COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}
-UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **COMPILER}
+UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+FAULTY = FLEXKV | {
+    "kv_connector": "FaultyConnector",
+    "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
+}
 OPERATIONS = (
     f"{PACKAGE}.block_ops",
     f"{PACKAGE}.disk_ops",
@@ -37,6 +40,10 @@ OPERATIONS = (
 )
 POOL_BLOCKS = 129
 """Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
+GROUPS = LAYERS
+"""KV groups of a Gemma 3: one of each layer."""
+BLOCKS_OF_ALL_GROUPS = GROUPS * POOL_BLOCKS
+"""Each group takes blocks of its own."""
 HOST_BYTES = 96 << 20
 """Host tier unless a test says otherwise: about 700 blocks of the tiny model."""
 
@@ -143,6 +150,44 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         arguments, tmp_path_factory.mktemp("reference") / "engine.log", environment={**IN_PROCESS, **UNPINNED}
     ) as process:
         yield Reference(process)
+
+
+@pytest.fixture(scope="session")
+def gemma_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma_3(tmp_path_factory.mktemp("gemma") / "model")
+
+
+@pytest.fixture(scope="session")
+def gemma_3_alone(gemma_3: Path) -> Iterator[Reference]:
+    arguments = engine_arguments(gemma_3) | {
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
+    }
+    log = gemma_3.parent / "engine.log"
+    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
+        yield Reference(process)
+
+
+@pytest.fixture
+def hybrid(engines: Engines, gemma_3: Path, gemma_3_alone: Reference) -> Callable[..., EngineSession]:
+    """Starts an engine with six KV groups."""
+
+    def start(
+        rules: Sequence[Any] | None = None, kind: Mapping[str, Any] = FAULTY, **settings: Any
+    ) -> EngineSession:
+        """
+        Args:
+            rules: faults; None for flexkv's own connector, else one of `kind`.
+        """
+        more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
+        if rules is None:
+            session = engines.get(connector(**settings), **more)
+        else:
+            environment = {"FAULT_RULES": json.dumps(rules)}
+            session = engines.get(connector(kind, **settings), environment, **more)
+        return EngineSession(session.process, gemma_3_alone)
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from demo.engine_process import EngineProcess
@@ -19,12 +19,14 @@ class Prompt:
 
     Attributes:
         extra: the sampling parameters' extra_args; "kv_transfer_params" in it reaches the connector.
+        log_probabilities: asks for those of the tokens that are chosen.
     """
 
     ids: tuple[int, ...]
     max_tokens: int = 12
     salt: str = ""
     extra: dict[str, Any] | None = None
+    log_probabilities: bool = False
 
     @classmethod
     def of(cls, count: int, stream: int, **fields: Any) -> Prompt:
@@ -33,11 +35,11 @@ class Prompt:
 
     def first(self, count: int) -> Prompt:
         """The same request cut to its first tokens."""
-        return Prompt(self.ids[:count], self.max_tokens, self.salt, self.extra)
+        return replace(self, ids=self.ids[:count])
 
     def then(self, tokens: Sequence[int]) -> Prompt:
         """The same request with more tokens, as the next turn of a conversation has them."""
-        return Prompt((*self.ids, *tokens), self.max_tokens, self.salt, self.extra)
+        return replace(self, ids=(*self.ids, *tokens))
 
     def wire(self) -> dict[str, Any]:
         return {
@@ -45,6 +47,7 @@ class Prompt:
             "max_tokens": self.max_tokens,
             "salt": self.salt,
             "extra": self.extra,
+            "logprobs": self.log_probabilities,
         }
 
     @property
@@ -65,10 +68,17 @@ class Answer:
     cached: int
     finish: str | None
     ttft_s: float | None
+    log_probabilities: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> Answer:
-        return cls(tuple(result["tokens"]), result["cached"] or 0, result["finish"], result["ttft_s"])
+        return cls(
+            tuple(result["tokens"]),
+            result["cached"] or 0,
+            result["finish"],
+            result["ttft_s"],
+            tuple(result.get("logprobs", ())),
+        )
 
 
 class Reference:
@@ -84,6 +94,11 @@ class Reference:
             [result] = self._process.generate([Prompt(prompt.ids, prompt.max_tokens).wire()])
             self._known[key] = tuple(result["tokens"])
         return self._known[key]
+
+    def log_probabilities(self, prompt: Prompt) -> tuple[float, ...]:
+        """Of the answer's tokens."""
+        [result] = self._process.generate([replace(prompt, log_probabilities=True).wire()])
+        return tuple(result["logprobs"])
 
 
 class EngineSession:

@@ -14,9 +14,8 @@ import pytest
 from demo.engine_process import SEPARATE_CORE
 from flexkv.storage.header import SECTOR_BYTES, read_group
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
-from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
 
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"

@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import FLEXKV
-
-from .conftest import PACKAGE, Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt
 
-FAULTY = FLEXKV | {
-    "kv_connector": "FaultyConnector",
-    "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
-}
 CARELESS = FAULTY | {"kv_connector": "CarelessConnector"}
 FAILED_LINE = re.compile(
     r"WARNING .*flexkv.*load from host memory, op \d+ of request \S+: (\d+) of (\d+) pages failed: rank 0: (.*)"

@@ -3,60 +3,25 @@ groups of one layer each. A hit needs all pages of the full group, and of the ot
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo.engine_process import IN_PROCESS, EngineError, EngineProcess
-from demo.hybrid import WINDOW, write_gemma_3
+from demo.hybrid import WINDOW
 
-from .conftest import HOST_BYTES, POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
+from .conftest import BLOCKS_OF_ALL_GROUPS, GROUPS, HOST_BYTES, Engines
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 from .test_disk import start as start_on_disk
 from .test_disk import wait_durable
-from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
-from .transformers_models import write_gemma_3n, write_gemma_4
 
-GROUPS = 6
-BLOCKS = GROUPS * POOL_BLOCKS
-"""Each group takes blocks of its own."""
 WINDOW_PAGES = -(-(WINDOW - 1) // BLOCK_TOKENS)
 CHECKPOINT = 8 * BLOCK_TOKENS
+CLOSE = 1e-4
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAILED = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gemma_3(tmp_path_factory.mktemp("gemma") / "model")
-
-
-@pytest.fixture(scope="module")
-def answers(folder: Path) -> Iterator[Reference]:
-    arguments = engine_arguments(folder) | {"enable_prefix_caching": False, "num_gpu_blocks_override": BLOCKS}
-    log = folder.parent / "engine.log"
-    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
-        yield Reference(process)
-
-
-@pytest.fixture
-def hybrid(engines: Engines, folder: Path, answers: Reference) -> Any:
-    """Starts an engine with this model."""
-
-    def start(rules: Sequence[Any] | None = None, **settings: Any) -> EngineSession:
-        more: dict[str, Any] = {"model": str(folder), "num_gpu_blocks_override": BLOCKS}
-        if rules is None:
-            session = engines.get(connector(**settings), **more)
-        else:
-            environment = {"FAULT_RULES": json.dumps(rules)}
-            session = engines.get(connector(FAULTY, **settings), environment, **more)
-        return EngineSession(session.process, answers)
-
-    return start
 
 
 def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
@@ -73,6 +38,23 @@ def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
     session.forget(seed=3)
     branch = prompt.then(Prompt.of(300, stream + 2).ids)
     assert session.check_one(branch).cached >= prompt.whole_blocks
+
+
+def test_a_hit_gives_the_log_probabilities_of_a_cold_answer(hybrid: Any, stream: int) -> None:
+    """In float32, however much of the prompt is computed in one piece."""
+    session = hybrid()
+    prompt = Prompt.of(405, stream, log_probabilities=True)
+    alone = session.reference.log_probabilities(prompt)
+    cold = session.check_one(prompt)
+    session.forget()
+    hit = session.check_one(prompt)
+    assert (cold.cached, hit.cached) == (0, prompt.whole_blocks)
+    assert farthest(cold.log_probabilities, alone) < CLOSE
+    assert farthest(hit.log_probabilities, alone) < CLOSE
+
+
+def farthest(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def test_bytes_stored_are_those_of_the_full_group_and_of_windows(hybrid: Any, stream: int) -> None:
@@ -99,12 +81,13 @@ def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:
     """Of each load another group's pages are damaged on their way to the engine, and nobody looks: the answers are
     others."""
     session = hybrid([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
-    prompt = Prompt.of(405, stream)
-    session.check_one(prompt)
+    prompt = Prompt.of(405, stream, log_probabilities=True)
+    cold = session.check_one(prompt)
     for group in range(GROUPS):
         session.forget(seed=group)
         [answer] = session.ask(prompt)
         assert answer.cached == prompt.whole_blocks
+        assert farthest(answer.log_probabilities, cold.log_probabilities) > CLOSE
         assert answer.tokens != session.reference.tokens(prompt), f"group {group} is of no use"
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
@@ -139,10 +122,10 @@ def test_damaged_pages_of_any_group_are_found(hybrid: Any, stream: int) -> None:
 
 
 def test_pages_of_all_groups_on_disk_serve_the_next_engine(
-    engines: Engines, folder: Path, answers: Reference, tmp_path: Path, stream: int
+    engines: Engines, gemma_3: Path, gemma_3_alone: Reference, tmp_path: Path, stream: int
 ) -> None:
     """Two ranks, each with a stripe of every page."""
-    more: dict[str, Any] = {"model": str(folder), "num_gpu_blocks_override": BLOCKS}
+    more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     prompt = Prompt.of(700, stream)
     for start in range(2):
         ours = start_on_disk(
@@ -154,42 +137,10 @@ def test_pages_of_all_groups_on_disk_serve_the_next_engine(
             host__bytes=HOST_BYTES,
             store__checkpoint_tokens=CHECKPOINT,
         )
-        session = EngineSession(ours.process, answers)
+        session = EngineSession(ours.process, gemma_3_alone)
         answer = session.check_one(prompt)
         assert answer.cached == (prompt.whole_blocks if start else 0)
         session.settle()
         wait_durable(session)
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
-
-
-def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
-    """A Gemma 4. The first answer of an engine, which has nothing cached, is the one to compare with."""
-    more: dict[str, Any] = {
-        "model": str(write_gemma_4(tmp_path / "model")),
-        "num_gpu_blocks_override": BLOCKS,
-    }
-    rules = [{"action": "corrupt", "kind": "load", "nth_op": 1}]
-    ours = engines.another(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)}, **more)
-    prompt = Prompt.of(405, stream)
-    [cold] = ours.ask(prompt)
-    for damaged in (True, False):
-        ours.forget()
-        [answer] = ours.ask(prompt)
-        assert answer.cached == prompt.whole_blocks
-        assert (answer.tokens != cold.tokens) == damaged
-
-
-def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
-    """vLLM's own prefix cache gives a Gemma 3n another answer than it gave without."""
-    more: dict[str, Any] = {
-        "model": str(write_gemma_3n(tmp_path / "model")),
-        "num_gpu_blocks_override": BLOCKS,
-    }
-    with pytest.raises(EngineError, match="--disable-hybrid-kv-cache-manager"):
-        engines.another(connector(), **more)
-    plain = engines.another(None, **more)
-    prompt = Prompt.of(405, 7)
-    [[cold], [hit]] = plain.ask(prompt), plain.ask(prompt)
-    assert hit.cached == prompt.whole_blocks
-    assert hit.tokens != cold.tokens, "vLLM has mended it: serve these models"

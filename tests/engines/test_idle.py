@@ -6,9 +6,8 @@ import json
 
 from demo.engine_process import SEPARATE_CORE
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import Prompt
-from .test_failures import FAULTY
 
 
 def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: int) -> None:

@@ -12,10 +12,9 @@ import pytest
 
 from demo.engine_process import SEPARATE_CORE
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt
 from .test_disk import DISK_READS, DISK_WRITES, DURABLE, SLAB_BYTES
-from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
 
 DURABLE_WITHIN_S = 60.0

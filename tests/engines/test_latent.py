@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .latent_model import BLOCK_TOKENS, CONTEXT_TOKENS, LATENT, LAYERS, ROPE, write_latent_model
 from .session import EngineSession, Prompt, Reference
-from .test_failures import FAULTY
 from .test_parallel import TWO_RANKS
 
 ROTARY_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
-from .test_failures import CARELESS, FAILED_LOADS, FAULTY, acted, compute_from_a_failed_load, faulty
+from .test_failures import CARELESS, FAILED_LOADS, acted, compute_from_a_failed_load, faulty
 from .test_parallel import TWO_RANKS
 
 LAYERWISE: dict[str, Any] = {"load__mode": "layerwise"}

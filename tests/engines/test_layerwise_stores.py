@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import BLOCK_TOKENS, Prompt
-from .test_failures import FAILED_LOADS, FAULTY, faulty
+from .test_failures import FAILED_LOADS, faulty
 
 BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
 

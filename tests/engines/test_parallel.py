@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt
-from .test_failures import FAULTY
 
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 HOST_CONFIG = """\

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt, Reference
-from .test_failures import FAULTY
 
 
 def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from demo.engine_process import SEPARATE_CORE
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt
-from .test_failures import FAULTY
 
 SLEEPY = FAULTY | {"kv_connector": "SleepyConnector"}
 SLOW = {

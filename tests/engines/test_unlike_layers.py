@@ -13,9 +13,8 @@ import pytest
 
 from demo.engine_process import IN_PROCESS, EngineProcess
 
-from .conftest import POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
+from .conftest import FAULTY, POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
-from .test_failures import FAULTY
 from .transformers_models import (
     FULL_HEAD,
     FULL_LAYERS,

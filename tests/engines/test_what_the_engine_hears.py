@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from .conftest import Engines, connector
+from .conftest import FAULTY, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
-from .test_failures import FAULTY
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ KV_HEADS, HEAD = 2, 32
 SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
 """Tokens that a sliding layer sees; shorter than the tests' prompts."""
+CHUNK = 256
+"""Tokens of a chunk, within which a layer of chunked attention sees."""
 COMMON: dict[str, Any] = {
     "vocab_size": PRESETS["tiny"].vocabulary,
     "hidden_size": 128,
@@ -64,6 +66,55 @@ def write_gemma_4(folder: Path) -> Path:
     return _write(Gemma4ForCausalLM, config, folder)
 
 
+def write_mistral(folder: Path) -> Path:
+    """A Mistral 7B 0.1: every layer sees a window, and none sees everything."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        **COMMON,
+        num_hidden_layers=SLIDING_LAYERS,
+        num_key_value_heads=KV_HEADS,
+        sliding_window=WINDOW,
+        tie_word_embeddings=False,
+    )
+    return _write(MistralForCausalLM, config, folder)
+
+
+def write_gpt_oss(folder: Path) -> Path:
+    """A GPT-OSS: every other layer sees a window, and each head has a sink beside the tokens."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **COMMON,
+        num_hidden_layers=SLIDING_LAYERS,
+        layer_types=["sliding_attention", "full_attention"] * (SLIDING_LAYERS // 2),
+        num_key_value_heads=KV_HEADS,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    return _write(GptOssForCausalLM, config, folder)
+
+
+def write_llama_4(folder: Path) -> Path:
+    """A Llama 4: three layers of four attend within a chunk of the text."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **COMMON,
+        intermediate_size_mlp=COMMON["intermediate_size"],
+        num_hidden_layers=4,
+        num_key_value_heads=KV_HEADS,
+        attention_chunk_size=CHUNK,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        tie_word_embeddings=False,
+    )
+    return _write(Llama4ForCausalLM, config, folder)
+
+
 def write_hrm_text(folder: Path) -> Path:
     """An HRM-Text, a prefix LM: every token of a prompt attends to all of it."""
     from transformers import HrmTextConfig, HrmTextForCausalLM
@@ -79,7 +130,7 @@ def _write(kind: Any, config: Any, folder: Path) -> Path:
     with torch.no_grad():
         model = kind(config)
         for weight in model.parameters():
-            if weight.ndim == 2:
+            if weight.ndim >= 2:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * WEIGHT_STD)
     model.save_pretrained(folder)
     write_tokenizer(folder, PRESETS["tiny"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 import time
@@ -36,9 +35,6 @@ SETTINGS = {
     "disk.compute_if_faster": False,
     "load.lookup_wait_s": 30.0,
 }
-
-# torch compiles in vLLM's process and takes CXX for one word; "ccache g++" is for our own build.
-COMPILER = {"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}
 
 
 class Sglang:
@@ -79,7 +75,7 @@ class Vllm:
         else:
             extra = {**SETTINGS, "disk.folders": str(disk)}
             arguments["kv_transfer_config"] = {**FLEXKV, "kv_connector_extra_config": extra}
-        environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **COMPILER}
+        environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.process = EngineProcess(arguments, log, ["tests.engines_sglang.uncompiled"], environment, [ROOT])
 
     def ask(self, name: str) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Models with windows and chunks of several families: each is served, and each of its KV groups is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import EngineError
+
+from .conftest import BLOCKS_OF_ALL_GROUPS, FAULTY, Engines, connector
+from .session import BLOCK_TOKENS, Prompt
+from .transformers_models import (
+    CHUNK,
+    WINDOW,
+    write_gemma_3n,
+    write_gemma_4,
+    write_gpt_oss,
+    write_llama_4,
+    write_mistral,
+)
+
+STORED = "vllm:flexkv_moved_pages_total{direction=store}"
+FAMILIES = [
+    # Windows alone: no group holds all of a prompt.
+    pytest.param(write_mistral, 0, 1, 0, id="mistral"),
+    # Sinks are weights of the model, and not in the cache.
+    pytest.param(write_gpt_oss, 1, 1, 0, id="gpt-oss"),
+    pytest.param(write_llama_4, 1, 0, 3, id="llama-4"),
+]
+
+
+@pytest.mark.parametrize(("write", "full", "windows", "chunks"), FAMILIES)
+def test_a_family_is_served(
+    engines: Engines,
+    tmp_path: Path,
+    stream: int,
+    write: Callable[[Path], Path],
+    full: int,
+    windows: int,
+    chunks: int,
+) -> None:
+    """The first answer of an engine, which has nothing cached, is the one to compare with.
+
+    Args:
+        full, windows, chunks: KV groups of each kind.
+    """
+    groups = full + windows + chunks
+    rules = [{"action": "corrupt", "kind": "load", "nth_op": groups * g + g} for g in range(groups)]
+    more: dict[str, Any] = {
+        "model": str(write(tmp_path / "model")),
+        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
+    }
+    session = engines.another(
+        connector(FAULTY, store__tokens="prompt"), {"FAULT_RULES": json.dumps(rules)}, **more
+    )
+    prompt = Prompt.of(405, stream)
+    [cold] = session.ask(prompt)
+    session.settle()
+    pages, of_window = prompt.whole_blocks // BLOCK_TOKENS, WINDOW // BLOCK_TOKENS
+    of_chunk = prompt.whole_blocks % CHUNK // BLOCK_TOKENS
+    assert session.metric(STORED) == full * pages + windows * of_window + chunks * of_chunk
+    for group in (*range(groups), None):
+        session.forget()
+        [answer] = session.ask(prompt)
+        assert answer.cached == prompt.whole_blocks
+        assert (answer.tokens != cold.tokens) == (group is not None), f"group {group} damaged"
+    # The hit ends with a chunk, of which nothing is needed then.
+    whole = Prompt.of(2 * CHUNK + 1, stream + 1)
+    [cold] = session.ask(whole)
+    session.forget()
+    [answer] = session.ask(whole)
+    assert (answer.tokens, answer.cached) == (cold.tokens, 2 * CHUNK)
+
+
+def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
+    """A Gemma 4. The first answer of an engine, which has nothing cached, is the one to compare with."""
+    more: dict[str, Any] = {
+        "model": str(write_gemma_4(tmp_path / "model")),
+        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
+    }
+    rules = [{"action": "corrupt", "kind": "load", "nth_op": 1}]
+    ours = engines.another(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)}, **more)
+    prompt = Prompt.of(405, stream)
+    [cold] = ours.ask(prompt)
+    for damaged in (True, False):
+        ours.forget()
+        [answer] = ours.ask(prompt)
+        assert answer.cached == prompt.whole_blocks
+        assert (answer.tokens != cold.tokens) == damaged
+
+
+def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
+    """vLLM's own prefix cache gives a Gemma 3n another answer than it gave without."""
+    more: dict[str, Any] = {
+        "model": str(write_gemma_3n(tmp_path / "model")),
+        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
+    }
+    with pytest.raises(EngineError, match="--disable-hybrid-kv-cache-manager"):
+        engines.another(connector(), **more)
+    plain = engines.another(None, **more)
+    prompt = Prompt.of(405, 7)
+    [[cold], [hit]] = plain.ask(prompt), plain.ask(prompt)
+    assert hit.cached == prompt.whole_blocks
+    assert hit.tokens != cold.tokens, "vLLM has mended it: serve these models"
