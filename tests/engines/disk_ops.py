@@ -4,6 +4,7 @@ takes them for stored, and what was read before the scheduler asked."""
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 from demo.engine_child import Operation
@@ -84,6 +85,18 @@ def drop_host(llm: Any) -> dict[str, Any]:
     return {"left": len(index)}
 
 
+def exchange_pages(llm: Any) -> dict[str, Any]:
+    """Every page of host memory gets the bytes of another: what a slot that leaves with a lease would come to. A
+    control."""
+    pool = _unit(llm).pool
+    slots = [pool.slot(slot) for slot in range(pool.ready_slots)]
+    first = slots[0].copy()
+    for slot, following in pairwise(slots):
+        slot[:] = following
+    slots[-1][:] = first
+    return {}
+
+
 class FirstAsks:
     """Of each request, how many pages had been submitted to the disk for reading when the scheduler first asked."""
 
@@ -145,6 +158,7 @@ OPERATIONS: dict[str, Operation] = {
     "hold_reads": hold_reads,
     "let_reads_go": let_reads_go,
     "drop_host": drop_host,
+    "exchange_pages": exchange_pages,
     "watch_first_asks": watch_first_asks,
     "first_asks": first_asks,
 }
