@@ -603,15 +603,24 @@ class BlockIndex:
     def touch(self, entries: NDArray[np.uint32], hits: int = 0) -> None:
         """Marks entries as used, in the order of their request; a request found the leading `hits` of them."""
     def insert(
-        self, group: int, keys: NDArray[np.uint8], max_new: int, filler: int = 0, leases: int = 0
+        self,
+        group: int,
+        keys: NDArray[np.uint8],
+        max_new: int,
+        filler: int = 0,
+        leases: int = 0,
+        spare: bool = False,
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
         """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped.
 
         Args:
             filler: the op that fills the new blocks, for which requests may wait; 0: for these nobody may.
             leases: pins on each new entry beside that of the insert, which `finish` leaves.
+            spare: the new blocks leave first where spare ones have more than their share of the slots; until a request
+                hits them, or they are offered without it.
         """
 
+    def spare(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def fillers(self, entries: NDArray[np.uint32]) -> NDArray[np.int64]:
         """Of each entry that is pending, the op that fills it; 0 for all others."""
 

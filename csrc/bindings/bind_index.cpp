@@ -50,8 +50,8 @@ py::array_t<T> array_over(std::vector<T>&& values) {
 }
 
 py::tuple insert(BlockIndex& index, uint32_t group, const py::array& keys, size_t max_new, int64_t filler,
-                 uint32_t leases) {
-  Inserted done = index.insert(group, keys_of(keys), max_new, filler, leases);
+                 uint32_t leases, bool spare) {
+  Inserted done = index.insert(group, keys_of(keys), max_new, filler, leases, spare);
   return py::make_tuple(array_over(std::move(done.positions)), array_over(std::move(done.entries)),
                         array_over(std::move(done.slots)), array_of(done.evicted), done.known, done.dropped);
 }
@@ -157,7 +157,15 @@ void bind_index(py::module_& m) {
           },
           py::arg("entries").noconvert(), py::arg("hits") = 0)
       .def("insert", &insert, py::arg("group"), py::arg("keys"), py::arg("max_new"), py::arg("filler") = 0,
-           py::arg("leases") = 0)
+           py::arg("leases") = 0, py::arg("spare") = false)
+      .def(
+          "spare",
+          [](const BlockIndex& index, const Entries& entries) {
+            Bytes spare = flags_for(entries);
+            index.copy_spare(entries_of(entries), spare.mutable_data());
+            return spare;
+          },
+          py::arg("entries").noconvert())
       .def(
           "fillers",
           [](const BlockIndex& index, const Entries& entries) {

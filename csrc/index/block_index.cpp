@@ -13,8 +13,8 @@ const PolicyKind& checked(const PolicyKind& policy) {
                     " lists; allowed are 1 to " + std::to_string(PolicyKind::kMaxLists));
 }
 
-// Heads a class needs: the list of leased entries, and the policy's.
-size_t heads_per_class(const PolicyKind& policy) { return 1 + policy.lists; }
+// Heads a class needs: the lists of leased entries and of spare blocks, and the policy's.
+size_t heads_per_class(const PolicyKind& policy) { return 2 + policy.lists; }
 
 // Whether group g has slots of its own.
 bool has_own(const std::vector<uint32_t>& shared_with, size_t group) {
@@ -73,9 +73,9 @@ BlockIndex::BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKin
       continue;
     }
     class_of_.push_back(static_cast<uint32_t>(classes_.size()));
-    classes_.push_back(SizeClass{SlotPool(group_slots[group]), head});
+    classes_.push_back(SizeClass{SlotPool(group_slots[group]), head, head + 1});
     SizeClass& made = classes_.back();
-    made.policy = policy.make({table_, head + 1, policy_notes_.get(), made.pool});
+    made.policy = policy.make({table_, head + 2, policy_notes_.get(), made.pool});
     head += static_cast<EntryId>(heads_per_class(policy));
   }
 }

@@ -120,7 +120,8 @@ class BlockIndex {
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each. Entries without a lease become the most recently used ones, in the order given;
-  // those that were removed meanwhile are freed. `use`: what the policy learns of it.
+  // those that were removed meanwhile are freed. `use`: what the policy learns of it. A spare block stays one
+  // unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
   // Ends every lease but these, each named once a lease, for a caller that lost count: it broke off before it
@@ -129,15 +130,18 @@ class BlockIndex {
   size_t keep_leases(std::span<const EntryId> leased);
 
   // Marks entries as just used, in the order given; the leading `hits` of them were found by a request. A
-  // hint: an id that means nothing any more is passed over.
+  // hint: an id that means nothing any more is passed over, and so is a spare block that was not hit.
   void touch(std::span<const EntryId> entries, size_t hits = 0);
 
   // Makes a pending, pinned entry with a slot for every unknown key, evicting where there is no free slot. At
   // most `max_new`; never evicts a pinned entry or one of `keys`. Known keys count as just used.
   // `filler`: the op that fills the new entries, 0 for none that others may wait for. `leases`: more pins on
   // each new entry, which `finish` leaves.
+  // `spare`: where spare blocks have more than their share of the slots, they leave before all others, those
+  // stored first first; within it they stay. A block is one no more when a request hits it, or it is offered
+  // without `spare`. What is known already is left as it is by an offer of spare blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
-                  uint32_t leases = 0);
+                  uint32_t leases = 0, bool spare = false);
 
   // Writes of each pending entry its filler, of all others 0.
   void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
@@ -146,6 +150,9 @@ class BlockIndex {
   // an entry that is not in use throws ContractError.
   void set_expiry(std::span<const EntryId> entries, const uint64_t* expiries);
   void copy_expiries(std::span<const EntryId> entries, uint64_t* out) const;
+
+  // Writes which entries are spare blocks.
+  void copy_spare(std::span<const EntryId> entries, uint8_t* out) const;
 
   // Evicts up to `count` blocks that are not pinned; returns their keys.
   std::vector<BlockKey> evict(uint32_t group, size_t count);
@@ -205,7 +212,9 @@ class BlockIndex {
   // The slots of one group, or of several that share them.
   struct SizeClass {
     SlotPool pool;
-    EntryId leased;  // head of the list of pinned entries that the policy has let go; the policy's follow
+    EntryId leased;     // head of the list of pinned entries that the policy has let go
+    EntryId spare;      // head of the list of spare blocks; the policy's heads follow
+    size_t spares = 0;  // spare blocks, pinned or not
     std::unique_ptr<EvictionPolicy> policy = nullptr;
   };
 
@@ -247,11 +256,21 @@ class BlockIndex {
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
+  // Unlinks the block to evict next, where so many are spare. kNoEntry where there is none.
+  EntryId take_victim(SizeClass& owner, size_t spares);
+  // An unlinked chain, all of it spare or none, becomes evictable.
+  void admit(EntryId first, EntryId last, const Use& use);
   // Notes an entry that leaves for `gone_groups`.
   void note_gone(EntryId id) {
     if (shares_) gone_groups_.push_back(table_[id].group());
   }
   bool is_known(EntryId id) const { return id >= table_.first() && id < table_.end(); }
+  bool is_spare(EntryId id) const { return spare_ && (*spare_)[id] != 0; }
+  void end_spare(EntryId id) {
+    if (!is_spare(id)) return;
+    (*spare_)[id] = 0;
+    --class_of(table_[id]).spares;
+  }
   bool is_expired(EntryId id, uint64_t now_s) const {
     return expiries_ && (*expiries_)[id] != 0 && (*expiries_)[id] <= now_s;
   }
@@ -262,6 +281,7 @@ class BlockIndex {
     if (policy_notes_) (*policy_notes_)[id] = 0;
   }
   void free_entry(EntryId id) {
+    end_spare(id);
     class_of(table_[id]).pool.give_back(table_[id].slot);
     table_.release(id);
   }
@@ -274,7 +294,7 @@ class BlockIndex {
   }
 
   void check_lists(std::vector<uint32_t>& seen) const;
-  void check_list(uint32_t number, EntryId head, bool leased, std::vector<uint32_t>& seen) const;
+  void check_list(uint32_t number, EntryId head, std::vector<uint32_t>& seen) const;
   void check_slots() const;
 
   size_t policy_lists_;
@@ -292,6 +312,7 @@ class BlockIndex {
   // that fills it; of one in use the time from which on it is a miss. 0: none.
   std::unique_ptr<HugeArray<int64_t>> fillers_;
   std::unique_ptr<HugeArray<uint64_t>> expiries_;
+  std::unique_ptr<HugeArray<uint8_t>> spare_;  // likewise: whether its block is a spare one
 };
 
 }  // namespace flexkv

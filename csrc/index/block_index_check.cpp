@@ -64,12 +64,18 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
 
 void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   for (uint32_t number = 0; number < classes_.size(); ++number) {
-    const EntryId leased = classes_[number].leased;
-    check_list(number, leased, true, seen);
-    for (size_t list = 1; list <= policy_lists_; ++list) {
-      check_list(number, leased + static_cast<EntryId>(list), false, seen);
+    const EntryId head = classes_[number].leased;
+    for (size_t list = 0; list < 2 + policy_lists_; ++list) {
+      check_list(number, head + static_cast<EntryId>(list), seen);
     }
     classes_[number].policy->check_integrity();
+    size_t spares = 0;
+    for (EntryId id = table_.first(); id < table_.end(); ++id) {
+      const bool mine = table_[id].state() != EntryState::kFree && class_of_[table_[id].group()] == number;
+      spares += mine && is_spare(id);
+    }
+    require(spares == classes_[number].spares,
+            "class " + std::to_string(number) + " counts its spare blocks wrongly");
   }
   size_t listed = 0;
   for (EntryId at = table_.free_head(); at != kNoEntry; at = table_[at].older) {
@@ -80,7 +86,9 @@ void BlockIndex::check_lists(std::vector<uint32_t>& seen) const {
   require(listed == table_.free_listed(), "the free list is shorter than its count");
 }
 
-void BlockIndex::check_list(uint32_t number, EntryId head, bool leased, std::vector<uint32_t>& seen) const {
+void BlockIndex::check_list(uint32_t number, EntryId head, std::vector<uint32_t>& seen) const {
+  const bool leased = head == classes_[number].leased;
+  const bool spare = head == classes_[number].spare;
   require(table_[head].state() == EntryState::kFree, named(head) + " is a list head in use");
   for (EntryId at = head;;) {
     const EntryId next = table_[at].older;
@@ -94,6 +102,8 @@ void BlockIndex::check_list(uint32_t number, EntryId head, bool leased, std::vec
     const bool pinned = table_[next].pins() > 0;
     require(!leased || pinned, named(next) + " is in the list of leased ones without a lease");
     require(pinned || table_[next].state() == EntryState::kReady, named(next) + " is evictable");
+    require(pinned || is_spare(next) == spare, named(next) + (spare ? " is no spare block and in their list"
+                                                                    : " is a spare block in another list"));
     at = next;
   }
 }

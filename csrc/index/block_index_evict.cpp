@@ -7,6 +7,26 @@
 #include "index/probe_batch.h"
 
 namespace flexkv {
+namespace {
+
+// One slot in so many is left to spare blocks. Source: Mooncake's conversation trace, five windows of 1,024
+// tokens beside full attention, caches of 1 to 5 M tokens: the hit ratio is 1.03 to 1.12 times that without
+// spare blocks, with a share of none 1.02 to 1.17 times, with a fifth no better. A share of none would never
+// serve a prefix that many requests have in common, unless the cache has room for everything.
+constexpr size_t kSpareShare = 16;
+
+}  // namespace
+
+EntryId BlockIndex::take_victim(SizeClass& owner, size_t spares) {
+  const EntryId oldest = table_[owner.spare].newer;
+  const bool any = oldest != owner.spare;
+  if (!any || spares <= owner.pool.up() / kSpareShare) {
+    const EntryId victim = owner.policy->take_victim();
+    if (victim != kNoEntry || !any) return victim;
+  }
+  table_.unlink(oldest, oldest);
+  return oldest;
+}
 
 std::vector<BlockKey> BlockIndex::evict(uint32_t group, size_t count) {
   gone_groups_.clear();
@@ -20,17 +40,19 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
   std::array<EntryId, kHashBatch> victims;
   std::array<uint32_t, kHashBatch> hashes;
   size_t gone = 0;
+  size_t spares = owner.spares;  // without those that are chosen
   while (gone < count) {
     const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;
     while (chosen < wanted) {
-      const EntryId victim = owner.policy->take_victim();
+      const EntryId victim = take_victim(owner, spares);
       if (victim == kNoEntry) break;
       if (table_[victim].pins() > 0) {
         // Met once for each time it was pinned at most, so this is part of the price of a pin.
         table_.link_after(owner.leased, victim, victim);
         continue;
       }
+      spares -= is_spare(victim);
       hashes[chosen] = map_.hash(table_[victim].key);
       victims[chosen++] = victim;
     }

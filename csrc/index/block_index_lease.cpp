@@ -72,6 +72,17 @@ int32_t BlockIndex::pin_one(EntryId entry) {
   return static_cast<int32_t>(table_[entry].slot);
 }
 
+void BlockIndex::admit(EntryId first, EntryId last, const Use& use) {
+  SizeClass& owner = class_of(table_[first]);
+  if (!is_spare(first)) return owner.policy->admit(first, last, use);
+  if (!use.hit) return table_.link_after(owner.spare, first, last);
+  for (EntryId id = first;; id = table_[id].older) {
+    end_spare(id);
+    if (id == last) break;
+  }
+  owner.policy->admit(first, last, use);
+}
+
 void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
   // From the end to the start, so that each chain is admitted before the one that precedes it in the request.
   for (size_t i = entries.size(); i > 0;) {
@@ -87,12 +98,13 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
     }
     const uint32_t pinned_once = entry.meta + 1;
     EntryId first = last;
-    while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once) {
+    while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once &&
+           is_spare(entries[i - 1]) == is_spare(last)) {
       first = entries[--i];
       --table_[first].meta;
     }
     table_.unlink(first, last);
-    class_of(entry).policy->admit(first, last, use);
+    admit(first, last, use);
   }
 }
 
@@ -123,14 +135,15 @@ void BlockIndex::touch(std::span<const EntryId> entries, size_t hits) {
   };
   for (size_t i = entries.size(); i > 0;) {
     const EntryId last = entries[--i];
-    if (!evictable(last)) continue;
     const Use use{.hit = i < hits};
+    if (!evictable(last) || (is_spare(last) && !use.hit)) continue;
     EntryId first = last;
-    while (i > 0 && i != hits && table_[first].newer == entries[i - 1] && evictable(entries[i - 1])) {
+    while (i > 0 && i != hits && table_[first].newer == entries[i - 1] && evictable(entries[i - 1]) &&
+           is_spare(entries[i - 1]) == is_spare(last)) {
       first = entries[--i];
     }
     table_.unlink(first, last);
-    class_of(table_[last]).policy->admit(first, last, use);
+    admit(first, last, use);
   }
 }
 

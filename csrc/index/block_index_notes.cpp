@@ -1,5 +1,5 @@
 // What BlockIndex notes of some blocks beside their entries: who fills a pending one, when a ready one
-// expires, and what follows from it for whoever asks.
+// expires, which are spare, and what follows from it for whoever asks.
 #include <string>
 
 #include "base/error.h"
@@ -66,6 +66,15 @@ void BlockIndex::copy_expiries(std::span<const EntryId> entries, uint64_t* out) 
     }
     const bool in_use = table_[entries[i]].state() != EntryState::kFree;
     out[i] = in_use && expiries_ ? (*expiries_)[entries[i]] : 0;
+  }
+}
+
+void BlockIndex::copy_spare(std::span<const EntryId> entries, uint8_t* out) const {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_known(entries[i])) {
+      throw ContractError("spare: entry " + std::to_string(entries[i]) + " was never in use");
+    }
+    out[i] = table_[entries[i]].state() != EntryState::kFree && is_spare(entries[i]);
   }
 }
 

@@ -65,13 +65,15 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
 std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
   SizeClass& owner = class_at(group);
   std::vector<EntryId> taken;
+  size_t spares = owner.spares;
   while (taken.size() < count) {
-    const EntryId victim = owner.policy->take_victim();
+    const EntryId victim = take_victim(owner, spares);
     if (victim == kNoEntry) break;
     table_.link_after(owner.leased, victim, victim);
     if (table_[victim].pins() > 0) continue;
     ++table_[victim].meta;
     taken.push_back(victim);
+    spares -= is_spare(victim);
   }
   return taken;
 }

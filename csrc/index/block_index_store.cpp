@@ -43,13 +43,14 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
 }
 
 Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler,
-                            uint32_t leases) {
+                            uint32_t leases, bool spare) {
   SizeClass& owner = class_at(group);
   check_leases("insert", leases);
   if (filler < 0) {
     throw ContractError("insert: filler " + std::to_string(filler) + "; allowed are 0 (none) and more");
   }
   if (filler != 0 && !fillers_) fillers_ = std::make_unique<HugeArray<int64_t>>(table_.size());
+  if (spare && !spare_) spare_ = std::make_unique<HugeArray<uint8_t>>(table_.size());
   Inserted result;
   gone_groups_.clear();
   const size_t most = std::min(keys.size(), max_new);
@@ -78,7 +79,10 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
         map_.find_or_place(hash, [&](EntryId id) { return is_block(id, group, keys[i]); }, place);
     if (found != kNoEntry) {
       ++result.known;
-      if (table_[found].state() == EntryState::kReady) known.push_back(found);
+      if (!spare) {
+        if (table_[found].state() == EntryState::kReady) known.push_back(found);
+        end_spare(found);
+      }
       // Known ones come in a row: the next but some are likely known too.
       const size_t next = i + kProbeBatch;
       if (next >= hashed) continue;
@@ -102,6 +106,10 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
     if (noted) clear_notes(id, filler);
+    if (spare) {
+      (*spare_)[id] = 1;
+      ++owner.spares;
+    }
     if (policy_follows_) missed.push_back(hash);
     table_[at].older = id;
     table_[after].newer = id;

@@ -306,6 +306,7 @@ class CacheManager(ABC):
         blocks: BlockIds,
         first_block: int,
         tokens: int | None = None,
+        spare: bool = False,
     ) -> StorePlan:
         """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
 
@@ -314,6 +315,8 @@ class CacheManager(ABC):
 
         Args:
             tokens: valid tokens in each of the blocks; None for whole blocks.
+            spare: of use only to requests that part from this one here. Such blocks have a share of host memory, and
+                leave it first where they are more, until a request hits them or one offers them without it.
 
         Raises:
             ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.

@@ -293,6 +293,7 @@ class LocalCacheManager(CacheManager):
         blocks: BlockIds,
         first_block: int,
         tokens: int | None = None,
+        spare: bool = False,
     ) -> StorePlan:
         self._check_group(group)
         sources = as_block_ids(blocks, f"begin_store of request {request_id!r}")
@@ -310,7 +311,7 @@ class LocalCacheManager(CacheManager):
         if self._promises.disabled:
             return StorePlan(None, np.empty(0, np.int32), 0, 0)
         with self._broken_plans:
-            offer = StoreOffer(request_id, group, keys, sources, first_block, valid)
+            offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare)
             plan = self._store_route().begin(offer, room, self._epoch)
             self.counts.busy_pages += plan.dropped
             return plan

@@ -61,6 +61,7 @@ class StoreOffer:
     Attributes:
         keys, blocks: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i` of the request.
         tokens: valid tokens in each of the blocks.
+        spare: as of `CacheManager.begin_store`.
         chosen: of a part of an offer, the position there of each key, int32 ascending; block i is number
             `first_block + chosen[i]` then.
     """
@@ -71,6 +72,7 @@ class StoreOffer:
     blocks: BlockIds
     first_block: int
     tokens: int
+    spare: bool = False
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
@@ -82,6 +84,7 @@ class StoreOffer:
             self.blocks[positions],
             self.first_block,
             self.tokens,
+            self.spare,
             positions.astype(np.int32),
         )
 

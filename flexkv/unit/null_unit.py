@@ -58,6 +58,7 @@ class NullManager(CacheManager):
         blocks: BlockIds,
         first_block: int,
         tokens: int | None = None,
+        spare: bool = False,
     ) -> StorePlan:
         return StorePlan(None, np.empty(0, np.int32), 0, 0)
 

@@ -68,7 +68,7 @@ void take_random_steps(const PolicyKind& policy) {
       }
       case 2:
       case 3: {
-        auto done = index.insert(group, range, random() % 60);
+        auto done = index.insert(group, range, random() % 60, 0, 0, random() % 4 == 0);
         CHECK(done.known + done.dropped + done.entries.size() == range.size());
         if (!done.entries.empty()) writes.push_back(done.entries);
         break;

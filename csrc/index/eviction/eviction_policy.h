@@ -1,7 +1,7 @@
 // Which block goes when a slot is needed: the contract between the block index and its policies, one file a
 // policy in this folder. One policy object serves one size class of one tier: a group, or groups that share
 // slots. Lookups never call it: it hears of a block when the block's last lease ends, and when its slot is
-// needed.
+// needed. It does not hear of a spare block before that is hit or offered as no spare one.
 //
 // To add a policy: docs/contributing/add-an-eviction-policy.md.
 #pragma once

@@ -53,6 +53,16 @@ class Boundaries:
         if after < of_prompt <= end:
             yield of_prompt
 
+    def is_spare(self, boundary: int, prompt_tokens: int) -> bool:
+        """Whether pages that end there serve only requests that part from this one: neither the same prompt nor the
+        next turn ends a hit there, and the prompt's end needs none of the pages."""
+        of_prompt = self.last_before(prompt_tokens - 1)
+        if boundary >= of_prompt:
+            return boundary > of_prompt
+        return all(
+            pages_at(group, boundary)[1] <= pages_at(group, of_prompt)[0] for group in self.groups.values()
+        )
+
     def last_before(self, tokens: int) -> int:
         """The longest hit of at most so many tokens."""
         return max(0, tokens) // self._alignment * self._alignment

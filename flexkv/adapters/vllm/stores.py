@@ -285,10 +285,16 @@ class EagerStores(RequestStores):
         blocks = state.get_block_ids(tracker.request_id) if boundaries and state is not None else None
         if blocks is None:
             return []
-        return [graph for boundary in boundaries for graph in self._plan_pages_at(tracker, boundary, blocks)]
+        return [
+            graph
+            for boundary in boundaries
+            for graph in self._plan_pages_at(
+                tracker, boundary, blocks, spare=self._boundaries.is_spare(boundary, prompt)
+            )
+        ]
 
     def _plan_pages_at(
-        self, tracker: RequestTracker, boundary: int, blocks: BlocksByGroup
+        self, tracker: RequestTracker, boundary: int, blocks: BlocksByGroup, spare: bool = False
     ) -> list[TransferGraph]:
         """Stores of all windows and chunks that a hit of `boundary` tokens needs; of none where the engine has given a
         page away."""
@@ -312,7 +318,7 @@ class EagerStores(RequestStores):
         for at, (first, ids) in pages.items():
             keys = tracker.tables[at].keys.keys()[first : first + len(ids)]
             plan = self._manager.begin_store(
-                tracker.request_id, at, keys, np.array(ids, dtype=np.int32), first
+                tracker.request_id, at, keys, np.array(ids, dtype=np.int32), first, spare=spare
             )
             self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             graphs.append(self._planned(tracker, at, plan, first))

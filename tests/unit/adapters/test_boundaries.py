@@ -59,6 +59,17 @@ def test_checkpoints_are_windows_apart_and_aligned() -> None:
     assert boundaries().groups == {}
 
 
+def test_only_what_nobody_but_a_sibling_hits_is_spare() -> None:
+    some = boundaries(window(4), checkpoint=64)
+    prompt = 210
+    found = {b: some.is_spare(b, prompt) for b in some.between(0, 400, prompt)}
+    # The window of the prompt's end, at 208, begins at 144: the checkpoint at 192 shares pages with it.
+    assert found == {64: True, 128: True, 192: False, 208: False, 256: True, 320: True, 384: True}
+    with_chunks = boundaries(window(4), chunk(128), checkpoint=64)
+    assert not with_chunks.is_spare(192, 200)
+    assert with_chunks.is_spare(64, 200)
+
+
 @pytest.mark.parametrize(
     ("group", "boundary", "pages"),
     [

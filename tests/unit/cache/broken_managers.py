@@ -55,8 +55,8 @@ def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
 
 
 class PublishesBeforeCompletion(LocalCacheManager):
-    def begin_store(self, *args: Any) -> Any:
-        plan = super().begin_store(*args)
+    def begin_store(self, *args: Any, **kwargs: Any) -> Any:
+        plan = super().begin_store(*args, **kwargs)
         if plan.graph:
             op = self._ops.get(plan.graph.ops[0].op_id)
             self.hub.index.finish(op.entries, np.ones(len(op.entries), np.uint8))
@@ -217,8 +217,8 @@ class ForgetsNothing(LocalCacheManager):
 class StoresInLostOrder(LocalCacheManager):
     """Gives the slots of a store in the wrong order: every page lands under its neighbour's key."""
 
-    def begin_store(self, *args: Any) -> Any:
-        plan = super().begin_store(*args)
+    def begin_store(self, *args: Any, **kwargs: Any) -> Any:
+        plan = super().begin_store(*args, **kwargs)
         if plan.graph:
             slots = plan.graph.ops[0].slots
             slots[:] = slots[::-1].copy()

@@ -47,8 +47,8 @@ class PromisesWhatStoresFill(LocalCacheManager):
         super().__init__(*args, **kwargs)
         index = self.hub.index
 
-        def insert(group: int, keys: Any, most: int, filler: int = 1 << 40, leases: int = 0) -> Any:
-            return index.insert(group, keys, most, filler, leases)
+        def insert(group: int, keys: Any, most: int, filler: int = 1 << 40, **more: Any) -> Any:
+            return index.insert(group, keys, most, filler, **more)
 
         self.hub.index = IndexProxy(index, insert=insert)  # type: ignore[assignment]
 

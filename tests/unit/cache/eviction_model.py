@@ -13,6 +13,7 @@ class Block:
     Attributes:
         order: of its last use among all uses; 0 before the first.
         used_at: blocks used, stored or hit until then.
+        put_back: of a spare block, when its last lease ended.
     """
 
     pins: int
@@ -20,6 +21,8 @@ class Block:
     order: int = 0
     used_at: int = 0
     hit: bool = False
+    spare: bool = False
+    put_back: int = 0
 
 
 def oldest(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
@@ -36,6 +39,9 @@ def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> b
 
     return min(blocks, key=rank)[0]
 
+
+SPARE_SHARE = 16
+"""One slot in so many is left to spare blocks."""
 
 Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
 
@@ -63,11 +69,20 @@ class ModelIndex:
     def ready(self, key: bytes) -> bool:
         return key in self.blocks and self.blocks[key].ready
 
+    def spare(self, keys: Sequence[bytes]) -> list[int]:
+        """Of each key that is there, whether it is a spare block."""
+        return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
+
     def _use(self, keys: Sequence[bytes], hits: int) -> None:
         """The first of the keys was used last."""
         for number in reversed(range(len(keys))):
             block = self.blocks[keys[number]]
             hit = number < hits
+            if block.spare and not hit:
+                self._uses += 1
+                block.put_back = self._uses
+                continue
+            block.spare = False
             self._used += hit or block.order == 0
             self._uses += 1
             block.order, block.used_at, block.hit = self._uses, self._used, block.hit or hit
@@ -84,7 +99,9 @@ class ModelIndex:
 
     def touch(self, keys: Sequence[bytes], hits: int = 0) -> None:
         marked = [
-            (key, n < hits) for n, key in enumerate(keys) if self.ready(key) and not self.blocks[key].pins
+            (key, n < hits)
+            for n, key in enumerate(keys)
+            if self.ready(key) and not self.blocks[key].pins and (n < hits or not self.blocks[key].spare)
         ]
         self._use([key for key, _ in marked], sum(hit for _, hit in marked))
 
@@ -92,8 +109,15 @@ class ModelIndex:
         """In the order in which they go; they stay."""
         left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
         chosen: list[bytes] = []
+        spares = sum(block.spare for block in self.blocks.values())
         while left and len(chosen) < count:
-            key = self._choice(left, self.slots)
+            spare = [(key, block.put_back) for key, block in left if block.spare]
+            others = [(key, block) for key, block in left if not block.spare]
+            if spare and (not others or spares > self.slots // SPARE_SHARE):
+                key = min(spare, key=lambda item: item[1])[0]
+                spares -= 1
+            else:
+                key = self._choice(others, self.slots)
             chosen.append(key)
             left = [item for item in left if item[0] != key]
         return chosen
@@ -104,7 +128,9 @@ class ModelIndex:
             del self.blocks[key]
         return chosen
 
-    def insert(self, keys: Sequence[bytes], most: int) -> tuple[list[bytes], list[bytes]]:
+    def insert(
+        self, keys: Sequence[bytes], most: int, spare: bool = False
+    ) -> tuple[list[bytes], list[bytes]]:
         """Returns the new keys and the evicted ones."""
         evicted: list[bytes] = []
         wanted = min(most, sum(key not in self.blocks for key in keys))
@@ -116,9 +142,13 @@ class ModelIndex:
         new: list[bytes] = []
         for key in keys:
             if key not in self.blocks and len(new) < most and self.free:
-                self.blocks[key] = Block(pins=1)
+                self.blocks[key] = Block(pins=1, spare=spare)
                 new.append(key)
-        self.touch(known)
+        if not spare:
+            for key in keys:
+                if key in self.blocks:
+                    self.blocks[key].spare = False
+            self.touch(known)
         return new, evicted
 
     def finish(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:

@@ -35,7 +35,14 @@ class Pair:
 
     Args:
         groups: that share the slots.
+
+    Attributes:
+        spares: share of offers that are of spare blocks.
+        tells: whether the index is told of that.
     """
+
+    spares = 0.3
+    tells = True
 
     def __init__(self, policy: str, modelled: str, seed: int, groups: int = 1) -> None:
         self.random = random.Random(seed)
@@ -102,10 +109,17 @@ class Pair:
     def write(self) -> None:
         offered = self.some(10)
         most = self.random.choice((len(offered), 3))
-        _, entries, _, evicted, _, _ = self.index.insert(self.group_of(offered), rows(offered), most)
-        new, gone = self.model.insert(offered, most)
+        spare = self.random.random() < self.spares
+        told = spare if self.tells else False
+        _, entries, _, evicted, _, _ = self.index.insert(
+            self.group_of(offered), rows(offered), most, spare=told
+        )
+        new, gone = self.model.insert(offered, most, spare)
         self.gone(evicted, gone, "an insert evicted something else")
         self.same(self.index.keys_of(entries), new, "an insert took something else")
+        known = self.entries(offered)
+        if self.tells and self.index.spare(known[known != NO_ENTRY]).tolist() != self.model.spare(offered):
+            raise Diverged("other blocks are spare")
         self.evicted += len(gone)
         if new:
             self.writes.append(new)
@@ -214,6 +228,28 @@ class GroupMistold(Pair):
 def test_slots_apart_or_a_group_mistold_do_not_pass(policy: str, pair_class: type[Pair]) -> None:
     with pytest.raises(Diverged):
         run(policy, policy, 0, groups=3, pair_class=pair_class)
+
+
+class SparesUntold(Pair):
+    """The index takes spare blocks for any others."""
+
+    tells = False
+
+
+class HitsUntold(Pair):
+    """The index does not hear of hits, so spare blocks stay spare."""
+
+    def step(self) -> None:
+        super().step()
+        wanted = self.some(4)
+        self.index.touch(self.entries(wanted), 0)
+        self.model.touch(wanted, len(wanted))
+
+
+@pytest.mark.parametrize("pair_class", [SparesUntold, HitsUntold])
+def test_spare_blocks_that_nobody_tells_of_do_not_pass(pair_class: type[Pair]) -> None:
+    with pytest.raises(Diverged):
+        run("lru", "lru", 0, pair_class=pair_class)
 
 
 @pytest.mark.parametrize(("policy", "modelled"), [POLICIES, POLICIES[::-1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -391,7 +392,7 @@ def test_a_lease_that_another_has_ended_is_named_and_the_others_end() -> None:
     ("fillers", "match"),
     [({"filler": -1}, "filler -1; allowed are 0"), ({"leases": 2**24}, "16777216 leases; allowed are 0 to")],
 )
-def test_a_filler_or_leases_that_cannot_be_are_refused(fillers: dict[str, int], match: str) -> None:
+def test_a_filler_or_leases_that_cannot_be_are_refused(fillers: dict[str, Any], match: str) -> None:
     index = index_of()
     with pytest.raises(ContractError, match=match):
         index.insert(0, keys(2), 2, **fillers)

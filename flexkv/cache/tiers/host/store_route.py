@@ -30,7 +30,9 @@ class HostStores(StoreRoute):
     def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
         group, blocks = offer.group, offer.blocks
         without_slot = self._take_over(offer, room) if self._ops.any_of(OpRole.FETCH) else 0
-        positions, entries, slots, evicted, known, dropped = self._hub.index.insert(group, offer.keys, room)
+        positions, entries, slots, evicted, known, dropped = self._hub.index.insert(
+            group, offer.keys, room, spare=offer.spare
+        )
         if len(evicted):
             self._hub.gone(group, evicted)
         stored = offer.positions(positions)
