@@ -110,7 +110,8 @@ def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
     steps, ends_at = 0, time.monotonic() + deadline_s
     while scheduler.has_requests():
         if time.monotonic() > ends_at:
-            return {"drained": False, "steps": steps}
+            left = [f"{name} {request.status.name}" for name, request in scheduler.requests.items()]
+            return {"drained": False, "steps": steps, "left": left}
         llm.llm_engine.step()
         steps += 1
         time.sleep(0.001)

@@ -134,7 +134,8 @@ class EngineSession:
 
     def settle(self) -> None:
         """Lets the engine finish what outlives its requests; nothing may stay behind."""
-        assert self.call("drain")["drained"], "the scheduler still has work long after the last request"
+        done = self.call("drain")
+        assert done["drained"], f"the scheduler still has work long after the last request: {done}"
 
     def forget(self, seed: int = 1) -> None:
         """Drops the engine's own prefix cache, spoils every free block, and deals the block ids anew."""
