@@ -112,7 +112,7 @@ def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
 
 
 def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
-    """Each rank that has a stripe of its own; one where all hold the same bytes.
+    """Each rank that has a stripe of its own: of those that hold the same bytes the first.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -132,16 +132,24 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
     counts = {rank.num_blocks for rank in facts}
     if len(counts) != 1:
         raise GeometryError(f"the ranks' pools have {', '.join(map(str, sorted(counts)))} blocks")
+    replicas = facts[0].replicas
+    if replicas < 1 or len(facts) % replicas:
+        raise GeometryError(
+            f"{replicas} of {len(facts)} ranks hold the same bytes; allowed is what divides the ranks"
+        )
     # What one rank has stored in a shared stripe another loads: also where in it each run lies must be the same.
-    if any(_shared(rank) != _shared(facts[0]) for rank in facts):
+    firsts = [facts[number - number % replicas] for number in range(len(facts))]
+    if any(
+        rank.replicas != replicas or _bytes_of(rank) != _bytes_of(first)
+        for rank, first in zip(facts, firsts, strict=True)
+    ):
         raise GeometryError(f"the ranks do not agree on whether they hold the same bytes: {facts}")
-    return tuple(facts[:1] if facts[0].replicated else facts)
+    return tuple(facts[::replicas])
 
 
-def _shared(rank: RankFacts) -> list[tuple[int, str, bytes]]:
-    """What is the same of ranks that share stripes; nothing of a rank with stripes of its own."""
-    groups = rank.groups if rank.replicated else ()
-    return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in groups]
+def _bytes_of(rank: RankFacts) -> list[tuple[int, str, bytes]]:
+    """What is the same of ranks that share stripes."""
+    return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in rank.groups]
 
 
 def _log_capacity(

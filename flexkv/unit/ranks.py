@@ -107,7 +107,8 @@ class RankFacts:
         pid: process of the worker; the scheduler's own process means that both share memory anyway.
         num_blocks: blocks of the engine's pool on this rank, which all groups share.
         groups: in the order of the unit's.
-        replicated: every rank holds the same bytes (MLA: one latent for all heads), so one stripe serves all.
+        replicas: so many ranks in a row, from the first on, hold the same bytes, and one stripe serves them: all ranks
+            with MLA (one latent for all heads), some where there are more ranks than KV heads.
         gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
         pool_id: of the pool that the worker has now.
     """
@@ -116,7 +117,7 @@ class RankFacts:
     pid: int
     num_blocks: int
     groups: tuple[GroupFacts, ...]
-    replicated: bool = False
+    replicas: int = 1
     gpudirect: bool = False
     pool_id: PoolId = NO_POOL
 

@@ -49,7 +49,7 @@ class SlotGeometry:
     ) -> SlotGeometry:
         """
         Args:
-            stripes: of each rank that has one of its own; of one where all `ranks` hold the same bytes.
+            stripes: of the first of those `ranks` in a row that hold the same bytes, as many everywhere.
             verify: pages have digests.
             images: what each tier that stores anything beside the stripes stores, by group.
 
@@ -62,7 +62,7 @@ class SlotGeometry:
             _places([rank.groups[group] for rank in stripes], verify, images[0][group] if images else None)
             for group in range(len(stripes[0].groups))
         ]
-        shares = range(ranks) if len(stripes) == ranks else [0] * ranks
+        shares = [rank * len(stripes) // ranks for rank in range(ranks)]
         return cls(
             max(size for size, _ in groups), tuple(tuple(places[s] for _, places in groups) for s in shares)
         )

@@ -9,6 +9,7 @@ from typing import Any
 from demo.model import PRESETS, WEIGHT_STD, write_tokenizer
 
 LAYERS, SHARED_LAYERS = 5, 2
+LLAMA_LAYERS = 2
 KV_HEADS, HEAD = 2, 32
 SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
@@ -113,6 +114,16 @@ def write_llama_4(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     return _write(Llama4ForCausalLM, config, folder)
+
+
+def write_llama_with_one_kv_head(folder: Path) -> Path:
+    """A Llama whose queries share one head of K and V."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **COMMON, num_hidden_layers=LLAMA_LAYERS, num_key_value_heads=1, tie_word_embeddings=False
+    )
+    return _write(LlamaForCausalLM, config, folder)
 
 
 def write_hrm_text(folder: Path) -> Path:

@@ -56,7 +56,7 @@ class RankWorker:
         self._owners: Sequence[OnDevice] = ()
         self._num_blocks = 0
         self._groups: tuple[GroupFacts, ...] = ()
-        self._replicated = False
+        self._replicas = 1
         self._pool: Any = None
         self._places: tuple[RankPlace, ...] = ()
         self._views_attached = False
@@ -72,7 +72,7 @@ class RankWorker:
         groups: Sequence[GroupFacts],
         owners: Sequence[OnDevice],
         num_blocks: int,
-        replicated: bool,
+        replicas: int,
     ) -> None:
         """The engine's pool is known. Where a unit was made for another one, this rank serves that no more: it refuses
         every order, so that no block number of the one pool is ever taken for one of the other.
@@ -80,7 +80,7 @@ class RankWorker:
         Args:
             views: of each KV group, and `groups` what the unit is told of it.
             owners: the tensors that the views lie in; kept as long as anything may touch them.
-            replicated: all ranks hold the same bytes; only rank 0's are stored then.
+            replicas: so many ranks in a row hold the same bytes; only those of the first of them are stored.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
@@ -88,16 +88,16 @@ class RankWorker:
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
         self.pool_id = PoolId(random_id())
         self.views, self._groups = tuple(views), tuple(groups)
-        self._owners, self._num_blocks, self._replicated = owners, num_blocks, replicated
+        self._owners, self._num_blocks, self._replicas = owners, num_blocks, replicas
         self._ops.stripe_bytes = tuple(view.stripe_bytes for view in views)
-        self._ops.stores = self.rank == 0 or not replicated
+        self._ops.stores = self.rank % replicas == 0
 
     def facts(self) -> RankFacts | None:
         """What the scheduler needs to size the host pool; None before `take_pool`."""
         if not self.views:
             return None
         here = RankFacts.here(self.rank, self._num_blocks, *self._groups)
-        return replace(here, replicated=self._replicated, pool_id=self.pool_id)
+        return replace(here, replicas=self._replicas, pool_id=self.pool_id)
 
     def attach(
         self, unit: UnitId, pool: HostPool, places: tuple[RankPlace, ...], slabs: SlabMap | None = None
@@ -122,7 +122,7 @@ class RankWorker:
         mover = self.make_mover()
         gds_lane = None
         if slabs is not None:
-            stripe = 0 if self._replicated else self.rank
+            stripe = self.rank // self._replicas
             gds_lane, refusal = open_gds_lane(self._config, slabs, stripe, self.views, self._owners)
             self._ops.gds_refusal = refusal
         engine = open_lanes(

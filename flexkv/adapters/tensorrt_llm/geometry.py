@@ -23,7 +23,7 @@ class PoolGeometry:
 
     Attributes:
         view: `KvView` of the blocks.
-        replicated: all ranks hold the same bytes (MLA).
+        replicas: ranks in a row that hold the same bytes: all with MLA.
         owner: the tensor that the pool lies in.
         heads: of K and V on this rank; 0 where nothing says it.
     """
@@ -32,7 +32,7 @@ class PoolGeometry:
     format_id: FormatId
     block_tokens: int
     num_blocks: int
-    replicated: bool
+    replicas: int
     owner: Any
     heads: int = 0
 
@@ -50,7 +50,8 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
     num_blocks, layers, kv_factor, elements = (int(size) for size in pool.shape)
     latent = kv_factor == 1
     model = arguments.model_of(layers, latent)
-    ranks = 1 if latent else arguments.ranks
+    replicas = arguments.ranks if latent else 1
+    ranks = arguments.ranks // replicas
     handler = TrtllmHandler.from_pool(pool, model, ranks)
     tokens = handler.format_id(0).interior_tokens
     if not tokens:
@@ -72,7 +73,7 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
         FormatId.of_view(view, interior, tokens, ranks),
         tokens,
         num_blocks,
-        latent,
+        replicas,
         pool,
         _heads(arguments),
     )
@@ -104,12 +105,12 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
     arguments.model_of(layers, latent if plain else bool(arguments.latent))
     tokens = int(layout.tokens_per_block)
     ranks = arguments.ranks
-    replicated = latent and ranks > 1
+    replicas = ranks if latent else 1
     handler = TrtllmHandler.from_regions(
         [_region(region, plain) for region in regions],
         tokens,
         (Interior.LATENT if latent else Interior.KV_SPLIT_HND) if plain else Interior.OPAQUE,
-        1 if latent else ranks,
+        ranks // replicas,
         "" if plain else OWNER,
     )
     owner = regions[0].as_tensor()
@@ -118,7 +119,7 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
         handler.format_id(0),
         tokens,
         int(regions[0].num_slots),
-        replicated,
+        replicas,
         owner,
         _heads(arguments),
     )

@@ -95,7 +95,7 @@ class WorkerSide(RankWorker):
             [GroupFacts.of_view(pool.view, str(pool.format_id), pool.heads, dtype_name(pool.owner))],
             (pool.owner,),
             pool.num_blocks,
-            pool.replicated,
+            pool.replicas,
         )
 
     # --- one iteration, in the order in which the engine calls ---

@@ -26,7 +26,7 @@ from flexkv.adapters.vllm.engine_checks import (
     warn_of_sudden_end,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
-from flexkv.adapters.vllm.geometry import required_layout
+from flexkv.adapters.vllm.geometry import head_replicas, required_layout
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
@@ -92,7 +92,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
         if role is KVConnectorRole.WORKER:
-            self.worker = self.worker_class(settings, parallel.rank % ranks, ranks)
+            self.worker = self.worker_class(
+                settings, parallel.rank % ranks, ranks, head_replicas(vllm_config)
+            )
             self._own_pools = OwnPools()
             self._registration = register_only(vllm_config, role, type(self).__name__)
             local_engines.announce(self.worker, vllm_config.cache_config)

@@ -3,6 +3,7 @@ connector class that is not given vLLM's own."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDER = "BLHNC"
+KV_HEADS = re.compile("(key_value|kv).*head|head.*kv|query_group|multi_query")
+"""Of a model's configuration the names that count KV heads."""
+
+HEAD_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of layers whose blocks are KV heads and nothing else."""
+
 VECTOR_ISA = "vec"
 """vLLM's name of its attention kernel for AVX-512 and AVX2."""
 
@@ -44,12 +53,34 @@ def required_layout(config: VllmConfig) -> str | None:
     return None if current_platform.is_cpu() else BLOCK_FIRST_ORDER
 
 
-def is_replicated(config: KVCacheConfig) -> bool:
-    """Whether tensor-parallel ranks hold copies of the same KV: MLA's latent belongs to no head, so no rank has a part
-    of its own. (Context parallelism, which would split it by tokens, is refused.) One layer that is split by heads
-    makes the ranks' blocks differ."""
+def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
+    """How many tensor-parallel ranks in a row hold copies of the same KV. (Context parallelism, which would split it by
+    tokens, is refused.)
+
+    MLA's latent belongs to no head, so no rank has a part of its own; one layer that is split by heads makes the ranks'
+    blocks differ.
+
+    Args:
+        of_heads: ranks that the model gives the same KV head, see `head_replicas`.
+    """
     specs = [spec for group in config.kv_cache_groups for spec in layer_specs(group)]
-    return all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        return ranks
+    by_heads = all(type(spec) in HEAD_SPECS and spec.num_kv_heads == 1 for spec in specs)
+    return of_heads if by_heads else 1
+
+
+def head_replicas(config: VllmConfig) -> int:
+    """How many ranks in a row vLLM gives the same KV head: more than one where there are more ranks than heads.
+
+    1 where layers may differ in that: a model whose configuration counts the KV heads of some layers apart, or one
+    with a draft model.
+    """
+    heads, ranks = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
+    counts = [name for name in config.model_config.hf_text_config.to_dict() if KV_HEADS.search(name)]
+    if config.speculative_config is not None or len(counts) != 1 or heads < 1 or ranks % heads:
+        return 1
+    return max(1, ranks // heads)
 
 
 def heads_of_rows(group: KVCacheGroupSpec) -> int:
@@ -73,7 +104,7 @@ class GroupView:
 
 
 def build_views(
-    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int
+    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int
 ) -> tuple[GroupView, ...]:
     """Of each KV group, in the order of `pool_geometry`.
 
@@ -81,7 +112,7 @@ def build_views(
         GeometryError: tensors and configuration disagree, or the pool is not plain memory.
     """
     cuda_device_of(list(caches.values()))  # refuses what no lane can reach
-    geometry, handler = pool_geometry(config), _handler(caches, config, ranks)
+    geometry, handler = pool_geometry(config), _handler(caches, config, stripes)
     if geometry.is_hybrid:
         _refuse_shared(caches, geometry)
     return tuple(
@@ -110,13 +141,13 @@ def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -
         )
 
 
-def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> dict[str, int]:
+def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, int]:
     """Of each attention layer its number in its group's view; a layer that shares another's KV has that one's.
 
     vLLM adds layers that share KV to a copy of its configuration after it has made the connector, so only their
     tensors show them.
     """
-    handler = _handler(caches, config, ranks)
+    handler = _handler(caches, config, 1)
     names = [name for group in pool_geometry(config).groups for name in group.layer_names]
     numbers = {name: handler.layer_number(name) for name in names}
     placed = {caches[name].data_ptr(): number for name, number in numbers.items()}
@@ -141,14 +172,14 @@ def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
     return Interior.K_TRANSPOSED if isa == VECTOR_ISA else Interior.OPAQUE
 
 
-def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, ranks: int) -> VllmHandler:
+def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int) -> VllmHandler:
     return VllmHandler(
         caches=caches,
         placements=config.kv_cache_tensors,
         groups=[_layers_of(config, group) for group in pool_geometry(config).groups],
         num_blocks=config.num_blocks,
         order=str(config.kv_cache_layout),
-        ranks=1 if is_replicated(config) else ranks,
+        ranks=stripes,
     )
 
 

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
-from flexkv.adapters.vllm.geometry import build_views, is_replicated, layer_numbers
+from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.config import FlexKVConfig
@@ -53,9 +53,14 @@ class WorkerSide(RankWorker):
         reports: to the unit that ordered the step under way; what the engine's hooks carry is taken from there.
     """
 
-    def __init__(self, config: FlexKVConfig, rank: int, ranks: int) -> None:
+    def __init__(self, config: FlexKVConfig, rank: int, ranks: int, head_replicas: int = 1) -> None:
+        """
+        Args:
+            head_replicas: ranks in a row that the model gives the same KV head.
+        """
         super().__init__(config, rank, _current_stream)
         self._ranks = ranks
+        self._head_replicas = head_replicas
         self.kv_config: KVCacheConfig | None = None
         self._layer_numbers: dict[str, int] = {}
         self.is_hybrid = False
@@ -80,17 +85,18 @@ class WorkerSide(RankWorker):
         Raises:
             GeometryError: the tensors are not what the configuration says.
         """
-        groups = build_views(caches, config, self._ranks)
+        same = replicas(config, self._ranks, self._head_replicas)
+        groups = build_views(caches, config, self._ranks // same)
         self.take_pool(
             [group.view for group in groups],
             [group.facts for group in groups],
             tuple(caches.values()),
             config.num_blocks,
-            is_replicated(config),
+            same,
         )
         self.kv_config = config
         self.is_hybrid = pool_geometry(config).is_hybrid
-        self._layer_numbers = layer_numbers(caches, config, self._ranks)
+        self._layer_numbers = layer_numbers(caches, config)
 
     def unregister_kv_caches(self) -> None:
         """The engine is about to take the KV memory away, as it sleeps. Idempotent.

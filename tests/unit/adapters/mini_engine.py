@@ -27,7 +27,7 @@ from flexkv.observe import Counters, merge_values
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.ranks import UnitOwner
-from tests.unit.adapters.mini_pools import Live, MiniPools, kv_config
+from tests.unit.adapters.mini_pools import HEADS, Live, MiniPools, kv_config
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 
 UNTIL_S = 60.0
@@ -38,6 +38,7 @@ class MiniEngine:
     """`ranks` workers; `remote` keeps the sides apart as different processes would be.
 
     Args:
+        head_replicas: ranks in a row that have the same KV head.
         early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
 
     Attributes:
@@ -55,6 +56,7 @@ class MiniEngine:
         with_events: bool = False,
         role: EngineRole = EngineRole(),  # noqa: B008 - frozen
         latent: bool = False,
+        head_replicas: int = 1,
         early_handshake: bool = True,
         prompt_limit: PromptLimit | None = None,
         **settings: Any,
@@ -62,10 +64,10 @@ class MiniEngine:
         config = load_config(
             {"host.bytes": "2MiB", "host.extent_bytes": "2MiB", "host.huge_pages": "off"} | settings, {}
         )
-        self.kv_config = kv_config(blocks, latent=latent)
+        self.kv_config = kv_config(blocks, latent=latent, heads=1 if head_replicas > 1 else HEADS)
         self.pool: BlockPool = make_pool(blocks)
-        self.pools = MiniPools(self.kv_config, ranks, latent)
-        self.workers = [worker_class(config, rank, ranks) for rank in range(ranks)]
+        self.pools = MiniPools(self.kv_config, ranks, ranks if latent else head_replicas)
+        self.workers = [worker_class(config, rank, ranks, head_replicas) for rank in range(ranks)]
         for worker, caches in zip(self.workers, self.pools.caches, strict=True):
             worker.register_kv_caches(caches, self.kv_config)
             if not remote:

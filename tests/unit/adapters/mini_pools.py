@@ -68,15 +68,15 @@ Part = tuple[Live, int, int]
 
 
 class MiniPools:
-    """The pools of all ranks: `caches[rank]` by layer name. With `latent` every rank has the same numbers."""
+    """The pools of all ranks: `caches[rank]` by layer name. So many ranks in a row have the same numbers."""
 
-    def __init__(self, config: KVCacheConfig, ranks: int, latent: bool) -> None:
-        self.latent = latent
+    def __init__(self, config: KVCacheConfig, ranks: int, replicas: int) -> None:
+        self.replicas = replicas
         self.caches = [make_caches(config) for _ in range(ranks)]
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
         """KV depends on everything before."""
-        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{0 if self.latent else rank}/{layer}"
+        prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank // self.replicas}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
     def spoil(self) -> None:

@@ -15,9 +15,10 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from flexkv.adapters.vllm.geometry import (
     build_views,
     config_of_tensors,
+    head_replicas,
     heads_of_rows,
-    is_replicated,
     layer_numbers,
+    replicas,
     required_layout,
 )
 from flexkv.adapters.vllm.pool_geometry import check_group, one_group_geometry, pool_geometry
@@ -169,9 +170,52 @@ def of_specs(*layers: Any) -> Any:
 
 def test_ranks_hold_copies_only_where_no_layer_is_split_by_heads() -> None:
     attention, latent = FULL, LATENT
-    assert is_replicated(of_specs(latent, replace(latent, head_size=8)))
-    assert not is_replicated(of_specs(latent, attention))
-    assert not is_replicated(of_specs(attention, latent))
+    assert replicas(of_specs(latent, replace(latent, head_size=8)), 4) == 4
+    assert replicas(of_specs(latent, attention), 4) == 1
+    assert replicas(of_specs(attention, latent), 4) == 1
+
+
+def test_ranks_share_a_kv_head_where_every_layer_has_one_a_rank() -> None:
+    one_head = replace(FULL, num_kv_heads=1)
+    window = specs.SlidingWindowSpec(
+        block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=8
+    )
+    assert replicas(of_specs(one_head, one_head), 8, of_heads=4) == 4
+    assert replicas(of_specs(one_head), 8, of_heads=1) == 1
+    assert replicas(of_specs(one_head, replace(FULL, num_kv_heads=2)), 8, of_heads=4) == 1
+    assert replicas(of_specs(one_head, LATENT), 8, of_heads=4) == 1
+    both = of_specs(one_head)
+    both.kv_cache_groups.append(specs.KVCacheGroupSpec(["layer.9"], window))
+    assert replicas(both, 8, of_heads=4) == 4
+
+
+def engine_of(heads: int, ranks: int, draft: object = None, **counts: object) -> Any:
+    """A vLLM configuration as far as it says how heads are dealt to ranks."""
+    named = {"num_attention_heads": 32, "head_dim": 64, **(counts or {"num_key_value_heads": heads})}
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(to_dict=lambda: named)
+    )
+    parallel = SimpleNamespace(tensor_parallel_size=ranks)
+    return SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=draft)
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas"),
+    [
+        (engine_of(2, 8), 4),
+        (engine_of(1, 2), 2),
+        (engine_of(8, 8), 1),
+        (engine_of(16, 8), 1),
+        (engine_of(3, 8), 1),
+        (engine_of(2, 8, multi_query_group_num=2), 4),
+        (engine_of(2, 8, num_key_value_heads=2, num_global_key_value_heads=8), 1),
+        (engine_of(2, 8, num_key_value_heads=2, swa_num_key_value_heads=8), 1),
+        (engine_of(2, 8, layers="that say it otherwise"), 1),
+        (engine_of(2, 8, draft=object()), 1),
+    ],
+)
+def test_more_ranks_than_kv_heads(engine: Any, replicas: int) -> None:
+    assert head_replicas(engine) == replicas
 
 
 def test_layers_of_several_shapes_have_no_rows_in_common() -> None:
@@ -215,7 +259,7 @@ def test_a_layer_that_shares_anothers_kv_has_its_number() -> None:
     caches = make_caches(config)
     view = build_views(caches, config, 1)[0].view
     caches |= {"layer.2": caches["layer.0"], "layer.3": caches["layer.1"], "encoder": caches["layer.0"][1:]}
-    assert layer_numbers(caches, config, 1) == {"layer.0": 0, "layer.1": 1, "layer.2": 0, "layer.3": 1}
+    assert layer_numbers(caches, config) == {"layer.0": 0, "layer.1": 1, "layer.2": 0, "layer.3": 1}
     assert build_views(caches, config, 1)[0].view.segments.tolist() == view.segments.tolist()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexkv.adapters.vllm.geometry import build_views
+from flexkv.adapters.vllm.geometry import build_views, replicas
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId
@@ -26,7 +26,7 @@ D2H = 1
 def test_a_page_is_one_latent_a_layer_for_any_number_of_ranks() -> None:
     config = kv_config(9, latent=True)
     (one,) = build_views(make_caches(config), config, 1)
-    (four,) = build_views(make_caches(config), config, 4)
+    (four,) = build_views(make_caches(config), config, 4 // replicas(config, 4))
     assert one.facts.stripe_bytes == four.facts.stripe_bytes == LAYERS * BLOCK_TOKENS * CONTENT * 4
     assert one.facts.format_id == four.facts.format_id, "the same page whatever the ranks"
     assert FormatId.parse(one.facts.format_id).ranks == 1
@@ -77,4 +77,4 @@ def test_ranks_that_disagree_on_it_are_refused(make_engine: Make) -> None:
     side = SchedulerSide(engine.side._spec)
     side.bind_block_pool(engine.pool)
     with pytest.raises(GeometryError, match="same bytes"):
-        side.take_handshake(shaken | {1: replace(shaken[1], replicated=False)})
+        side.take_handshake(shaken | {1: replace(shaken[1], replicas=1)})

@@ -281,7 +281,7 @@ HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64
 
 def shared(rank: int = 0, **other: object) -> RankFacts:
     """Of a rank that holds the same bytes as all."""
-    said = facts(rank, replicated=True)
+    said = facts(rank, replicas=2)
     return replace(said, groups=(replace(said.groups[0], **other),))  # type: ignore[arg-type]
 
 
@@ -290,8 +290,10 @@ def shared(rank: int = 0, **other: object) -> RankFacts:
     [
         ({1: facts(1)}, r"ranks \[1\]; expected 0 to 0"),
         ({0: facts(), 1: replace(facts(1), num_blocks=9)}, "8, 9 blocks"),
-        ({0: facts(), 1: facts(1, replicated=True)}, "do not agree"),
+        ({0: facts(), 1: facts(1, replicas=2)}, "do not agree"),
         ({}, "no rank has said"),
+        ({0: facts(replicas=2)}, "2 of 1 ranks hold the same bytes; allowed is what divides"),
+        ({0: facts(replicas=0)}, "0 of 1 ranks"),
         ({0: shared(), 1: shared(1, stripe_bytes=2 * STRIPE)}, "do not agree"),
         ({0: shared(), 1: shared(1, format_id="another")}, "do not agree"),
         ({0: shared(), 1: shared(1, run_table=HALVES)}, "do not agree"),
@@ -300,6 +302,21 @@ def shared(rank: int = 0, **other: object) -> RankFacts:
 def test_ranks_that_do_not_agree_are_refused(ranks: dict[int, RankFacts], message: str) -> None:
     with pytest.raises(GeometryError, match=message):
         build_unit(load_config({"host.bytes": 1 << 20}, {}), [KvGroup(4)], ranks, OWNER)
+
+
+def test_ranks_in_a_row_share_a_stripe() -> None:
+    ranks = {rank: facts(rank, replicas=2) for rank in range(6)}
+    config = load_config({"host.bytes": 1 << 20, "host.huge_pages": "off"}, {})
+    unit = build_unit(config, [KvGroup(4)], ranks, OWNER)
+    try:
+        assert [places[0].stripe // STRIPE for places in unit.places] == [0, 0, 1, 1, 2, 2]
+    finally:
+        unit.close()
+    with pytest.raises(GeometryError, match="4 of 6 ranks"):
+        build_unit(config, [KvGroup(4)], {r: facts(r, replicas=4) for r in range(6)}, OWNER)
+    other = replace(ranks[3], groups=(replace(ranks[3].groups[0], run_table=HALVES),))
+    with pytest.raises(GeometryError, match="do not agree"):
+        build_unit(config, [KvGroup(4)], ranks | {3: other}, OWNER)
 
 
 def test_a_unit_without_groups_is_refused() -> None:
