@@ -119,9 +119,9 @@ class StoreConfig(Section):
     )
     checkpoint_tokens: OptionalCount = Field(
         None,
-        description="With several KV groups (sliding windows, chunks): a hit may end every so many tokens of a long "
-        "prompt, besides at its end, and windows are stored there. Fewer tokens cost more bytes and let prompts that "
-        "share a beginning hit more of it. Default: 8 windows, 4096 at least.",
+        description="With several KV groups (sliding windows, chunks, recurrent states): a hit may end every so many "
+        "tokens of a long prompt, besides at its end, and windows and states are stored there. Fewer tokens cost more "
+        "bytes and let prompts that share a beginning hit more of it. Default: 8 windows, 4096 at least.",
     )
     inflight_pages: Count = Field(
         65_536,

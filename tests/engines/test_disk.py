@@ -77,7 +77,7 @@ def wait_durable(session: EngineSession) -> None:
         assert time.monotonic() < ends_s, "written pages did not become durable"
         time.sleep(0.1)
         # The engine tells its metrics when it steps.
-        session.check_one(Prompt.of(5, 7, max_tokens=1))
+        session.ask(Prompt.of(5, 7, max_tokens=1))
         session.settle()
 
 

@@ -14,6 +14,7 @@ KV_HEADS, HEAD = 2, 32
 SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
 """Tokens that a sliding layer sees; shorter than the tests' prompts."""
+STATE_LAYERS, STATE_HEAD = 3, 128
 CHUNK = 256
 """Tokens of a chunk, within which a layer of chunked attention sees."""
 COMMON: dict[str, Any] = {
@@ -116,6 +117,28 @@ def write_llama_4(folder: Path) -> Path:
     return _write(Llama4ForCausalLM, config, folder)
 
 
+def write_lfm_2(folder: Path) -> Path:
+    """An LFM2: three layers of four are short convolutions, whose state are their last inputs. vLLM reads names of the
+    published models beside those of transformers."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        **COMMON,
+        conv_dim=COMMON["hidden_size"],
+        conv_dim_out=COMMON["hidden_size"],
+        block_dim=COMMON["hidden_size"],
+        block_ff_dim=COMMON["intermediate_size"],
+        block_multiple_of=COMMON["intermediate_size"],
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=STATE_LAYERS + 1,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_key_value_heads=KV_HEADS,
+        tie_word_embeddings=False,
+    )
+    return _write(Lfm2ForCausalLM, config, folder)
+
+
 def write_llama_with_one_kv_head(folder: Path) -> Path:
     """A Llama whose queries share one head of K and V."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -124,6 +147,30 @@ def write_llama_with_one_kv_head(folder: Path) -> Path:
         **COMMON, num_hidden_layers=LLAMA_LAYERS, num_key_value_heads=1, tie_word_embeddings=False
     )
     return _write(LlamaForCausalLM, config, folder)
+
+
+def write_qwen_3_next(folder: Path) -> Path:
+    """A Qwen3-Next: three layers of four keep a recurrent state instead of K and V. In bfloat16, and with heads of 128,
+    because vLLM's kernels for a CPU have no others."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **COMMON | {"dtype": "bfloat16", "head_dim": FULL_HEAD},
+        num_hidden_layers=STATE_LAYERS + 1,
+        num_key_value_heads=KV_HEADS,
+        linear_num_key_heads=KV_HEADS,
+        linear_num_value_heads=KV_HEADS,
+        linear_key_head_dim=STATE_HEAD,
+        linear_value_head_dim=STATE_HEAD,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        tie_word_embeddings=False,
+    )
+    return _write(Qwen3NextForCausalLM, config, folder)
 
 
 def write_hrm_text(folder: Path) -> Path:
@@ -138,7 +185,9 @@ def _write(kind: Any, config: Any, folder: Path) -> Path:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        # What has one dimension stays as the model makes it.
+        torch.manual_seed(0)
         model = kind(config)
         for weight in model.parameters():
             if weight.ndim >= 2:

@@ -1,12 +1,17 @@
-"""At which lengths a hybrid engine's requests can be resumed later, and which pages of windows and chunks that takes.
+"""At which lengths a hybrid engine's requests can be resumed later, and which pages of windows, chunks and recurrent
+states that takes.
 
 A page of such a group is of use near the end of a hit alone, so it is stored only where a hit may end: at the end of a
 prompt and of a request, and every `store.checkpoint_tokens` between.
+
+Where the model has recurrent states, it can be resumed only where a step of the engine has ended: state `p` of a
+request's table is that after exactly `p + 1` blocks of tokens, or none. In some modes vLLM writes states of other
+lengths into the table; there the boundaries are those alone that it hands over (`boundary_state_offloads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.cache.base import Rule
@@ -14,6 +19,11 @@ from flexkv.cache.base import Rule
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8
 """By default a window of so many is stored."""
+
+StateBlocks = Mapping[int, int]
+"""By the engine's number of a group of states, the block that holds the states at a boundary."""
+
+NO_STATES: StateBlocks = {}
 
 
 class Boundaries:
@@ -24,15 +34,18 @@ class Boundaries:
             of every group.
 
     Attributes:
-        groups: those of windows and chunks, by their place among all groups.
+        groups: those of windows, chunks and states, by their place among all groups.
+        has_states: boundaries are where the engine's steps end.
+        handed_over: and the engine says which of them, and where their states lie.
         checkpoint_tokens: a multiple of the engine's alignment.
     """
 
     def __init__(self, geometry: PoolGeometry, checkpoint_tokens: int | None) -> None:
         self._alignment = geometry.alignment_tokens
-        self.groups = {
-            at: group for at, group in enumerate(geometry.groups) if group.rule in (Rule.WINDOW, Rule.CHUNK)
-        }
+        self.groups = {at: group for at, group in enumerate(geometry.groups) if group.rule is not Rule.FULL}
+        self._states = {group.number for group in self.groups.values() if group.rule is Rule.STATE}
+        self.has_states = bool(self._states)
+        self.handed_over = any(group.states_handed_over for group in self.groups.values())
         if checkpoint_tokens is None:
             window = max((_reach_tokens(group) for group in self.groups.values()), default=0)
             checkpoint_tokens = max(LEAST_CHECKPOINT_TOKENS, CHECKPOINT_WINDOWS * window)
@@ -53,12 +66,40 @@ class Boundaries:
         if after < of_prompt <= end:
             yield of_prompt
 
+    def among(self, offers: Iterable[tuple[int, int, int]]) -> list[tuple[int, StateBlocks]]:
+        """The boundaries at which the engine hands over the states of every group, ascending, with their blocks.
+
+        Args:
+            offers: of one request: the engine's number of the group, the block, and the tokens that its states cover.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for number, block, tokens in offers:
+            if number in self._states and tokens % self._alignment == 0:
+                found.setdefault(tokens, {})[number] = block
+        return [(tokens, found[tokens]) for tokens in sorted(found) if found[tokens].keys() == self._states]
+
+    def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
+        """Whether states at a boundary are worth to be stored.
+
+        Within a prompt those of its last boundary are, those at the end of what it shares with others, and some as far
+        from each other as checkpoints are. Of what is generated, all: nobody knows yet which will be the last.
+
+        Args:
+            after: the last boundary whose states were stored.
+            shared_tokens: length that the engine has seen other prompts share with this one.
+        """
+        if boundary <= after:
+            return False
+        ends_a_hit = boundary >= self.last_before(prompt_tokens - 1) or boundary == shared_tokens
+        return ends_a_hit or boundary >= after + self.checkpoint_tokens
+
     def is_spare(self, boundary: int, prompt_tokens: int) -> bool:
         """Whether pages that end there serve only requests that part from this one: neither the same prompt nor the
         next turn ends a hit there, and the prompt's end needs none of the pages."""
         of_prompt = self.last_before(prompt_tokens - 1)
         if boundary >= of_prompt:
-            return boundary > of_prompt
+            # States are handed over once: those of the answer's last boundary are among these.
+            return boundary > of_prompt and not self.has_states
         return all(
             pages_at(group, boundary)[1] <= pages_at(group, of_prompt)[0] for group in self.groups.values()
         )
@@ -69,12 +110,16 @@ class Boundaries:
 
 
 def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
-    """Which pages a hit of `boundary` tokens needs of a window's or chunk's group: [first, end)."""
+    """Which pages a hit of `boundary` tokens needs of a group of windows, chunks or states: [first, end)."""
     end = boundary // group.block_tokens
+    if group.rule is Rule.STATE:
+        return max(0, end - 1), end
     if group.rule is Rule.CHUNK:
         return boundary // group.reach * group.reach // group.block_tokens, end
     return max(0, end - group.reach), end
 
 
 def _reach_tokens(group: BlockGeometry) -> int:
+    if group.rule is Rule.STATE:
+        return group.block_tokens
     return group.reach if group.rule is Rule.CHUNK else group.reach * group.block_tokens

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -88,7 +89,7 @@ def heads_of_rows(group: KVCacheGroupSpec) -> int:
     spec, *others = layer_specs(group)
     if (
         others
-        or isinstance(spec, MLAAttentionSpec)
+        or isinstance(spec, (MLAAttentionSpec, MambaSpec))
         or getattr(spec, "head_size_v", spec.head_size) != spec.head_size
     ):
         return 0
@@ -186,6 +187,11 @@ def _handler(caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes:
 def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
     group = config.kv_cache_groups[geometry.number]
     specs = layer_specs(group)
+    if isinstance(specs[0], MambaSpec):
+        # Also of kernels on GPUs: nothing but the model's own code says what a state's bytes mean.
+        return VllmGroup(
+            geometry.layer_names, interior=Interior.OPAQUE, owner=f"vllm-{specs[0].mamba_type.name.lower()}"
+        )
     owner = ""
     if current_platform.is_cpu():
         interior: Interior | None = _cpu_interior(group)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     iter_layer_specs,
@@ -22,7 +24,7 @@ from flexkv.cache.keys import namespace_digest
 from flexkv.errors import GeometryError
 from flexkv.unit.ranks import KvGroup
 
-SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class BlockGeometry:
         kv_dtype: of the pool's elements, by name.
         number: by which the engine knows the group.
         reach: see `GroupSpec`.
+        states: shapes of the states that a block holds of a layer; empty of attention.
+        states_handed_over: a request's table may hold states of other lengths than of whole blocks; the engine says
+            which block holds which.
     """
 
     block_tokens: int
@@ -47,6 +52,8 @@ class BlockGeometry:
     number: int = 0
     rule: Rule = Rule.FULL
     reach: int = 0
+    states: str = ""
+    states_handed_over: bool = False
 
     @property
     def hashes_per_block(self) -> int:
@@ -56,15 +63,14 @@ class BlockGeometry:
     def signature(self) -> bytes:
         """32 bytes: of what a group's pages are made of and when they are needed. It keeps the pages of groups apart
         that hold other layers of the same tokens."""
-        return namespace_digest(
-            {
-                "rule": self.rule.value,
-                "reach": self.reach,
-                "block_tokens": self.block_tokens,
-                "layers": "\n".join(self.layer_names),
-                "dtype": self.kv_dtype,
-            }
-        )
+        facts = {
+            "rule": self.rule.value,
+            "reach": self.reach,
+            "block_tokens": self.block_tokens,
+            "layers": "\n".join(self.layer_names),
+            "dtype": self.kv_dtype,
+        }
+        return namespace_digest(facts | ({"states": self.states} if self.states else {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,8 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         raise GeometryError(
             f"a block of {spec.block_size} tokens is no multiple of the {hash_tokens} tokens that a block hash covers"
         )
-    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in specs})
+    dtypes = sorted({str(dtype).removeprefix("torch.") for one in specs for dtype in _dtypes_of(one)})
+    recurrent = [one for one in specs if isinstance(one, MambaSpec)]
     rules = {_rule_of(one) for one in specs}
     if len(rules) != 1:
         raise GeometryError(
@@ -156,7 +163,15 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         number,
         rule,
         reach,
+        "; ".join(str(one.shapes) for one in recurrent),
+        # With hashes of less than a block a state may end within one, and a kernel that writes a checkpoint on its way
+        # writes it in front of the last state, wherever it ends.
+        any(hash_tokens < one.block_size or one.num_prefill_checkpoint_blocks for one in recurrent),
     )
+
+
+def _dtypes_of(spec: KVCacheSpec) -> tuple[torch.dtype, ...]:
+    return spec.dtypes if isinstance(spec, MambaSpec) else (spec.dtype,)
 
 
 def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
@@ -167,6 +182,8 @@ def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
         return Rule.WINDOW, max(1, -(-tokens // spec.block_size))
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return Rule.CHUNK, spec.attention_chunk_size
+    if isinstance(spec, MambaSpec):
+        return Rule.STATE, 0
     return Rule.FULL, 0
 
 
@@ -201,7 +218,10 @@ def check_group(group: KVCacheGroupSpec) -> None:
 def _check_spec(spec: KVCacheSpec, where: str) -> None:
     if type(spec) not in SERVED_SPECS:
         served = ", ".join(kind.__name__ for kind in SERVED_SPECS)
-        raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores attention ({served})")
+        raise GeometryError(f"{where} is a {type(spec).__name__}; flexkv stores {served}")
+    if isinstance(spec, MambaSpec):
+        _check_states(spec, where)
+        return
     if getattr(spec, "non_causal", False):
         raise GeometryError(
             f"{where} is non-causal (a prefix LM): KV depends on later tokens of the prompt, so that of one prompt is "
@@ -210,4 +230,13 @@ def _check_spec(spec: KVCacheSpec, where: str) -> None:
     if spec.tokens_per_state != 1:
         raise GeometryError(
             f"{where} has {spec.tokens_per_state} tokens a state; flexkv stores models with 1"
+        )
+
+
+def _check_states(spec: MambaSpec, where: str) -> None:
+    """Refuses recurrent states that the engine does not hand over at the ends of blocks."""
+    if spec.mamba_cache_mode != "align":
+        raise GeometryError(
+            f"{where} holds recurrent states and mamba_cache_mode is {spec.mamba_cache_mode!r}, in which vLLM hands no "
+            "state over; start it with --enable-prefix-caching --mamba-cache-mode align"
         )

@@ -5,14 +5,14 @@ the mode that offers each block as soon as the step that completes it has been p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
-from flexkv.adapters.vllm.boundaries import Boundaries, pages_at
+from flexkv.adapters.vllm.boundaries import NO_STATES, Boundaries, StateBlocks, pages_at
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -209,7 +209,7 @@ class EagerStores(RequestStores):
         graphs = self._plan(tracker, certain, step)
         if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
             graphs.append(tail)
-        if self._boundaries.groups and blocks is not None:
+        if self._boundaries.groups and not self._boundaries.handed_over and blocks is not None:
             graphs += self._plan_pages_at(tracker, self._boundaries.last_before(certain), blocks)
         return graphs
 
@@ -273,37 +273,68 @@ class EagerStores(RequestStores):
     def _plan_boundaries(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> list[TransferGraph]:
-        """Stores of the windows and chunks that end at the boundaries which this step reaches. Now or never: with the
-        next step their first blocks may be another request's."""
-        reached, tracker.reached_tokens = tracker.reached_tokens, max(tracker.reached_tokens, certain_tokens)
-        prompt = tracker.request.num_prompt_tokens
-        boundaries = list(self._boundaries.between(reached, certain_tokens, prompt))
+        """Stores of the windows, chunks and states that end at the boundaries which this step reaches. Now or never:
+        with the next step their first blocks may be another request's."""
+        state = output.kv_connector_block_state
+        boundaries = list(self._reached(tracker, certain_tokens, output))
         if tracker.stale:
             for group in self._boundaries.groups:
                 self._taint(tracker, tracker.tables[group].ids)
-        state = output.kv_connector_block_state
         blocks = state.get_block_ids(tracker.request_id) if boundaries and state is not None else None
         if blocks is None:
             return []
+        prompt = tracker.request.num_prompt_tokens
         return [
             graph
-            for boundary in boundaries
+            for boundary, states in boundaries
             for graph in self._plan_pages_at(
-                tracker, boundary, blocks, spare=self._boundaries.is_spare(boundary, prompt)
+                tracker, boundary, blocks, states, spare=self._boundaries.is_spare(boundary, prompt)
             )
         ]
 
+    def _reached(
+        self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
+    ) -> Iterator[tuple[int, StateBlocks]]:
+        """The boundaries that this step reaches, ascending, and where the states at each lie."""
+        request, reached = tracker.request, tracker.reached_tokens
+        if not self._boundaries.has_states:
+            tracker.reached_tokens = max(reached, certain_tokens)
+            for boundary in self._boundaries.between(reached, certain_tokens, request.num_prompt_tokens):
+                yield boundary, NO_STATES
+            return
+        ends: Iterable[tuple[int, StateBlocks]] = [(self._boundaries.last_before(certain_tokens), NO_STATES)]
+        if self._boundaries.handed_over:
+            state = output.kv_connector_block_state
+            ends = self._boundaries.among(
+                state.boundary_state_offloads.get(tracker.request_id, ()) if state is not None else ()
+            )
+        for boundary, states in ends:
+            if self._prompt_only and boundary > request.num_prompt_tokens:
+                return
+            if self._boundaries.wants_states(
+                boundary, tracker.reached_tokens, request.num_prompt_tokens, request.shared_prefix_boundary
+            ):
+                tracker.reached_tokens = boundary
+                yield boundary, states
+
     def _plan_pages_at(
-        self, tracker: RequestTracker, boundary: int, blocks: BlocksByGroup, spare: bool = False
+        self,
+        tracker: RequestTracker,
+        boundary: int,
+        blocks: BlocksByGroup,
+        states: StateBlocks = NO_STATES,
+        spare: bool = False,
     ) -> list[TransferGraph]:
-        """Stores of all windows and chunks that a hit of `boundary` tokens needs; of none where the engine has given a
-        page away."""
+        """Stores of all windows, chunks and states that a hit of `boundary` tokens needs; of none where the engine has
+        given a page away."""
         if tracker.skip_save or tracker.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}
         for at, group in self._boundaries.groups.items():
             first, end = pages_at(group, boundary)
             ids = list(blocks[group.number][first:end])
+            if group.number in states:
+                ids = [states[group.number]]
             if len(ids) < end - first or not all(ids) or len(tracker.tables[at].keys.keys()) < end:
                 return []
             pages[at] = first, ids

@@ -1,4 +1,5 @@
-"""At which lengths a hybrid engine's requests can be resumed, and the pages of windows and chunks that it takes."""
+"""At which lengths a hybrid engine's requests can be resumed, and the pages of windows, chunks and states that it
+takes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,12 @@ def window(pages: int, block: int = 16) -> BlockGeometry:
 
 def chunk(tokens: int) -> BlockGeometry:
     return BlockGeometry(16, 16, 100, ("chunk",), rule=Rule.CHUNK, reach=tokens, number=2)
+
+
+def state(number: int, handed_over: bool = False) -> BlockGeometry:
+    return BlockGeometry(
+        16, 16, 100, ("state",), rule=Rule.STATE, number=number, states="(8,)", states_handed_over=handed_over
+    )
 
 
 def boundaries(*groups: BlockGeometry, checkpoint: int | None = None, alignment: int = 16) -> Boundaries:
@@ -70,9 +77,39 @@ def test_only_what_nobody_but_a_sibling_hits_is_spare() -> None:
     assert with_chunks.is_spare(64, 200)
 
 
+def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
+    some = boundaries(state(1), checkpoint=64)
+    stored, after = [], 0
+    for end in range(16, 400, 16):
+        if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
+            stored.append(after := end)
+    # Checkpoints, the end of what others share, the checkpoint after that, the prompt's end, and all of the answer.
+    assert stored == [64, 96, 160, *range(208, 400, 16)]
+    assert not some.wants_states(208, 208, 210, 0), "stored before"
+
+
+def test_states_of_an_answer_are_not_spare() -> None:
+    some = boundaries(state(1), checkpoint=64)
+    assert [b for b in (64, 128, 208, 224, 384) if some.is_spare(b, 210)] == [64, 128]
+
+
+def test_states_are_taken_where_the_engine_hands_all_of_them_over() -> None:
+    some = boundaries(state(1, handed_over=True), state(2, handed_over=True), alignment=32)
+    assert some.has_states
+    assert some.handed_over
+    offers = [(2, 9, 64), (1, 7, 32), (1, 8, 64), (2, 5, 48), (1, 6, 48), (0, 4, 32)]
+    # At 32 one group hands nothing over, no hit ends at 48, and group 0 has no states.
+    assert some.among(offers) == [(64, {1: 8, 2: 9})]
+    assert some.among([]) == []
+    assert not boundaries(window(4)).has_states
+    assert not boundaries(state(1)).handed_over
+
+
 @pytest.mark.parametrize(
     ("group", "boundary", "pages"),
     [
+        (state(1), 160, (9, 10)),
+        (state(1), 0, (0, 0)),
         (window(4), 160, (6, 10)),
         (window(4), 32, (0, 2)),
         (window(2, block=32), 160, (3, 5)),

@@ -54,7 +54,10 @@ SHAPE: dict[str, Any] = {"block_size": 4, "num_kv_heads": 2, "head_size": 4, "dt
 FULL, LATENT = specs.FullAttentionSpec(**SHAPE), specs.MLAAttentionSpec(**SHAPE)
 WINDOW = specs.SlidingWindowSpec(**SHAPE, sliding_window=8)
 CHUNK = specs.ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)
-SERVED = (FULL, LATENT, WINDOW, CHUNK)
+STATE = specs.MambaSpec(
+    block_size=4, shapes=((2, 4), (3, 2, 2)), dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align"
+)
+SERVED = (FULL, LATENT, WINDOW, CHUNK, STATE)
 REFUSED = (
     specs.AttentionSpec(**SHAPE),
     specs.CircularBufferSpec(**SHAPE),
@@ -63,7 +66,6 @@ REFUSED = (
     specs.HiSparseHotSpec(block_size=4, page_size=64, blocks_per_request=1),
     specs.HiSparseResidentSpec(block_size=4, page_size=64),
     specs.HiddenStateCacheSpec(**SHAPE),
-    specs.MambaSpec(block_size=4, shapes=((2, 4),), dtypes=(torch.float32,)),
     specs.RSWASpec(**SHAPE, rswa_window=8),
     specs.SinkFullAttentionSpec(**SHAPE, sink_len=4),
     specs.SlidingWindowMLASpec(**SHAPE, sliding_window=8),
@@ -80,12 +82,12 @@ def group_of(spec: Any, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: type(spec).__name__)
 def test_a_kind_of_kv_cache_that_is_not_known_is_refused_by_its_name(spec: Any) -> None:
-    with pytest.raises(GeometryError, match=f"is a {type(spec).__name__}; flexkv stores attention"):
+    with pytest.raises(GeometryError, match=f"is a {type(spec).__name__}; flexkv stores FullAttentionSpec"):
         check_group(group_of(spec))
 
 
 @pytest.mark.parametrize("spec", SERVED, ids=lambda spec: type(spec).__name__)
-def test_attention_is_served(spec: Any) -> None:
+def test_a_kind_of_kv_cache_is_served(spec: Any) -> None:
     check_group(group_of(spec))
 
 
@@ -101,6 +103,38 @@ def config_of(*kinds: Any, **fields: Any) -> Any:
     config = kv_config(9)
     config.kv_cache_groups[:] = [specs.KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(kinds)]
     return replace(config, **fields)
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_states_that_the_engine_does_not_keep_at_the_ends_of_blocks_are_refused(mode: str) -> None:
+    with pytest.raises(GeometryError, match=f"mamba_cache_mode is '{mode}'.*--mamba-cache-mode align"):
+        check_group(group_of(replace(STATE, mamba_cache_mode=mode)))
+
+
+def test_a_group_of_states_has_a_rule_and_a_signature_of_its_own() -> None:
+    full, states = pool_geometry(config_of(STATE, FULL)).groups
+    assert (full.rule, full.states) == (Rule.FULL, "")
+    assert (states.rule, states.reach, states.kv_dtype) == (Rule.STATE, 0, "bfloat16+float32")
+    for other in (
+        replace(STATE, shapes=((2, 4), (3, 4))),
+        replace(STATE, dtypes=(torch.bfloat16, torch.bfloat16)),
+        replace(STATE, block_size=8),
+    ):
+        assert pool_geometry(config_of(other, FULL)).groups[1].signature != states.signature
+    padded = replace(STATE, page_size_padded=4096)
+    assert pool_geometry(config_of(padded, FULL)).groups[1].signature == states.signature
+
+
+@pytest.mark.parametrize(
+    ("fields", "hash_tokens", "handed_over"),
+    [({}, 4, False), ({}, 2, True), ({"num_prefill_checkpoint_blocks": 1}, 4, True)],
+)
+def test_where_states_may_end_within_blocks_the_engine_says_which_block_has_them(
+    fields: dict[str, int], hash_tokens: int, handed_over: bool
+) -> None:
+    config = config_of(replace(STATE, **fields), FULL, hash_block_size=hash_tokens)
+    full, states = pool_geometry(config).groups
+    assert (full.states_handed_over, states.states_handed_over) == (False, handed_over)
 
 
 def window(tokens: int, block: int = 4, extra: int = 0) -> Any:

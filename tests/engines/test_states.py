@@ -1,0 +1,247 @@
+"""A real model with recurrent states: a Qwen3-Next with three layers of states to one of attention, which vLLM serves
+as four KV groups. A hit needs all pages of the attention and, of each other group, the one state at its end; there is
+one where a step of the engine has ended with a block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import IN_PROCESS, EngineError, EngineProcess
+
+from .conftest import FAULTY, OPERATIONS, PACKAGE_ROOT, UNPINNED, Engines, connector, engine_arguments
+from .session import Answer, EngineSession, Prompt, Reference
+from .test_disk import DISK_READS, wait_durable
+from .test_disk import start as start_on_disk
+from .test_parallel import TWO_RANKS
+from .transformers_models import STATE_LAYERS, write_qwen_3_next
+
+GROUPS = STATE_LAYERS + 1
+BLOCK_TOKENS = 288
+"""vLLM makes a block of attention as large as a state."""
+PART_TOKENS = 640
+"""That vLLM computes of a prompt in a step at most: a part ends after two blocks."""
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "num_gpu_blocks_override": 64,
+    "max_num_batched_tokens": PART_TOKENS,
+}
+STORED = "vllm:flexkv_moved_pages_total{direction=store}"
+FAILED = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
+EVICTIONS = "vllm:flexkv_evictions_total"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen_3_next(tmp_path_factory.mktemp("qwen") / "model")
+
+
+class Alone:
+    """An engine with vLLM's own prefix cache and nothing else: what every answer must be, token for token.
+
+    In bfloat16 a state depends in its last bits on the parts in which a prompt was computed, and an answer may on a
+    state's last bits. So a hit is compared with a hit of the same length of vLLM's own.
+    """
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._session = EngineSession(process, Reference(process))
+
+    def answer(self, prompt: Prompt, *before: Prompt) -> Answer:
+        """To a prompt after others, of which everything is still cached."""
+        self._session.forget()
+        *_, answer = [self._session.ask(one)[0] for one in (*before, prompt)]
+        return answer
+
+    def check(self, session: EngineSession, prompt: Prompt, *before: Prompt) -> int:
+        """Asks `session`; the length of its hit.
+
+        Args:
+            before: prompts whose hit it has; by default the beginning of the same prompt.
+        """
+        [ours] = session.ask(prompt)
+        if not before and ours.cached:
+            before = (prompt.first(ours.cached + 1),)
+        own = self.answer(prompt, *before)
+        assert (ours.tokens, ours.cached) == (own.tokens, own.cached)
+        return ours.cached
+
+
+@pytest.fixture(scope="module")
+def alone(qwen: Path) -> Iterator[Alone]:
+    log = qwen.parent / "engine.log"
+    every_state = {"prefix_cache_retention_interval": None}
+    with EngineProcess(
+        engine_arguments(qwen) | ENGINE | every_state,
+        log,
+        OPERATIONS,
+        {**IN_PROCESS, **UNPINNED},
+        [PACKAGE_ROOT],
+    ) as process:
+        yield Alone(process)
+
+
+@pytest.fixture
+def states(engines: Engines, qwen: Path) -> Callable[..., EngineSession]:
+    """Starts an engine with states."""
+
+    def start(
+        rules: Sequence[Any] | None = None, engine: Mapping[str, Any] | None = None, **settings: Any
+    ) -> EngineSession:
+        more: dict[str, Any] = ENGINE | {"model": str(qwen)} | dict(engine or {})
+        if rules is None:
+            return engines.get(connector(**settings), **more)
+        return engines.get(connector(FAULTY, **settings), {"FAULT_RULES": json.dumps(rules)}, **more)
+
+    return start
+
+
+def whole(prompt: Prompt) -> int:
+    """Tokens of the longest hit that a prompt can have."""
+    return (len(prompt.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
+    session = states()
+    prompt = Prompt.of(1000, stream)
+    cold = alone.answer(prompt)
+    assert alone.check(session, prompt) == 0
+    session.settle()
+    assert session.metric(STORED) == whole(prompt) // BLOCK_TOKENS + STATE_LAYERS
+    session.forget()
+    [hit] = session.ask(prompt)
+    assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
+    # The last state lies within the prompt, also for its next turn and for those who go another way after it.
+    session.forget(seed=2)
+    turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
+    assert alone.check(session, turn, prompt) == whole(prompt)
+    session.forget(seed=3)
+    assert alone.check(session, prompt.then(Prompt.of(300, stream + 2).ids), prompt) == whole(prompt)
+    session.forget(seed=4)
+    assert alone.check(session, turn, prompt, turn) == whole(turn)
+
+
+def test_states_of_an_answer_serve_the_next_turn(states: Any, alone: Alone, stream: int) -> None:
+    session = states()
+    prompt = Prompt.of(BLOCK_TOKENS - 20, stream, max_tokens=BLOCK_TOKENS + 40)
+    [answer] = session.ask(prompt)
+    session.forget()
+    turn = Prompt((*prompt.ids, *answer.tokens, *Prompt.of(80, stream + 1).ids))
+    assert alone.check(session, turn, prompt) == 2 * BLOCK_TOKENS
+
+
+def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
+    states: Any, alone: Alone, stream: int
+) -> None:
+    session = states(store__checkpoint_tokens=2 * BLOCK_TOKENS)
+    prompt = Prompt.of(1400, stream)
+    session.ask(prompt)
+    session.settle()
+    of_prompt = whole(prompt) // BLOCK_TOKENS
+    assert session.metric(STORED) == of_prompt + STATE_LAYERS * (of_prompt // 2)
+    session.forget()
+    sibling = prompt.first(1100).then(Prompt.of(200, stream + 1).ids)
+    assert alone.check(session, sibling, prompt) == 2 * BLOCK_TOKENS
+
+
+def test_states_that_end_within_blocks_are_not_taken_for_others(
+    states: Any, alone: Alone, stream: int
+) -> None:
+    """With hashes of less than a block vLLM keeps states of other lengths too, and says which block has which."""
+    session = states(engine={"prefix_match_unit": 32})
+    prompt = Prompt.of(1000, stream)
+    [cold] = session.ask(prompt)
+    session.forget()
+    [hit] = session.ask(prompt)
+    assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
+    session.forget()
+    turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
+    assert alone.check(session, turn, prompt) == whole(prompt)
+
+
+def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
+    """Of each load another group's pages are damaged on their way to the engine, and nobody looks: the answers are
+    others."""
+    session = states([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
+    # A state forgets, so the answer follows it soon.
+    prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
+    [cold] = session.ask(prompt)
+    for group in range(GROUPS):
+        session.forget(seed=group)
+        [answer] = session.ask(prompt)
+        assert answer.cached == whole(prompt)
+        assert answer.tokens != cold.tokens, f"group {group} is of no use"
+    session.forget()
+    assert alone.check(session, prompt) == whole(prompt)
+
+
+@pytest.mark.parametrize("group", [0, GROUPS - 1])
+def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
+    states: Any, alone: Alone, stream: int, group: int
+) -> None:
+    rules = [{"action": "fail", "kind": "load", "nth_op": group, "page": 0}]
+    session = states(rules, store__checkpoint_tokens=2 * BLOCK_TOKENS)
+    prompt = Prompt.of(1000, stream)
+    session.ask(prompt)
+    session.forget()
+    # The first page of the attention is needed for every hit, a state for its own alone.
+    assert alone.check(session, prompt) == (0 if group == 0 else 2 * BLOCK_TOKENS)
+    assert session.metric(FAILED) == 1
+    session.forget()
+    assert alone.check(session, prompt) == whole(prompt), "what was computed again was not stored"
+
+
+def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alone, stream: int) -> None:
+    session = states(host__bytes=4 << 20, host__extent_bytes=2 << 20)
+    prompts = [Prompt.of(700 + 130 * n, stream + n, max_tokens=4) for n in range(7)]
+    cached = []
+    for prompt in (*prompts, *reversed(prompts)):
+        cached.append(alone.check(session, prompt))
+        session.forget()
+    assert session.metric(EVICTIONS) > 0
+    assert cached[7] == whole(prompts[-1]), "the last prompt was evicted"
+    assert cached[-1] < whole(prompts[0]), "there was room for everything"
+    session.call("exchange_pages")
+    [answer] = session.ask(prompts[0])
+    assert answer.cached == whole(prompts[0])
+    assert answer.tokens != alone.answer(prompts[0]).tokens, "control: wrong bytes would go unnoticed"
+
+
+def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
+    session = states([{"action": "delay", "kind": "store", "delay_s": 0.01}])
+    prompt = Prompt.of(1000, stream, max_tokens=1)
+    session.ask(prompt)
+    assert session.call("reset", connector=True)["done"]
+    session.settle()
+    session.call("scribble")
+    assert alone.check(session, prompt) == 0
+    session.forget()
+    assert alone.check(session, prompt) == whole(prompt)
+
+
+def test_two_ranks_serve_states_from_disk_after_a_restart(
+    engines: Engines, qwen: Path, tmp_path: Path, stream: int
+) -> None:
+    """The first engine is killed; its ranks hold a stripe of every state each."""
+    prompt = Prompt.of(1000, stream)
+    answers = []
+    for _ in range(2):
+        more = ENGINE | {"model": str(qwen)}
+        session = start_on_disk(engines, tmp_path / "disk", TWO_RANKS, 2, engine=more)
+        answers += session.ask(prompt)
+        session.settle()
+        wait_durable(session)
+        reads = session.metric(DISK_READS)
+        session.process.kill()
+    cold, hit = answers
+    assert (cold.cached, hit.cached) == (0, whole(prompt))
+    assert hit.tokens == cold.tokens
+    assert reads == whole(prompt) // BLOCK_TOKENS + STATE_LAYERS
+
+
+def test_an_engine_that_hands_no_states_over_is_refused(engines: Engines, qwen: Path) -> None:
+    with pytest.raises(EngineError, match=r"mamba_cache_mode is 'none'.*--mamba-cache-mode align"):
+        engines.another(connector(), **ENGINE | {"model": str(qwen), "enable_prefix_caching": False})
