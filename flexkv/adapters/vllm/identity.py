@@ -125,7 +125,10 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
-    first = geometry.groups[0]
+    first, model_dtype = geometry.groups[0], str(model.dtype)
+    if cache.cache_dtype == "auto" and first.kv_dtype not in ("", model_dtype.removeprefix("torch.")):
+        # The model says it, or has layers beside its attention, such as an indexer, with a type of their own.
+        mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",
         "weights": weights,
@@ -133,7 +136,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         "random_weights": model.seed if str(config.load_config.load_format) == "dummy" else None,
         "architecture": plain_config(model.hf_text_config.to_dict()),
         "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
-        "model_dtype": str(model.dtype),
+        "model_dtype": model_dtype,
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "kv_dtype_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers],

@@ -107,6 +107,7 @@ def namespace(folder: Path, geometry: PoolGeometry = GEOMETRY, extra: Any = None
         {"dtype": torch.bfloat16},
         {"quantization": "fp8"},
         {"cache_dtype": "fp8_e4m3"},
+        {"geometry": one_group(16, 16, 100, ("l.0", "l.1"), "float16+uint8")},
         {"hash": "sha256_cbor"},
         {"draft": ngram()},
         {"skipped": ["0"]},
@@ -120,6 +121,29 @@ def namespace(folder: Path, geometry: PoolGeometry = GEOMETRY, extra: Any = None
 )
 def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict) -> None:
     assert namespace(folder, **changes) != namespace(folder)
+
+
+def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
+    """Some have pages of the same size, so nothing but the key tells them apart."""
+    ways: list[dict[str, Any]] = [
+        {"cache_dtype": dtype, "skipped": skipped}
+        for dtype in (
+            "auto",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "fp8_per_token_head",
+            "int8_per_token_head",
+            "nvfp4",
+        )
+        for skipped in ([], ["0"], ["1"], ["sliding_window"])
+    ]
+    ways += [
+        {"geometry": one_group(16, 16, 100, ("l.0", "l.1"), dtypes)}
+        for dtypes in ("float16+uint8", "bfloat16+uint8", "uint8")
+    ]
+    assert len({namespace(folder, **way) for way in ways}) == len(ways)
+    assert namespace(folder, FLOAT16) == namespace(folder), "the model's own type is no other"
 
 
 @pytest.mark.parametrize(

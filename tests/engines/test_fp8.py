@@ -1,0 +1,71 @@
+"""KV in eight bits: in all layers, and in all but one, so that the layers of a block have other dtypes. Its bytes are
+moved as they are, and no engine is served what another kept in another type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import IN_PROCESS, EngineProcess
+
+from .conftest import FAULTY, UNPINNED, Engines, connector, engine_arguments
+from .session import EngineSession, Prompt, Reference
+from .test_disk import start, wait_durable
+from .test_hybrid import CLOSE, farthest
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+BUT_ONE = FP8 | {"kv_cache_dtype_skip_layers": ["0"]}
+OTHER_FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e5m2"}
+DAMAGED_LOAD = [{"action": "corrupt", "kind": "load", "nth_op": 1}]
+
+
+@pytest.fixture(scope="module", params=[FP8, BUT_ONE], ids=["all layers", "all but one"])
+def kept(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, kept: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    arguments = engine_arguments(model) | kept | {"enable_prefix_caching": False}
+    log = tmp_path_factory.mktemp("fp8") / "engine.log"
+    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
+        yield Reference(process)
+
+
+def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, Any], stream: int) -> None:
+    ours = engines.another(connector(FAULTY), {"FAULT_RULES": json.dumps(DAMAGED_LOAD)}, **kept)
+    session = EngineSession(ours.process, alone)
+    prompt = Prompt.of(405, stream, log_probabilities=True)
+    cold = session.check_one(prompt)
+    session.forget()
+    hit = session.check_one(prompt)
+    assert (cold.cached, hit.cached) == (0, prompt.whole_blocks)
+    assert farthest(hit.log_probabilities, cold.log_probabilities) < CLOSE
+    session.forget(seed=2)
+    [damaged] = session.ask(prompt)
+    assert damaged.cached == prompt.whole_blocks
+    assert damaged.tokens != cold.tokens, "control: a damaged page was not seen"
+
+
+def test_no_engine_is_served_what_another_kept_in_another_type(
+    engines: Engines, folder: Path, stream: int
+) -> None:
+    """On one folder on disk; the two kinds of eight bits have pages of the same size."""
+    prompt = Prompt.of(405, stream)
+    for kind in (FP8, OTHER_FP8, BUT_ONE):
+        session = start(engines, folder, engine=kind)
+        [answer] = session.ask(prompt)
+        assert answer.cached == 0
+        wait_durable(session)
+    session = start(engines, folder, engine=FP8)
+    [answer] = session.ask(prompt)
+    assert answer.cached == prompt.whole_blocks, "control: nothing was on disk"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
