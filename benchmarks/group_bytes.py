@@ -1,0 +1,175 @@
+"""How many bytes of a long prompt are stored of models with several KV groups, by the shapes of published models.
+
+vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's says which pages a prompt's boundaries
+take. `kept` is what is stored of all pages of all groups. A slot holds a page of any group and has the size of the
+largest: `empty` is what of the slots' bytes no page fills.
+
+    python -m benchmarks.group_bytes [--prompt 32768] [--step 8192]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+from flexkv.adapters.vllm.boundaries import Boundaries, pages_at
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
+from flexkv.cache.base import Rule
+
+BLOCK_TOKENS = 16
+SLOT_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    Attributes:
+        full, others: of layers, one spec each; in the model they take turns.
+        window, chunk: tokens that the others see.
+        states: shapes and types of a layer's states.
+    """
+
+    full: int
+    others: int
+    kv_heads: int
+    head: int
+    window: int = 0
+    chunk: int = 0
+    states: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+
+    def layers(self) -> dict[str, specs.KVCacheSpec]:
+        state_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.states)
+        token_bytes = 2 * self.kv_heads * self.head * 2
+        # A block of attention has the bytes of a state at least, as vLLM makes it.
+        block = -(-max(state_bytes, BLOCK_TOKENS * token_bytes) // token_bytes // BLOCK_TOKENS) * BLOCK_TOKENS
+        plain = {
+            "block_size": block,
+            "num_kv_heads": self.kv_heads,
+            "head_size": self.head,
+            "dtype": torch.bfloat16,
+        }
+        other: specs.KVCacheSpec
+        if self.states:
+            other = specs.MambaSpec(
+                block_size=block,
+                shapes=tuple(shape for shape, _ in self.states),
+                dtypes=tuple(dtype for _, dtype in self.states),
+                page_size_padded=block * token_bytes,
+                mamba_cache_mode="align",
+            )
+        elif self.chunk:
+            other = specs.ChunkedLocalAttentionSpec(**plain, attention_chunk_size=self.chunk)
+        else:
+            other = specs.SlidingWindowSpec(**plain, sliding_window=self.window)
+        count = self.full + self.others
+        full_at = {count * (n + 1) // self.full - 1 for n in range(self.full)}
+        full = specs.FullAttentionSpec(**plain)
+        return {f"layer.{n}": full if n in full_at else other for n in range(count)}
+
+
+MODELS = {
+    "Gemma 3 12B": Shape(8, 40, 8, 256, window=1024),
+    "Gemma 3 27B": Shape(10, 52, 16, 128, window=1024),
+    "GPT-OSS 120B": Shape(18, 18, 8, 64, window=128),
+    "Llama 4 Scout": Shape(12, 36, 8, 128, chunk=8192),
+    "Qwen3-Next 80B": Shape(
+        12, 36, 2, 256, states=(((8192, 3), torch.bfloat16), ((32, 128, 128), torch.float32))
+    ),
+    "Granite 4.0 H Small": Shape(
+        4, 36, 8, 128, states=(((8448, 3), torch.bfloat16), ((128, 64, 128), torch.bfloat16))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """
+    Attributes:
+        image_bytes: of a page, without padding of the engine's pool.
+    """
+
+    geometry: BlockGeometry
+    image_bytes: int
+
+
+def groups_of(shape: Shape) -> tuple[PoolGeometry, list[Group]]:
+    """As vLLM makes them for one rank."""
+    layout = SimpleNamespace(is_block_outermost=True)
+    engine = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
+        speculative_config=None,
+    )
+    made = get_kv_cache_groups(engine, shape.layers())
+    hashed = min(specs_of.block_size for group in made for specs_of in layer_specs(group))
+    config = SimpleNamespace(
+        kv_cache_groups=made, num_blocks=1, hash_block_size=hashed, cache_hit_alignment_tokens=None
+    )
+    geometry = pool_geometry(config)
+    return geometry, [Group(group, _image_bytes(made[group.number])) for group in geometry.groups]
+
+
+def _image_bytes(group: specs.KVCacheGroupSpec) -> int:
+    (spec,) = layer_specs(group)
+    return len(group.layer_names) * int(spec.real_page_size_bytes)
+
+
+def boundaries_of(some: Boundaries, prompt: int, step: int) -> Iterator[int]:
+    """Where hits may end of a prompt that the engine computes in steps of at most `step` tokens."""
+    if not some.has_states:
+        yield from some.between(0, prompt, prompt)
+        return
+    last, after, end = some.last_before(prompt - 1), 0, 0
+    while end < last:
+        end = min(max(some.last_before(end + step), some.last_before(end) + some.checkpoint_tokens), last)
+        if some.wants_states(end, after, prompt, 0):
+            yield (after := end)
+
+
+def pages_kept(group: BlockGeometry, boundaries: list[int], prompt: int) -> int:
+    if group.rule is Rule.FULL:
+        return prompt // group.block_tokens
+    return len({page for boundary in boundaries for page in range(*pages_at(group, boundary))})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompt", type=int, default=32768, help="tokens of the prompt")
+    parser.add_argument("--step", type=int, default=8192, help="tokens that the engine computes in a step")
+    arguments = parser.parse_args()
+    table = Table(title=f"a prompt of {arguments.prompt} tokens")
+    for column in ("model", "layers by group", "block", "MiB stored", "kept", "empty"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, shape in MODELS.items():
+        geometry, groups = groups_of(shape)
+        some = Boundaries(geometry, None)
+        boundaries = list(boundaries_of(some, arguments.prompt, arguments.step))
+        kept = [pages_kept(group.geometry, boundaries, arguments.prompt) for group in groups]
+        stored = sum(pages * group.image_bytes for pages, group in zip(kept, groups, strict=True))
+        everything = sum(
+            arguments.prompt // group.geometry.block_tokens * group.image_bytes for group in groups
+        )
+        slot = -(-max(group.image_bytes for group in groups) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        table.add_row(
+            name,
+            " ".join(str(len(group.geometry.layer_names)) for group in groups),
+            str(groups[0].geometry.block_tokens),
+            f"{stored / 2**20:.0f}",
+            f"{stored / everything:.1%}",
+            f"{1 - stored / (sum(kept) * slot):.1%}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
