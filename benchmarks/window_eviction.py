@@ -1,9 +1,10 @@
 """How many tokens of a request trace a model with sliding windows is served, in caches of several sizes.
 
 One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have
-what it needs; windows are stored at the end of each prompt and every `--checkpoint` tokens between. The same pages are
-kept by one order of use (`lru`), and with the pages of checkpoints as spare blocks (`spare`). A cache of so many tokens
-has room for all six groups' pages of them; `all` has room for everything.
+what it needs; windows are stored at the end of each prompt, every `--checkpoint` tokens between, and where a prompt has
+parted from those before it. The same pages are kept by one order of use (`lru`), and with the pages of checkpoints as
+spare blocks (`spare`). A cache of so many tokens has room for all six groups' pages of them; `all` has room for
+everything.
 
     python -m benchmarks.window_eviction TRACE [--tokens 1000000 3000000]
 
@@ -75,7 +76,8 @@ class Cache:
     def serve(self, keys: Keys) -> int:
         """The blocks of the request's hit. What was not there is stored."""
         there = self._index.find(FULL, keys) != NO_ENTRY
-        hit = self._longest(keys, len(there) if there.all() else int(there.argmin()))
+        shared = len(there) if there.all() else int(there.argmin())
+        hit = self._longest(keys, shared)
         of_hit = self._window(hit)
         for group in WINDOWS:
             self._use(group, keys[of_hit], hit=True)
@@ -83,6 +85,8 @@ class Cache:
         for end in range(self._checkpoint, len(keys), self._checkpoint):
             if end > hit:
                 self._store_windows(keys, end, spare=self._spare and self._is_apart(end, len(keys)))
+        if hit < shared < len(keys):
+            self._store_windows(keys, shared, spare=False)
         if len(keys) > hit:
             self._store_windows(keys, len(keys), spare=False)
         self._use(FULL, keys[:hit], hit=True)

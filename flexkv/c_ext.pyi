@@ -801,6 +801,10 @@ class FoundLengths:
     def ready(self) -> bool:
         """All that is leased lies in host memory."""
     @property
+    def shared_tokens(self) -> int:
+        """Tokens up to which the groups of full attention have all pages, whatever the others have; `start_tokens`
+        where there is no such group."""
+    @property
     def cut(self) -> bool:
         """The room ended the longest hit, and there are keys behind it."""
     @property

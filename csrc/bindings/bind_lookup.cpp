@@ -178,6 +178,7 @@ void bind_boundary_lookup(py::module_& m) {
       .def_property_readonly("lengths", [](const FoundLengths& found) { return py::cast(found.lengths); })
       .def_readonly("start_tokens", &FoundLengths::start)
       .def_readonly("ready", &FoundLengths::ready)
+      .def_readonly("shared_tokens", &FoundLengths::shared)
       .def(
           "first_page", [](const FoundLengths& found, int64_t group) { return group_at(found, group).first; },
           py::arg("group"));

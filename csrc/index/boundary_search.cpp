@@ -39,6 +39,8 @@ void BoundarySearch::find(uint64_t allowed, size_t most, FoundLengths& found) {
   found_ = &found;
   found.start = start_;
   const uint64_t full = aligned(walk_full(allowed));
+  const auto is_full = [](const GroupRule& rule) { return rule.kind == RuleKind::kFull; };
+  found.shared = std::any_of(rules_.begin(), rules_.end(), is_full) ? std::max(start_, full) : start_;
   for (size_t group = 0; group < rules_.size(); ++group) {
     if (rules_[group].kind == RuleKind::kFull || full <= start_) continue;
     pages_[group].begin(page_of(group, full));

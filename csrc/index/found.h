@@ -104,6 +104,9 @@ struct FoundLengths : FoundPages {
   uint64_t start = 0;             // tokens that the engine has itself
   std::vector<uint64_t> lengths;  // in tokens, the longest first; all that any of them needs is leased
   bool ready = false;             // all of it is in host memory
+  // Tokens up to which the groups of full attention have all pages: so far other requests were the same, also
+  // where the other groups have nothing that a hit could end with. `start` without such a group.
+  uint64_t shared = 0;
 };
 
 }  // namespace flexkv

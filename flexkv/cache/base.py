@@ -135,6 +135,9 @@ class MatchResult:
             the request count for the tier that they came from. Empty where nothing is promised.
         reads: fetches from other tiers that would make the match longer when they have ended well. The caller asks
             again when `waits` says so, or takes what there is.
+        shared_tokens: where groups need other pages each, tokens from the request's start up to which those of full
+            attention have all of theirs: so far other requests were the same. A hit could end there if the other groups
+            had what it needs. 0 where every group restores whole prefixes.
     """
 
     request_id: str
@@ -144,6 +147,7 @@ class MatchResult:
     tail_tokens: int
     reads: int = 0
     by_tier: tuple[int, ...] = ()
+    shared_tokens: int = 0
 
     @property
     def blocks(self) -> int:

@@ -102,7 +102,7 @@ class Lease:
         tokens: that follow these, whole blocks of every group.
         tail_tokens: of the partial tail; 0 for none.
         cut: there is more than `tokens`, for which there was no room.
-        by_tier: see `MatchResult`.
+        by_tier, shared_tokens: see `MatchResult`.
     """
 
     groups: tuple[GroupLease, ...]
@@ -112,6 +112,7 @@ class Lease:
     tail_tokens: int = 0
     cut: bool = False
     by_tier: tuple[int, ...] = ()
+    shared_tokens: int = 0
 
     @property
     def pages(self) -> int:

@@ -372,6 +372,7 @@ class Lookup:
         # What is missing is fetched; meanwhile as much is promised as host memory has itself.
         wanted, tokens = self._wanted(found, keys), found.lengths[0]
         lease = self._lease_found(self._find_boundary(keys, start_tokens, room_pages, ()))
+        lease.shared_tokens = found.shared_tokens
         tokens -= start_tokens + lease.tokens
         return Looked(lease, self._fetch_all(request_id, wanted, tokens))
 
@@ -395,7 +396,14 @@ class Lookup:
             first = found.start_tokens // spec.block_tokens + found.first_page(group)
             shares.append(GroupLease(entries, found.slots(group), first, len(entries)))
         tokens = found.lengths[0] - found.start_tokens if found.lengths else 0
-        return Lease(tuple(shares), self._clock(), found.start_tokens, tokens, cut=found.cut)
+        return Lease(
+            tuple(shares),
+            self._clock(),
+            found.start_tokens,
+            tokens,
+            cut=found.cut,
+            shared_tokens=found.shared_tokens,
+        )
 
     def _wanted(self, found: FoundLengths, keys: Sequence[Keys]) -> list[WantedPages]:
         """What the hit needs of each group."""

@@ -231,6 +231,7 @@ class Promises:
             lease.tail_tokens,
             fetches,
             lease.by_tier,
+            lease.shared_tokens,
         )
 
     # --- loads ---

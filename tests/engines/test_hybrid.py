@@ -75,6 +75,10 @@ def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> 
     session.forget()
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
+    # Where these two have parted the next one may.
+    session.forget(seed=2)
+    third = prompt.first(500).then(Prompt.of(150, stream + 2).ids)
+    assert session.check_one(third).cached == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:

@@ -2,7 +2,7 @@
 states that takes.
 
 A page of such a group is of use near the end of a hit alone, so it is stored only where a hit may end: at the end of a
-prompt and of a request, and every `store.checkpoint_tokens` between.
+prompt and of a request, every `store.checkpoint_tokens` between, and where prompts have parted before.
 
 Where the model has recurrent states, it can be resumed only where a step of the engine has ended: state `p` of a
 request's table is that after exactly `p + 1` blocks of tokens, or none. In some modes vLLM writes states of other
@@ -51,20 +51,18 @@ class Boundaries:
             checkpoint_tokens = max(LEAST_CHECKPOINT_TOKENS, CHECKPOINT_WINDOWS * window)
         self.checkpoint_tokens = -(-checkpoint_tokens // self._alignment) * self._alignment
 
-    def between(self, after: int, end: int, prompt_tokens: int) -> Iterator[int]:
+    def between(self, after: int, end: int, prompt_tokens: int, shared_tokens: int = 0) -> Iterator[int]:
         """The boundaries in (after, end] of a request with such a prompt, ascending.
 
         The last token of a prompt is always computed, so a hit on the same prompt ends before it.
+
+        Args:
+            shared_tokens: up to there other requests were the same: a third that parts there hits as much.
         """
-        of_prompt = self.last_before(prompt_tokens - 1)
         first = after // self.checkpoint_tokens + 1
-        for boundary in range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens):
-            if after < of_prompt < boundary:
-                yield of_prompt
-            after = boundary
-            yield boundary
-        if after < of_prompt <= end:
-            yield of_prompt
+        checkpoints = range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens)
+        others = (self.last_before(prompt_tokens - 1), self.last_before(shared_tokens))
+        yield from sorted({*checkpoints, *(other for other in others if after < other <= end)})
 
     def among(self, offers: Iterable[tuple[int, int, int]]) -> list[tuple[int, StateBlocks]]:
         """The boundaries at which the engine hands over the states of every group, ascending, with their blocks.
@@ -86,17 +84,21 @@ class Boundaries:
 
         Args:
             after: the last boundary whose states were stored.
-            shared_tokens: length that the engine has seen other prompts share with this one.
+            shared_tokens: as of `between`.
         """
         if boundary <= after:
             return False
-        ends_a_hit = boundary >= self.last_before(prompt_tokens - 1) or boundary == shared_tokens
+        ends_a_hit = boundary >= self.last_before(prompt_tokens - 1) or boundary == self.last_before(
+            shared_tokens
+        )
         return ends_a_hit or boundary >= after + self.checkpoint_tokens
 
-    def is_spare(self, boundary: int, prompt_tokens: int) -> bool:
-        """Whether pages that end there serve only requests that part from this one: neither the same prompt nor the
-        next turn ends a hit there, and the prompt's end needs none of the pages."""
+    def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
+        """Whether pages that end there serve only requests that part from this one where none has yet: neither the same
+        prompt nor the next turn ends a hit there, and the prompt's end needs none of the pages."""
         of_prompt = self.last_before(prompt_tokens - 1)
+        if boundary == self.last_before(shared_tokens):
+            return False
         if boundary >= of_prompt:
             # States are handed over once: those of the answer's last boundary are among these.
             return boundary > of_prompt and not self.has_states

@@ -81,6 +81,7 @@ class Loads:
             # A hit cut short afterwards would need other pages.
             keys = self._cut(keys, wanted_end)
         match = manager.match(request_id, keys, computed_tokens)
+        tracker.shared_tokens = match.shared_tokens
         if match.reads:
             return None
         end_block = (computed_tokens + match.tokens) // self._block_tokens

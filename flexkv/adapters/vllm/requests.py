@@ -68,6 +68,7 @@ class RequestTracker:
         own_from: number of the first group's first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
         reached_tokens: boundaries up to there have been looked at; see `Boundaries`.
+        shared_tokens: up to there other requests were the same, as far as the last lookup knows.
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
         supplied: tokens of its last load, by the number of the tier that supplied them.
@@ -86,6 +87,7 @@ class RequestTracker:
     own_from: int = 0
     certain: int = 0
     reached_tokens: int = 0
+    shared_tokens: int = 0
     counted: bool = False
     preemptions: int = 0
     supplied: tuple[int, ...] = ()

@@ -73,6 +73,11 @@ class StoreMode(ABC):
         """New weights. `stale_hashes`: engine blocks that still carry the hash of KV of the old ones."""
 
 
+def shared_tokens(tracker: RequestTracker) -> int:
+    """Up to there other requests were the same as this one, as far as the cache and the engine know."""
+    return int(max(tracker.shared_tokens, tracker.request.shared_prefix_boundary))
+
+
 class NoStores(StoreMode):
     """For an engine that only reads the cache (vLLM's kv_role is kv_consumer)."""
 
@@ -288,7 +293,11 @@ class EagerStores(RequestStores):
             graph
             for boundary, states in boundaries
             for graph in self._plan_pages_at(
-                tracker, boundary, blocks, states, spare=self._boundaries.is_spare(boundary, prompt)
+                tracker,
+                boundary,
+                blocks,
+                states,
+                spare=self._boundaries.is_spare(boundary, prompt, shared_tokens(tracker)),
             )
         ]
 
@@ -297,9 +306,10 @@ class EagerStores(RequestStores):
     ) -> Iterator[tuple[int, StateBlocks]]:
         """The boundaries that this step reaches, ascending, and where the states at each lie."""
         request, reached = tracker.request, tracker.reached_tokens
+        prompt, shared = request.num_prompt_tokens, shared_tokens(tracker)
         if not self._boundaries.has_states:
             tracker.reached_tokens = max(reached, certain_tokens)
-            for boundary in self._boundaries.between(reached, certain_tokens, request.num_prompt_tokens):
+            for boundary in self._boundaries.between(reached, certain_tokens, prompt, shared):
                 yield boundary, NO_STATES
             return
         ends: Iterable[tuple[int, StateBlocks]] = [(self._boundaries.last_before(certain_tokens), NO_STATES)]
@@ -309,11 +319,9 @@ class EagerStores(RequestStores):
                 state.boundary_state_offloads.get(tracker.request_id, ()) if state is not None else ()
             )
         for boundary, states in ends:
-            if self._prompt_only and boundary > request.num_prompt_tokens:
+            if self._prompt_only and boundary > prompt:
                 return
-            if self._boundaries.wants_states(
-                boundary, tracker.reached_tokens, request.num_prompt_tokens, request.shared_prefix_boundary
-            ):
+            if self._boundaries.wants_states(boundary, tracker.reached_tokens, prompt, shared):
                 tracker.reached_tokens = boundary
                 yield boundary, states
 

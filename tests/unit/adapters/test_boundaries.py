@@ -41,6 +41,16 @@ def test_a_hit_may_end_at_checkpoints_and_before_the_prompts_last_token() -> Non
     assert list(some.between(0, 10, 10)) == []
 
 
+def test_a_hit_may_end_where_prompts_have_parted_before() -> None:
+    some = boundaries(window(4), checkpoint=64)
+    assert list(some.between(0, 200, 200, shared_tokens=100)) == [64, 96, 128, 192]
+    assert list(some.between(0, 80, 200, shared_tokens=100)) == [64], "that comes with a later step"
+    assert list(some.between(96, 200, 200, shared_tokens=100)) == [128, 192]
+    assert list(some.between(0, 200, 200, shared_tokens=200)) == [64, 128, 192]
+    found = {b: some.is_spare(b, 200, shared_tokens=100) for b in some.between(0, 200, 200, 100)}
+    assert found == {64: True, 96: False, 128: True, 192: False}
+
+
 def test_every_boundary_comes_once_however_the_steps_are_cut() -> None:
     rng = random.Random(7)
     for _ in range(200):

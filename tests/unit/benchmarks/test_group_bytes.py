@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from benchmarks.group_bytes import MODELS, boundaries_of, groups_of, pages_kept
 from flexkv.adapters.vllm.boundaries import Boundaries
 from flexkv.cache.base import Rule
@@ -32,4 +34,4 @@ def test_states_are_stored_where_steps_end() -> None:
     ends = list(boundaries_of(some, PROMPT, 8192))
     assert ends[-1] == (PROMPT - 1) // block * block
     assert all(end % block == 0 for end in ends)
-    assert all(later - end >= some.checkpoint_tokens for end, later in zip(ends, ends[1:-1], strict=False))
+    assert all(later - end >= some.checkpoint_tokens for end, later in pairwise(ends[:-1]))

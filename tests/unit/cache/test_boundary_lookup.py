@@ -160,6 +160,17 @@ class World:
         found = [end for end in reversed(fits) if self.restorable(start, end, mask, coming)]
         return found[:most]
 
+    def shared(self, start: int, room: int, mask: int, coming: bool) -> int:
+        full = [(group, rule) for group, rule in enumerate(self.rules) if rule.kind == "full"]
+        end = start
+        for longer in range(start // self.alignment * self.alignment, self.tokens + 1, self.alignment):
+            has_room = sum(rule.most(start, longer) for rule in self.rules) <= max(0, room)
+            if full and longer > start and has_room:
+                pages = [(group, page) for group, rule in full for page in rule.needs(start, longer)]
+                if all(self.where(*page, mask, coming) is not None for page in pages):
+                    end = longer
+        return end
+
     # --- checks ---
 
     def pins(self) -> list[Counter[int]]:
@@ -182,6 +193,7 @@ class World:
         found = self.boundaries.look(self.keys, start, room, mask, NOW, coming, most)
         expected = self.lengths(start, room, mask, coming, most)
         assert found.lengths == expected
+        assert found.shared_tokens == self.shared(start, room, mask, coming)
         self.check_leases(found, start, expected, mask, coming, before)
         if not expected or rng.random() < 0.3:
             self.boundaries.release(found)
