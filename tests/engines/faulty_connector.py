@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from flexkv import c_ext
 from flexkv.adapters.vllm.connector import FlexKVConnector
@@ -115,3 +118,26 @@ class SecretiveConnector(FaultyConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         super().get_block_ids_with_load_errors()
         return set()
+
+
+class LateConnector(FaultyConnector):
+    """Loads several KV groups within the step that reads them: the control of those that wait between steps."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        with patch("flexkv.adapters.vllm.connector.with_possible_modes", lambda settings, *_: settings):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+
+class TalkativeConnector(FaultyConnector):
+    """Names the blocks that a load of several KV groups did not fill, as with one group: the control of those whose
+    whole request is taken back."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(finished_recving=results.finished_recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        reports = self.worker.reports
+        return reports.take_failed_blocks() if reports.failed_blocks else set()

@@ -30,6 +30,8 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
 }
+LATE = FAULTY | {"kv_connector": "LateConnector"}
+TALKATIVE = FAULTY | {"kv_connector": "TalkativeConnector"}
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAILED = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 EVICTIONS = "vllm:flexkv_evictions_total"
@@ -89,12 +91,15 @@ def states(engines: Engines, qwen: Path) -> Callable[..., EngineSession]:
     """Starts an engine with states."""
 
     def start(
-        rules: Sequence[Any] | None = None, engine: Mapping[str, Any] | None = None, **settings: Any
+        rules: Sequence[Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        kind: Mapping[str, Any] = FAULTY,
+        **settings: Any,
     ) -> EngineSession:
         more: dict[str, Any] = ENGINE | {"model": str(qwen)} | dict(engine or {})
         if rules is None:
             return engines.get(connector(**settings), **more)
-        return engines.get(connector(FAULTY, **settings), {"FAULT_RULES": json.dumps(rules)}, **more)
+        return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)}, **more)
 
     return start
 
@@ -192,6 +197,30 @@ def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
     assert session.metric(FAILED) == 1
     session.forget()
     assert alone.check(session, prompt) == whole(prompt), "what was computed again was not stored"
+
+
+def test_control_a_load_within_the_step_comes_after_vllm_has_moved_the_state(
+    states: Any, stream: int
+) -> None:
+    session = states([], {"async_scheduling": False}, LATE, load__mode="sync")
+    prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
+    [cold] = session.ask(prompt)
+    session.forget()
+    [hit] = session.ask(prompt)
+    assert hit.cached == whole(prompt)
+    assert hit.tokens != cold.tokens
+
+
+def test_control_vllm_takes_no_blocks_of_several_groups_back(
+    states: Any, engines: Engines, stream: int
+) -> None:
+    session = states([{"action": "fail", "kind": "load", "nth_op": 0, "page": 0}], kind=TALKATIVE)
+    prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
+    session.ask(prompt)
+    session.forget()
+    with pytest.raises(EngineError, match="RuntimeError"):
+        session.ask(prompt)
+    engines.close()
 
 
 def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alone, stream: int) -> None:
