@@ -23,15 +23,21 @@ from .transformers_models import STATE_LAYERS, write_qwen_3_next
 GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
 """vLLM makes a block of attention as large as a state."""
-PART_TOKENS = 640
-"""That vLLM computes of a prompt in a step at most: a part ends after two blocks."""
+PART_TOKENS, PART_BLOCKS = 640, 2
+"""That vLLM computes of a prompt in a step at most, and blocks with which such a part ends."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
 }
+DAMAGED_LOADS = [
+    *({"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)),
+    {"action": "delay", "kind": "store", "delay_s": 0.01},
+]
+"""Of each group in turn; and stores that are under way for a while."""
 LATE = FAULTY | {"kv_connector": "LateConnector"}
 TALKATIVE = FAULTY | {"kv_connector": "TalkativeConnector"}
+CHECKPOINT = {"store__checkpoint_tokens": PART_BLOCKS * BLOCK_TOKENS}
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAILED = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 EVICTIONS = "vllm:flexkv_evictions_total"
@@ -110,12 +116,13 @@ def whole(prompt: Prompt) -> int:
 
 
 def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
-    session = states()
-    prompt = Prompt.of(1000, stream)
+    session = states(**CHECKPOINT)
+    before, prompt = session.metric(STORED), Prompt.of(1000, stream)
     cold = alone.answer(prompt)
     assert alone.check(session, prompt) == 0
     session.settle()
-    assert session.metric(STORED) == whole(prompt) // BLOCK_TOKENS + STATE_LAYERS
+    boundaries = 2  # the end of the first part, and the last block
+    assert session.metric(STORED) - before == whole(prompt) // BLOCK_TOKENS + STATE_LAYERS * boundaries
     session.forget()
     [hit] = session.ask(prompt)
     assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
@@ -130,7 +137,7 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
 
 
 def test_states_of_an_answer_serve_the_next_turn(states: Any, alone: Alone, stream: int) -> None:
-    session = states()
+    session = states(**CHECKPOINT)
     prompt = Prompt.of(BLOCK_TOKENS - 20, stream, max_tokens=BLOCK_TOKENS + 40)
     [answer] = session.ask(prompt)
     session.forget()
@@ -141,15 +148,15 @@ def test_states_of_an_answer_serve_the_next_turn(states: Any, alone: Alone, stre
 def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    session = states(store__checkpoint_tokens=2 * BLOCK_TOKENS)
-    prompt = Prompt.of(1400, stream)
+    session = states(**CHECKPOINT)
+    before, prompt = session.metric(STORED), Prompt.of(1400, stream)
     session.ask(prompt)
     session.settle()
     of_prompt = whole(prompt) // BLOCK_TOKENS
-    assert session.metric(STORED) == of_prompt + STATE_LAYERS * (of_prompt // 2)
+    assert session.metric(STORED) - before == of_prompt + STATE_LAYERS * (of_prompt // PART_BLOCKS)
     session.forget()
     sibling = prompt.first(1100).then(Prompt.of(200, stream + 1).ids)
-    assert alone.check(session, sibling, prompt) == 2 * BLOCK_TOKENS
+    assert alone.check(session, sibling, prompt) == PART_BLOCKS * BLOCK_TOKENS
 
 
 def test_states_that_end_within_blocks_are_not_taken_for_others(
@@ -170,7 +177,7 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
 def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
     """Of each load another group's pages are damaged on their way to the engine, and nobody looks: the answers are
     others."""
-    session = states([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
+    session = states(DAMAGED_LOADS)
     # A state forgets, so the answer follows it soon.
     prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
     [cold] = session.ask(prompt)
@@ -183,20 +190,33 @@ def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -
     assert alone.check(session, prompt) == whole(prompt)
 
 
-@pytest.mark.parametrize("group", [0, GROUPS - 1])
-def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
-    states: Any, alone: Alone, stream: int, group: int
-) -> None:
-    rules = [{"action": "fail", "kind": "load", "nth_op": group, "page": 0}]
-    session = states(rules, store__checkpoint_tokens=2 * BLOCK_TOKENS)
-    prompt = Prompt.of(1000, stream)
+def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
+    session = states(DAMAGED_LOADS)
+    prompt = Prompt.of(1000, stream, max_tokens=1)
     session.ask(prompt)
+    assert session.call("reset", connector=True)["done"]
+    session.settle()
+    session.call("scribble")
+    assert alone.check(session, prompt) == 0
     session.forget()
-    # The first page of the attention is needed for every hit, a state for its own alone.
-    assert alone.check(session, prompt) == (0 if group == 0 else 2 * BLOCK_TOKENS)
-    assert session.metric(FAILED) == 1
-    session.forget()
-    assert alone.check(session, prompt) == whole(prompt), "what was computed again was not stored"
+    assert alone.check(session, prompt) == whole(prompt)
+
+
+def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
+    states: Any, alone: Alone, stream: int
+) -> None:
+    """A state is needed for its own boundary alone, the first page of the attention for every hit."""
+    failing = (GROUPS - 1, 3 * GROUPS)  # after a load that fails, the next for less, and a whole one
+    rules = [{"action": "fail", "kind": "load", "nth_op": op, "page": 0} for op in failing]
+    session = states(rules, **CHECKPOINT)
+    for number, served in enumerate((PART_BLOCKS * BLOCK_TOKENS, 0)):
+        prompt = Prompt.of(1000, stream + number)
+        session.ask(prompt)
+        session.forget()
+        assert alone.check(session, prompt) == served
+        assert session.metric(FAILED) == number + 1
+        session.forget()
+        assert alone.check(session, prompt) == whole(prompt), "what was computed again was not stored"
 
 
 def test_control_a_load_within_the_step_comes_after_vllm_has_moved_the_state(
@@ -225,30 +245,18 @@ def test_control_vllm_takes_no_blocks_of_several_groups_back(
 
 def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alone, stream: int) -> None:
     session = states(host__bytes=4 << 20, host__extent_bytes=2 << 20)
-    prompts = [Prompt.of(700 + 130 * n, stream + n, max_tokens=4) for n in range(7)]
+    prompts = [Prompt.of(700 + 130 * n, stream + n, max_tokens=4) for n in range(6)]
     cached = []
     for prompt in (*prompts, *reversed(prompts)):
         cached.append(alone.check(session, prompt))
         session.forget()
     assert session.metric(EVICTIONS) > 0
-    assert cached[7] == whole(prompts[-1]), "the last prompt was evicted"
+    assert cached[len(prompts)] == whole(prompts[-1]), "the last prompt was evicted"
     assert cached[-1] < whole(prompts[0]), "there was room for everything"
     session.call("exchange_pages")
     [answer] = session.ask(prompts[0])
     assert answer.cached == whole(prompts[0])
     assert answer.tokens != alone.answer(prompts[0]).tokens, "control: wrong bytes would go unnoticed"
-
-
-def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
-    session = states([{"action": "delay", "kind": "store", "delay_s": 0.01}])
-    prompt = Prompt.of(1000, stream, max_tokens=1)
-    session.ask(prompt)
-    assert session.call("reset", connector=True)["done"]
-    session.settle()
-    session.call("scribble")
-    assert alone.check(session, prompt) == 0
-    session.forget()
-    assert alone.check(session, prompt) == whole(prompt)
 
 
 def test_two_ranks_serve_states_from_disk_after_a_restart(
