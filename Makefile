@@ -85,8 +85,9 @@ steady: build-test  ## repeats test files under load, an hour a call: make stead
 soak: build-test  ## simulation, stress, fuzz, flipped bits, engine pressure, kills and power cuts, 20 times as long (or FLEXKV_SOAK)
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m soak --timeout 14400
 
-# Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU.
-BENCHMARKS = $(filter-out gpu_results,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
+# Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, and those that want
+# a trace.
+BENCHMARKS = $(filter-out gpu_results eviction window_eviction,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done

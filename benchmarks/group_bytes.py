@@ -4,14 +4,16 @@ vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's s
 take. `kept` is what is stored of all pages of all groups. A slot holds a page of any group and has the size of the
 largest: `empty` is what of the slots' bytes no page fills.
 
-    python -m benchmarks.group_bytes [--prompt 32768] [--step 8192]
+    python -m benchmarks.group_bytes [--prompt 32768] [--step 8192] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -140,35 +142,60 @@ def pages_kept(group: BlockGeometry, boundaries: list[int], prompt: int) -> int:
     return len({page for boundary in boundaries for page in range(*pages_at(group, boundary))})
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Of one prompt of a model.
+
+    Attributes:
+        layers: of each group.
+        kept: share of the bytes of all pages.
+        empty: share of the slots' bytes.
+    """
+
+    model: str
+    layers: list[int]
+    block_tokens: int
+    stored_bytes: int
+    kept: float
+    empty: float
+
+
+def stored_of(model: str, prompt: int, step: int) -> Stored:
+    geometry, groups = groups_of(MODELS[model])
+    boundaries = list(boundaries_of(Boundaries(geometry, None), prompt, step))
+    pages = [pages_kept(group.geometry, boundaries, prompt) for group in groups]
+    stored = sum(count * group.image_bytes for count, group in zip(pages, groups, strict=True))
+    everything = sum(prompt // group.geometry.block_tokens * group.image_bytes for group in groups)
+    slot = -(-max(group.image_bytes for group in groups) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return Stored(
+        model,
+        [len(group.geometry.layer_names) for group in groups],
+        groups[0].geometry.block_tokens,
+        stored,
+        stored / everything,
+        1 - stored / (sum(pages) * slot),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompt", type=int, default=32768, help="tokens of the prompt")
     parser.add_argument("--step", type=int, default=8192, help="tokens that the engine computes in a step")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
+    rows = [stored_of(model, arguments.prompt, arguments.step) for model in MODELS]
     table = Table(title=f"a prompt of {arguments.prompt} tokens")
     for column in ("model", "layers by group", "block", "MiB stored", "kept", "empty"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    for name, shape in MODELS.items():
-        geometry, groups = groups_of(shape)
-        some = Boundaries(geometry, None)
-        boundaries = list(boundaries_of(some, arguments.prompt, arguments.step))
-        kept = [pages_kept(group.geometry, boundaries, arguments.prompt) for group in groups]
-        stored = sum(pages * group.image_bytes for pages, group in zip(kept, groups, strict=True))
-        everything = sum(
-            arguments.prompt // group.geometry.block_tokens * group.image_bytes for group in groups
-        )
-        slot = -(-max(group.image_bytes for group in groups) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        table.add_row(
-            name,
-            " ".join(str(len(group.geometry.layer_names)) for group in groups),
-            str(groups[0].geometry.block_tokens),
-            f"{stored / 2**20:.0f}",
-            f"{stored / everything:.1%}",
-            f"{1 - stored / (sum(kept) * slot):.1%}",
-        )
+    for row in rows:
+        layers = " ".join(map(str, row.layers))
+        mib = f"{row.stored_bytes / 2**20:.0f}"
+        table.add_row(row.model, layers, str(row.block_tokens), mib, f"{row.kept:.1%}", f"{row.empty:.1%}")
     Console(width=110).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
