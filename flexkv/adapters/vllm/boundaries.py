@@ -4,9 +4,10 @@ states that takes.
 A page of such a group is of use near the end of a hit alone, so it is stored only where a hit may end: at the end of a
 prompt and of a request, every `store.checkpoint_tokens` between, and where prompts have parted before.
 
-Where the model has recurrent states, it can be resumed only where a step of the engine has ended: state `p` of a
-request's table is that after exactly `p + 1` blocks of tokens, or none. In some modes vLLM writes states of other
-lengths into the table; there the boundaries are those alone that it hands over (`boundary_state_offloads`).
+Where the model has recurrent states, it can be resumed only where a step of the engine has ended: after a step that
+ends with block `p`, entry `p` of the request's table is the state there, and stays so until vLLM frees it. In some
+modes vLLM writes states of other lengths into the table; there the boundaries are those alone that it hands over
+(`boundary_state_offloads`).
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ class Boundaries:
             shared_tokens
         )
         return ends_a_hit or boundary >= after + self.checkpoint_tokens
+
+    def is_one(self, tokens: int) -> bool:
+        """Whether a hit may end there at all."""
+        return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
         """Whether pages that end there serve only requests that part from this one where none has yet: neither the same

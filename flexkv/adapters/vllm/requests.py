@@ -68,6 +68,7 @@ class RequestTracker:
         own_from: number of the first group's first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
         reached_tokens: boundaries up to there have been looked at; see `Boundaries`.
+        states_at: the last boundary with which a step of the engine ended: its state is in the request's table.
         shared_tokens: up to there other requests were the same, as far as the last lookup knows.
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
@@ -87,6 +88,7 @@ class RequestTracker:
     own_from: int = 0
     certain: int = 0
     reached_tokens: int = 0
+    states_at: int = 0
     shared_tokens: int = 0
     counted: bool = False
     preemptions: int = 0
@@ -117,6 +119,7 @@ class RequestTracker:
         self.suspect_from = None
         self.certain = 0
         self.reached_tokens = 0
+        self.states_at = 0
         self.counted = False
 
 

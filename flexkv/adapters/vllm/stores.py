@@ -198,6 +198,7 @@ class EagerStores(RequestStores):
                 for graph in self._plan(tracker, certain, step):
                     orders.stores.append(graph.layerwise() if self._by_layer else graph)
                 if self._boundaries.groups:
+                    self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
 
     def preempted(self, tracker: RequestTracker) -> None:
@@ -214,8 +215,10 @@ class EagerStores(RequestStores):
         graphs = self._plan(tracker, certain, step)
         if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
             graphs.append(tail)
-        if self._boundaries.groups and not self._boundaries.handed_over and blocks is not None:
-            graphs += self._plan_pages_at(tracker, self._boundaries.last_before(certain), blocks)
+        if self._boundaries.groups and blocks is not None:
+            boundary = self._boundaries.last_before(certain)
+            if not self._boundaries.has_states or boundary == tracker.states_at:
+                graphs += self._plan_pages_at(tracker, boundary, blocks)
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -275,6 +278,11 @@ class EagerStores(RequestStores):
             self._watch_blocks(plan.graph)
         return plan.graph
 
+    def _note_end(self, tracker: RequestTracker, tokens: int) -> None:
+        """The step's forward ends after so many of the request's tokens."""
+        if self._boundaries.is_one(tokens) and not self._boundaries.handed_over:
+            tracker.states_at = tokens
+
     def _plan_boundaries(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> list[TransferGraph]:
@@ -312,7 +320,10 @@ class EagerStores(RequestStores):
             for boundary in self._boundaries.between(reached, certain_tokens, prompt, shared):
                 yield boundary, NO_STATES
             return
-        ends: Iterable[tuple[int, StateBlocks]] = [(self._boundaries.last_before(certain_tokens), NO_STATES)]
+        # Nobody but a step that ended there has written what the table has for a boundary: a load may have failed.
+        ends: Iterable[tuple[int, StateBlocks]] = (
+            [(tracker.states_at, NO_STATES)] if tracker.states_at <= certain_tokens else []
+        )
         if self._boundaries.handed_over:
             state = output.kv_connector_block_state
             ends = self._boundaries.among(

@@ -1,0 +1,158 @@
+"""Which states are stored of a request, step by step: those alone that a step of the engine has written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.output import KVConnectorBlockState
+
+from flexkv.adapters.vllm.engine_spec import EngineSpec
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
+from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.adapters.vllm.requests import RequestTable
+from flexkv.adapters.vllm.store_watch import NoWatch
+from flexkv.adapters.vllm.stores import EagerStores, StoreTables
+from flexkv.cache.base import Keys, Rule, StorePlan
+from flexkv.config import load_config
+from flexkv.observe import Counters
+from flexkv.transfer.graph import BlockIds
+from flexkv.unit.ranks import UnitOwner
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
+
+FULL, STATE = 0, 1
+NULL = 0
+
+
+@dataclass
+class Offers:
+    """Takes what is offered in the place of a cache manager: (block of the request, engine block) of states."""
+
+    states: list[tuple[int, int]] = field(default_factory=list)
+
+    def begin_store(
+        self, request_id: str, group: int, keys: Keys, blocks: BlockIds, first: int, **_: Any
+    ) -> StorePlan:
+        assert len(keys) == len(blocks)
+        if group == STATE:
+            self.states += [(first + at, int(block)) for at, block in enumerate(blocks)]
+        return StorePlan(None, np.empty(0, np.int32), len(keys), 0)
+
+
+class Steps:
+    """One request of an engine with a group of full attention and one of states, in steps that a test says.
+
+    Args:
+        handed_over: the engine says where states are.
+    """
+
+    def __init__(
+        self, prompt: int, output: int = 0, handed_over: bool = False, checkpoint: int = BLOCK_TOKENS
+    ) -> None:
+        def group(number: int, **fields: Any) -> BlockGeometry:
+            return BlockGeometry(BLOCK_TOKENS, BLOCK_TOKENS, 99, (f"l.{number}",), number=number, **fields)
+
+        state = group(STATE, rule=Rule.STATE, states="(8,)", states_handed_over=handed_over)
+        geometry = PoolGeometry((group(FULL), state), BLOCK_TOKENS)
+        config = load_config({"store.checkpoint_tokens": checkpoint}, {})
+        spec = EngineSpec(config, geometry, UnitOwner("", bytes(32), "unit0"), 1, 64)
+        self.request = make_request(range(prompt))
+        if output:
+            self.request.append_output_token_ids(list(range(1000, 1000 + output)))
+        requests = RequestTable(bytes(32), geometry, "engine")
+        self.tracker = requests.of(self.request)
+        self.offers = Offers()
+        unit: Any = SimpleNamespace(manager=self.offers)
+        self.stores = EagerStores(StoreTables(unit, spec, requests, NoWatch(), Counters(), None))
+
+    def step(
+        self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
+    ) -> list[tuple[int, int]]:
+        """A step that computes up to `end` tokens, with such a table of states; what is offered of these."""
+        request, name = self.request, self.request.request_id
+        full = list(range(50, 50 + -(-end // BLOCK_TOKENS)))
+        self.tracker.tables[FULL].ids[:], self.tracker.tables[STATE].ids[:] = full, states
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens={name: end - request.num_computed_tokens},
+            kv_connector_block_state=KVConnectorBlockState(
+                {name}, lambda _: (full, list(states)), {name: list(handed_over)} if handed_over else {}
+            ),
+        )
+        self.offers.states.clear()
+        self.stores.plan_step(output, 0, ConnectorMetadata())
+        request.num_computed_tokens = end
+        return list(self.offers.states)
+
+
+def test_states_are_stored_where_steps_end_with_a_block() -> None:
+    steps = Steps(prompt=22)
+    assert steps.step(8, [NULL, 31]) == [(1, 31)]
+    assert steps.step(16, [NULL, 31, NULL, 32]) == [(3, 32)]
+    assert steps.step(20, [NULL, NULL, NULL, 32, 33]) == [(4, 33)]
+    assert steps.step(22, [NULL, NULL, NULL, NULL, 33, 34]) == []
+
+
+def test_a_state_of_the_answer_is_stored_when_its_tokens_are_certain() -> None:
+    steps = Steps(prompt=10, output=4)
+    steps.step(8, [NULL, 31])
+    assert steps.step(10, [NULL, 31, 32]) == []
+    assert steps.step(11, [NULL, NULL, 32]) == []
+    assert steps.step(12, [NULL, NULL, 32]) == [], "the step's own token may not be accepted"
+    assert steps.step(13, [NULL, NULL, 32, 33]) == [(2, 32)]
+    assert steps.step(14, [NULL, NULL, NULL, 33]) == [], "stored before"
+
+
+def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
+    steps = Steps(prompt=10, output=2)
+    for end in (8, 10, 11):
+        steps.step(end, [NULL, 31, 32])
+    assert steps.step(12, [NULL, NULL, 32]) == []
+    steps.stores.ended(steps.tracker, 0, ([50, 51, 52], [NULL, NULL, 32]))
+    assert steps.offers.states == [(2, 32)]
+
+
+def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
+    """A request that resumes with its answer: a load of 16 tokens has failed, and a step goes on from 4 past them."""
+    steps = Steps(prompt=18, output=8)
+    steps.request.num_computed_tokens = 4
+    left = 77
+    assert steps.step(24, [NULL, NULL, NULL, left, NULL, 32]) == []
+    steps.stores.ended(steps.tracker, 0, ([*range(50, 56)], [NULL, NULL, NULL, left, NULL, 32]))
+    assert steps.offers.states == [(5, 32)]
+
+
+def test_control_a_table_tells_not_by_itself_what_is_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(prompt=18, output=8)
+    steps.request.num_computed_tokens = 4
+
+    def note_any(tracker: Any, tokens: int) -> None:
+        tracker.states_at = min(tokens, 18) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    monkeypatch.setattr(steps.stores, "_note_end", note_any)
+    assert steps.step(24, [NULL, NULL, NULL, 77, NULL, 32]) == [(3, 77)]
+
+
+def test_a_request_that_lost_its_blocks_has_no_state() -> None:
+    steps = Steps(prompt=22)
+    steps.step(8, [NULL, 31])
+    steps.tracker.restart()
+    steps.offers.states.clear()
+    steps.stores.ended(steps.tracker, 0, ([50, 51], [NULL, 31]))
+    assert steps.offers.states == []
+
+
+def test_only_what_is_handed_over_is_stored_where_the_engine_says_it() -> None:
+    steps = Steps(prompt=22, handed_over=True)
+    assert steps.step(8, [NULL, 31]) == []
+    assert steps.step(16, [NULL, 31, NULL, 32], [(STATE, 41, 16)]) == [(3, 41)]
+    assert steps.step(20, [NULL, NULL, NULL, 32, 33], [(STATE, 42, 18)]) == [], "within a block"
+
+
+def test_checkpoints_are_far_from_each_other() -> None:
+    steps = Steps(prompt=42, checkpoint=16)
+    ends = [end for end in range(4, 44, 4) if steps.step(end, [*range(31, 31 + end // 4)])]
+    assert ends == [16, 32, 40]
