@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 
 from demo import __main__ as demo
+from demo import hybrid
 from demo.__main__ import TABLE_WIDTH
 from demo.conversation import CROWD, CROWD_TURNS, PHASES, TURNS, Turn, problems, turn_count, whole_blocks
 from demo.engine_process import FLEXKV, EngineError
@@ -24,6 +25,8 @@ from flexkv.config import load_config
 from tests.unit.demo.scripted_engine import ScriptedEngine
 
 Engine = type[ScriptedEngine]
+WINDOWS = hybrid.HybridRun((1, 2), (1, 2), (1, 2), cached=1376, stored_pages=100)
+"""What the second part says when all is well: it has real engines."""
 
 
 @pytest.fixture
@@ -32,6 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         pass
 
     monkeypatch.setattr(demo, "EngineProcess", ThisEngine)
+    monkeypatch.setattr(hybrid, "play", lambda folder, log, now: WINDOWS)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return ThisEngine
@@ -155,6 +159,17 @@ def test_one_wrong_token_ends_with_1(
     assert "FAILED" in said
     assert "differs from the run without flexkv at token 15" in said
     assert "OK" not in said
+
+
+def test_windows_that_answer_otherwise_end_with_1(
+    engine: Engine,
+    run: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(hybrid, "play", lambda folder, log, now: replace(WINDOWS, hit=(1, 3)))
+    assert run() == 1
+    assert "windows: answers differ" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("serve", [lambda tokens: 0, lambda tokens: min(tokens, 31)], ids=["none", "too few"])
