@@ -16,13 +16,18 @@ BLOCK_TOKENS = 16
 """The block that engines take on a GPU unless they are told another."""
 SLOT_MULTIPLE_BYTES = 4096
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that see no more than so many tokens, and what a configuration calls that number."""
+STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv_L_cache")
+"""What configurations have of models with recurrent states that do not name each layer's kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """
     Attributes:
-        token_bytes: of K and V, or of the latent, in all layers, in the type that the weights are in.
+        token_bytes: of K and V, or of the latent, in all layers, in the type that the weights are in. Of layers that
+            see a window or a chunk only that is counted, spread over the longest prompt.
         prompt_tokens: the longest prompt that the model takes.
     """
 
@@ -44,7 +49,7 @@ class ModelSize:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"--model: {file} cannot be read: {error}") from error
         except (KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"--model: {file} does not say what a token takes: {error}") from error
+            raise ConfigError(f"--model: {file} does not say what a token takes: {error.args[0]}") from error
 
     @classmethod
     def _of(cls, config: dict[str, Any]) -> ModelSize:
@@ -68,8 +73,9 @@ class ModelSize:
             else:
                 size = _count(config, "head_dim")
             elements = 2 * heads * size
-        token_bytes = _count(config, "num_hidden_layers") * elements * ELEMENT_BYTES[dtype]
-        return cls(token_bytes, _count(config, "max_position_embeddings"))
+        longest = _count(config, "max_position_embeddings")
+        layer_tokens = sum(_seen_tokens(config, kind, longest) for kind in _layer_kinds(config))
+        return cls(-(-layer_tokens * elements * ELEMENT_BYTES[dtype] // longest), longest)
 
     @property
     def limit(self) -> PromptLimit:
@@ -79,6 +85,26 @@ class ModelSize:
         """What so much host memory holds."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
         return TierCapacity("host tier", host_bytes // block_bytes, BLOCK_TOKENS, block_bytes, "host.bytes")
+
+
+def _layer_kinds(config: dict[str, Any]) -> list[str]:
+    layers, kinds = _count(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        if named := [name for name in STATES if name in config]:
+            raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
+        return ["full_attention"] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise TypeError(f"layer_types is {shown(kinds)}; expected a list of {layers}")
+    return kinds
+
+
+def _seen_tokens(config: dict[str, Any], kind: Any, longest: int) -> int:
+    """Of the longest prompt, what a layer keeps that a hit on all of it needs."""
+    if kind == "full_attention":
+        return longest
+    if kind not in SEEN:
+        raise KeyError(f"layer_types has {shown(kind)}, and nothing tells what such a layer keeps")
+    return min(longest, _count(config, SEEN[kind]))
 
 
 def _count(config: dict[str, Any], name: str) -> int:

@@ -254,6 +254,16 @@ def test_info_is_json_with_stable_keys(capsys: pytest.CaptureFixture[str]) -> No
         ({"torch_dtype": "bfloat16"}, 2 * 4 * 2 * 64 * 2),
         ({"num_key_value_heads": None, "head_dim": None}, 2 * 4 * 4 * 64 * 4),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 4 * (512 + 64) * 4),
+        # Of three layers of four a quarter of the longest prompt is kept.
+        (
+            {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 2048},
+            (4 + 3) * 2 * 2 * 64,
+        ),
+        (
+            {"layer_types": ["full_attention"] + ["chunked_attention"] * 3, "attention_chunk_size": 2048},
+            (4 + 3) * 2 * 2 * 64,
+        ),
+        ({"layer_types": ["full_attention"] * 4}, 2 * 2 * 64 * 4 * 4),
     ],
 )
 def test_info_tells_what_the_host_tier_holds_of_a_model(
@@ -316,6 +326,12 @@ def test_a_model_without_sizes_is_one_line(
         {"max_position_embeddings": -5},
         {"max_position_embeddings": 1 << 40},
         {"kv_lora_rank": "512", "qk_rope_head_dim": 64},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full_attention"},
+        {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        {"layer_types": ["sliding_attention"] * 4, "sliding_window": None},
+        {"full_attention_interval": 4},
+        {"mamba_d_state": 16},
     ],
 )
 def test_model_with_a_size_that_is_none_is_one_line(
