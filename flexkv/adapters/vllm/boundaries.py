@@ -94,7 +94,7 @@ class Boundaries:
         )
         return ends_a_hit or boundary >= after + self.checkpoint_tokens
 
-    def is_one(self, tokens: int) -> bool:
+    def may_end_at(self, tokens: int) -> bool:
         """Whether a hit may end there at all."""
         return tokens % self._alignment == 0
 
@@ -105,7 +105,7 @@ class Boundaries:
         if boundary == self.last_before(shared_tokens):
             return False
         if boundary >= of_prompt:
-            # States are handed over once: those of the answer's last boundary are among these.
+            # Nobody knows yet which of an answer's states will be the last.
             return boundary > of_prompt and not self.has_states
         return all(
             pages_at(group, boundary)[1] <= pages_at(group, of_prompt)[0] for group in self.groups.values()

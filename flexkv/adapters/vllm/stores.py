@@ -280,7 +280,7 @@ class EagerStores(RequestStores):
 
     def _note_end(self, tracker: RequestTracker, tokens: int) -> None:
         """The step's forward ends after so many of the request's tokens."""
-        if self._boundaries.is_one(tokens) and not self._boundaries.handed_over:
+        if self._boundaries.may_end_at(tokens) and not self._boundaries.handed_over:
             tracker.states_at = tokens
 
     def _plan_boundaries(
