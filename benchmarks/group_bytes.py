@@ -129,10 +129,12 @@ def boundaries_of(some: Boundaries, prompt: int, step: int) -> Iterator[int]:
     if not some.has_states:
         yield from some.between(0, prompt, prompt)
         return
-    last, after, end = some.last_before(prompt - 1), 0, 0
-    while end < last:
-        end = min(max(some.last_before(end + step), some.last_before(end) + some.checkpoint_tokens), last)
-        if some.wants_states(end, after, prompt, 0):
+    last, after, computed = some.last_before(prompt - 1), 0, 0
+    while computed < last:
+        end = min(some.last_before(computed + step), last)
+        # Steps end with blocks, but for those within a block that takes several.
+        computed = end if end > computed else computed + step
+        if computed == end and some.wants_states(end, after, prompt, 0):
             yield (after := end)
 
 
