@@ -45,7 +45,7 @@ class Boundaries:
         self._alignment = geometry.alignment_tokens
         self.groups = {at: group for at, group in enumerate(geometry.groups) if group.rule is not Rule.FULL}
         self._states = {group.number for group in self.groups.values() if group.rule is Rule.STATE}
-        self.has_states = bool(self._states)
+        self.has_states = geometry.has_states
         self.handed_over = any(group.states_handed_over for group in self.groups.values())
         if checkpoint_tokens is None:
             window = max((_reach_tokens(group) for group in self.groups.values()), default=0)
@@ -73,7 +73,7 @@ class Boundaries:
         """
         found: dict[int, dict[int, int]] = {}
         for number, block, tokens in offers:
-            if number in self._states and tokens % self._alignment == 0:
+            if number in self._states and self.may_end_at(tokens):
                 found.setdefault(tokens, {})[number] = block
         return [(tokens, found[tokens]) for tokens in sorted(found) if found[tokens].keys() == self._states]
 

@@ -94,6 +94,11 @@ class PoolGeometry:
         """Whether a hit needs other pages than all of one group."""
         return len(self.groups) > 1 or self.groups[0].rule is not Rule.FULL
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return any(group.rule is Rule.STATE for group in self.groups)
+
     def kv_groups(self) -> list[KvGroup]:
         """As the unit is told of them."""
         return [

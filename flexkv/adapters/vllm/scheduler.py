@@ -19,7 +19,7 @@ from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
 from flexkv.adapters.vllm.stores import BlocksByGroup, EagerStores, NoStores, StoreMode, StoreTables
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
-from flexkv.cache.base import CacheListener, Rule
+from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import OpId
@@ -69,7 +69,6 @@ class SchedulerSide:
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False
-        self._has_states = any(group.rule is Rule.STATE for group in spec.geometry.groups)
         self._serve(NullUnit(), (), NoStores())
 
     # --- set up ---
@@ -299,7 +298,7 @@ class SchedulerSide:
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
         """Orders the copies out of blocks that the engine has handed out again to end before the step writes them."""
         self.orders.reused = reused
-        if self._has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
+        if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
             # Some model runners copy, clear and move states into new blocks before they call the connector.
             self.orders.void += reused
 

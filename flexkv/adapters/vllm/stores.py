@@ -320,21 +320,23 @@ class EagerStores(RequestStores):
             for boundary in self._boundaries.between(reached, certain_tokens, prompt, shared):
                 yield boundary, NO_STATES
             return
-        # Nobody but a step that ended there has written what the table has for a boundary: a load may have failed.
-        ends: Iterable[tuple[int, StateBlocks]] = (
-            [(tracker.states_at, NO_STATES)] if tracker.states_at <= certain_tokens else []
-        )
-        if self._boundaries.handed_over:
-            state = output.kv_connector_block_state
-            ends = self._boundaries.among(
-                state.boundary_state_offloads.get(tracker.request_id, ()) if state is not None else ()
-            )
-        for boundary, states in ends:
+        for boundary, states in self._with_states(tracker, certain_tokens, output):
             if self._prompt_only and boundary > prompt:
                 return
             if self._boundaries.wants_states(boundary, tracker.reached_tokens, prompt, shared):
                 tracker.reached_tokens = boundary
                 yield boundary, states
+
+    def _with_states(
+        self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
+    ) -> list[tuple[int, StateBlocks]]:
+        """The boundaries whose states the engine has, ascending; by position where it does not say their blocks."""
+        if self._boundaries.handed_over:
+            state = output.kv_connector_block_state
+            offers = state.boundary_state_offloads if state is not None else {}
+            return self._boundaries.among(offers.get(tracker.request_id, ()))
+        # Nobody but a step that ended there has written what the table has for a boundary: a load may have failed.
+        return [(tracker.states_at, NO_STATES)] if tracker.states_at <= certain_tokens else []
 
     def _plan_pages_at(
         self,
