@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models"), "tiny")
 
 
+@contextmanager
+def engine_alone(model: Path, log: Path, **engine: Any) -> Iterator[Reference]:
+    """An engine without a connector and a prefix cache.
+
+    Args:
+        engine: more arguments of it.
+    """
+    arguments = engine_arguments(model) | {"enable_prefix_caching": False} | engine
+    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
+        yield Reference(process)
+
+
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    arguments = engine_arguments(model) | {"enable_prefix_caching": False}
-    with EngineProcess(
-        arguments, tmp_path_factory.mktemp("reference") / "engine.log", environment={**IN_PROCESS, **UNPINNED}
-    ) as process:
-        yield Reference(process)
+    with engine_alone(model, tmp_path_factory.mktemp("reference") / "engine.log") as alone:
+        yield alone
 
 
 @pytest.fixture(scope="session")
@@ -159,13 +169,9 @@ def gemma_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gemma_3_alone(gemma_3: Path) -> Iterator[Reference]:
-    arguments = engine_arguments(gemma_3) | {
-        "enable_prefix_caching": False,
-        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
-    }
     log = gemma_3.parent / "engine.log"
-    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
-        yield Reference(process)
+    with engine_alone(gemma_3, log, num_gpu_blocks_override=BLOCKS_OF_ALL_GROUPS) as alone:
+        yield alone
 
 
 @pytest.fixture

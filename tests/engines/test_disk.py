@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,26 @@ def start(
 
 def wait_written(session: EngineSession, pages: int) -> None:
     """Until so many pages are on disk, durable or not."""
-    ends_s = time.monotonic() + DURABLE_WITHIN_S
-    while session.metric(DISK_WRITES) < pages:
-        assert time.monotonic() < ends_s, f"{session.metric(DISK_WRITES)} of {pages} pages came to disk"
-        time.sleep(0.1)
-        session.ask(Prompt.of(5, 7, max_tokens=1))
+    _wait(session, lambda: session.metric(DISK_WRITES) >= pages, f"{pages} pages did not come to disk")
 
 
 def wait_durable(session: EngineSession) -> None:
     """Until everything written is said to survive a crash."""
+
+    def is_durable() -> bool:
+        session.settle()
+        return session.metric(DURABLE) >= session.metric(DISK_WRITES)
+
+    _wait(session, is_durable, "written pages did not become durable")
+
+
+def _wait(session: EngineSession, done: Callable[[], bool], late: str) -> None:
     ends_s = time.monotonic() + DURABLE_WITHIN_S
-    while session.metric(DURABLE) < session.metric(DISK_WRITES):
-        assert time.monotonic() < ends_s, "written pages did not become durable"
+    while not done():
+        assert time.monotonic() < ends_s, late
         time.sleep(0.1)
         # The engine tells its metrics when it steps.
         session.ask(Prompt.of(5, 7, max_tokens=1))
-        session.settle()
 
 
 def spoil(folder: Path) -> None:

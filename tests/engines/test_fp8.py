@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import IN_PROCESS, EngineProcess
-
-from .conftest import FAULTY, UNPINNED, Engines, connector, engine_arguments
+from .conftest import FAULTY, Engines, connector, engine_alone
 from .session import EngineSession, Prompt, Reference
 from .test_disk import start, wait_durable
 from .test_hybrid import CLOSE, farthest
@@ -30,10 +28,8 @@ def kept(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, kept: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    arguments = engine_arguments(model) | kept | {"enable_prefix_caching": False}
-    log = tmp_path_factory.mktemp("fp8") / "engine.log"
-    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
-        yield Reference(process)
+    with engine_alone(model, tmp_path_factory.mktemp("fp8") / "engine.log", **kept) as reference:
+        yield reference
 
 
 def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, Any], stream: int) -> None:
@@ -52,10 +48,10 @@ def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, A
 
 
 def test_no_engine_is_served_what_another_kept_in_another_type(
-    engines: Engines, folder: Path, stream: int
+    engines: Engines, tmp_path: Path, stream: int
 ) -> None:
     """On one folder on disk; the two kinds of eight bits have pages of the same size."""
-    prompt = Prompt.of(405, stream)
+    folder, prompt = tmp_path / "disk", Prompt.of(405, stream)
     for kind in (FP8, OTHER_FP8, BUT_ONE):
         session = start(engines, folder, engine=kind)
         [answer] = session.ask(prompt)
@@ -64,8 +60,3 @@ def test_no_engine_is_served_what_another_kept_in_another_type(
     session = start(engines, folder, engine=FP8)
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks, "control: nothing was on disk"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "disk"

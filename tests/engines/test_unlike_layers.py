@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import IN_PROCESS, EngineProcess
-
-from .conftest import FAULTY, POOL_BLOCKS, UNPINNED, Engines, connector, engine_arguments
+from .conftest import FAULTY, POOL_BLOCKS, Engines, connector, engine_alone
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 from .transformers_models import (
     FULL_HEAD,
@@ -71,11 +69,9 @@ class Family:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     folder = request.param.write(tmp_path_factory.mktemp("family") / "model")
     # Without a connector vLLM gives sliding layers blocks of their own.
-    more = {"enable_prefix_caching": False, "num_gpu_blocks_override": 4 * POOL_BLOCKS}
-    arguments = engine_arguments(folder) | more
     log = folder.parent / "engine.log"
-    with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
-        yield Family(request.param, folder, Reference(process))
+    with engine_alone(folder, log, num_gpu_blocks_override=4 * POOL_BLOCKS) as alone:
+        yield Family(request.param, folder, alone)
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES.values(), ids=CASES.keys(), indirect=["family"])

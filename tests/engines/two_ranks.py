@@ -1,0 +1,52 @@
+"""Two ranks that hold the same KV: one stripe serves both."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .conftest import FAULTY, Engines, connector
+from .session import EngineSession, Prompt, Reference
+from .test_parallel import TWO_RANKS
+
+DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
+
+
+def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
+    """Beside an engine alone. The first store is damaged on its way."""
+    alone = engines.another(None, **engine)
+    environment = {**TWO_RANKS, "FAULT_RULES": json.dumps(DAMAGED_STORE)}
+    ours = engines.another(connector(FAULTY), environment, tensor_parallel_size=2, **engine)
+    return EngineSession(ours.process, Reference(alone.process))
+
+
+def check_stored_once(session: EngineSession, stream: int, block_tokens: int, token_bytes: int) -> Prompt:
+    """Pages are stored once for both ranks, and both are served; a prompt that is stored.
+
+    Args:
+        token_bytes: of one token, for both ranks together.
+    """
+
+    def served(prompt: Prompt) -> int:
+        # The engine computes at least the last token itself.
+        return (len(prompt.ids) - 1) // block_tokens * block_tokens
+
+    # Comes first: the engine's first store. Without digests nobody can tell, so a wrong byte shows in the output.
+    damaged = Prompt.of(300, stream + 1)
+    session.check_one(damaged)
+    session.forget()
+    [answer] = session.ask(damaged)
+    assert answer.cached == served(damaged)
+    assert answer.tokens != session.reference.tokens(damaged)
+    session.forget()
+
+    prompt, moved = Prompt.of(405, stream), "vllm:flexkv_moved_pages_total{direction=store}"
+    stored_before = session.metric(moved)
+    session.check_one(prompt)
+    session.forget()
+    stored = session.metric(moved) - stored_before
+    assert stored == (len(prompt.ids) + prompt.max_tokens - 1) // block_tokens, "not once for both ranks"
+    bytes_moved = session.metric("vllm:flexkv_moved_bytes_total{direction=store}")
+    assert bytes_moved == block_tokens * token_bytes * session.metric(moved)
+    assert session.check_one(prompt).cached == served(prompt)
+    return prompt
