@@ -49,3 +49,7 @@ class TransferError(FlexKVError, OSError):
 
 class DiskError(FlexKVError, OSError):
     """A folder, slab or index of the disk tier cannot be used; names it, and what the system said."""
+
+
+class StoreError(FlexKVError, OSError):
+    """A store that machines share cannot be used as the settings say; names it, and what to do."""

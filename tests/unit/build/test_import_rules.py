@@ -22,6 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cache": BASE | {"transfer.graph", "storage.base", "storage.tags", "storage.striping"},
     "cache.tiers": BASE | {"cache", "transfer", "storage", "unit.ranks"},
     "transfer": BASE,
+    "remote": BASE | {"storage.base", "storage.group_tables", "transfer.graph", "transfer.host_pool"},
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "unit": BASE | {"cache", "transfer", "storage"},
     "adapters": BASE | {"cache", "transfer", "storage", "unit"},

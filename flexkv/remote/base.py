@@ -1,0 +1,107 @@
+"""The contract of a store that machines share: names to values, on other machines, which may be slow, dead or lying.
+
+A store is trusted with nothing. What it says of a value is a hint, what it gives is verified by who asked, and every
+call ends: each takes a deadline and returns within it, give or take the time of one system call. One object is used by
+one thread; a process that asks and moves at the same time opens two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Part = NDArray[np.uint8]
+"""Bytes of a value in memory: uint8 [n], C-contiguous; writable where a value is read into it."""
+
+Value = Sequence[Part]
+"""One value: its parts follow one another in the store. Their lengths add up to the value's."""
+
+
+class Presence(IntEnum):
+    """What a store says of a name."""
+
+    NO = 0
+    YES = 1
+    UNKNOWN = 2
+    """It did not say, or said what nobody understands."""
+
+
+class Outcome(IntEnum):
+    """How one value of a call fared."""
+
+    OK = 0
+    """All of its bytes are where they were to go. A put may also find that the store has the name already."""
+    ABSENT = 1
+    """A get: the store has no such name."""
+    OTHER_SIZE = 2
+    """A get: the store has another number of bytes under the name. What was read of it is of no use."""
+    FULL = 3
+    """A put: the store has no room, or lets nothing in now. It is of no use to try again at once."""
+    FAILED = 4
+    """The store, the way to it, or the deadline. The memory of a get may have been written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How a store is reached.
+
+    Attributes:
+        urls: one or more of one scheme.
+        user, password: of those who must say who they are; empty for nobody. Never in a log, an error or `repr`.
+        ca_file: certificates that servers are trusted by; empty for the system's.
+        connect_s: to connect, or to set a client up, for at most so many seconds.
+        rdma_devices: by name; empty for TCP.
+    """
+
+    urls: tuple[str, ...]
+    user: str = ""
+    password: str = ""
+    ca_file: str = ""
+    connect_s: float = 2.0
+    rdma_devices: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"StoreOptions(urls={self.urls}, user={self.user!r}, password={'***' if self.password else ''!r})"
+        )
+
+
+class Store(ABC):
+    """One client of a store. Its servers may come and go: each call connects again where that is needed.
+
+    No call raises for what servers do; `StoreError` is for `open_store` alone.
+    """
+
+    @abstractmethod
+    def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
+        """One answer a name."""
+
+    @abstractmethod
+    def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        """Reads each name's value into its parts, whose lengths must add up to its own."""
+
+    @abstractmethod
+    def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        """Stores values under names that the store is not known to have. Which of two writers wins is the store's."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        """Of each name, whether the store does not have it any more, whoever holds it there."""
+
+    @abstractmethod
+    def alive(self, deadline_s: float) -> str:
+        """Asks the least that shows whether calls have a chance; why they have none, or nothing."""
+
+    def register(self, memory: Part) -> str:
+        """Values lie in this memory from now on, which stays where it is until `close`. Only a store whose transport
+        wants to know does anything. Why it cannot be used, or nothing."""
+        return ""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all connections. No call follows. Idempotent."""

@@ -1,0 +1,33 @@
+"""Which store a URL names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from urllib.parse import urlsplit
+
+from flexkv.errors import StoreError
+from flexkv.remote.base import Store, StoreOptions
+
+SCHEMES: dict[str, tuple[str, str]] = {
+    "redis": ("flexkv.remote.redis.store", "RedisStore"),
+    "rediss": ("flexkv.remote.redis.store", "RedisStore"),
+    "mooncake": ("flexkv.remote.mooncake", "MooncakeStore"),
+}
+"""Scheme -> module and class. A module is imported when a store of its scheme is opened, and its library with it."""
+
+
+def open_store(options: StoreOptions) -> Store:
+    """A client of the store that `options.urls` name. Does not ask whether it is there: `alive` does.
+
+    Raises:
+        StoreError: no such scheme, several, or the store's library is missing.
+    """
+    schemes = sorted({urlsplit(url).scheme for url in options.urls})
+    if len(schemes) != 1 or schemes[0] not in SCHEMES:
+        raise StoreError(
+            f"remote.urls={list(options.urls)}: allowed are URLs of one scheme of {', '.join(sorted(SCHEMES))}"
+        )
+    module, name = SCHEMES[schemes[0]]
+    make: Callable[[StoreOptions], Store] = getattr(import_module(module), name)
+    return make(options)
