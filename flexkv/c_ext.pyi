@@ -318,6 +318,18 @@ class PageCodec:
     ) -> tuple[str, str]:
         """`("none", "")`, or the name of the miss and the reason. Without `tag` any will do."""
 
+    def seal_apart(
+        self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
+    ) -> None:
+        """Writes into `trailer` (trailer_bytes bytes, writable) that of a page whose stripes lie in `image` (up to
+        trailer_offset bytes or more; with host_digests image_bytes, which have the run digests)."""
+
+    def check_apart(
+        self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int
+    ) -> tuple[str, str]:
+        """As `check`, of stripes in `image` (writable) and their trailer elsewhere. With host_digests a page that is
+        what was asked for has its run digests in `image` then."""
+
     def trailer(self, image: Buffer) -> tuple[int, int, bytes, int]:
         """slab_id, slot, tag, written: as they stand there, unchecked."""
 

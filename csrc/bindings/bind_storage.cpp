@@ -76,6 +76,46 @@ void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uin
   codec.seal(bytes.data(), {slab_id, slot}, fields, written);
 }
 
+// A slot that has room for what a page with a trailer elsewhere needs.
+void require_stripes(const PageCodec& codec, const ByteBuffer& buffer) {
+  const int64_t needed = codec.host_digests() ? codec.image_bytes() : codec.image().trailer_offset();
+  if (static_cast<int64_t>(buffer.size()) >= needed) return;
+  throw GeometryError("a page's stripes take " + std::to_string(needed) + " bytes, given " +
+                      std::to_string(buffer.size()));
+}
+
+void require_trailer(const PageCodec& codec, const ByteBuffer& buffer) {
+  if (static_cast<int64_t>(buffer.size()) == codec.image().trailer_bytes()) return;
+  throw GeometryError("a trailer has " + std::to_string(codec.image().trailer_bytes()) + " bytes, given " +
+                      std::to_string(buffer.size()));
+}
+
+void seal_apart(const PageCodec& codec, const py::buffer& image, const py::buffer& trailer, uint64_t slab_id,
+                uint64_t slot, const py::bytes& tag, uint64_t written) {
+  const ByteBuffer bytes(image, ByteBuffer::kReadable);
+  const ByteBuffer apart(trailer, ByteBuffer::kWritable);
+  require_stripes(codec, bytes);
+  require_trailer(codec, apart);
+  const PageTag fields = *to_tag(tag);
+  const py::gil_scoped_release release;
+  codec.seal_apart(bytes.data(), apart.data(), {slab_id, slot}, fields, written);
+}
+
+py::tuple check_apart(const PageCodec& codec, const py::buffer& image, const py::buffer& trailer,
+                      uint64_t slab_id, uint64_t slot, const std::optional<py::bytes>& tag, uint64_t now) {
+  const ByteBuffer bytes(image, ByteBuffer::kWritable);
+  const ByteBuffer apart(trailer, ByteBuffer::kReadable);
+  require_stripes(codec, bytes);
+  require_trailer(codec, apart);
+  const std::optional<PageTag> wanted = to_tag(tag);
+  PageCheck found;
+  {
+    const py::gil_scoped_release release;
+    found = codec.check_apart(bytes.data(), apart.data(), {slab_id, slot}, wanted, now);
+  }
+  return py::make_tuple(kMissNames[static_cast<size_t>(found.miss)], found.reason);
+}
+
 py::tuple check(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uint64_t slot,
                 const std::optional<py::bytes>& tag, uint64_t now, bool data) {
   const ByteBuffer bytes(image, ByteBuffer::kReadable);
@@ -158,6 +198,10 @@ void bind_storage(py::module_& m) {
            py::arg("written"))
       .def("check", &check, py::arg("image"), py::arg("slab_id"), py::arg("slot"), py::arg("tag"),
            py::arg("now"), py::arg("data") = true)
+      .def("seal_apart", &seal_apart, py::arg("image"), py::arg("trailer"), py::arg("slab_id"),
+           py::arg("slot"), py::arg("tag"), py::arg("written"))
+      .def("check_apart", &check_apart, py::arg("image"), py::arg("trailer"), py::arg("slab_id"),
+           py::arg("slot"), py::arg("tag"), py::arg("now"))
       .def("trailer", &trailer, py::arg("image"));
   NativeBinding<SlabFile, std::shared_ptr<SlabFile>>(m, "SlabFile")
       .def(py::init([](std::string path, int64_t header_bytes, int64_t slot_bytes, int64_t slots, uint64_t id,

@@ -99,8 +99,18 @@ uint64_t PageCodec::trailer_digest(const std::byte* trailer) const {
 }
 
 void PageCodec::seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const {
-  std::byte* trailer = image + image_.trailer_offset();
-  if (!host_digests_) {
+  seal_apart(image, image + image_.trailer_offset(), place, tag, written);
+}
+
+void PageCodec::seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place,
+                           const PageTag& tag, uint64_t written) const {
+  if (host_digests_) {
+    const std::byte* of_image = image + image_.trailer_offset();
+    if (trailer != of_image) {
+      std::memcpy(trailer + kTrailerHeadBytes, of_image + kTrailerHeadBytes,
+                  static_cast<size_t>(digests_bytes()));
+    }
+  } else {
     for (size_t i = 0; i < runs_.size(); ++i) {
       const uint64_t digest = run_digest(image + runs_[i].offset, static_cast<size_t>(runs_[i].bytes));
       std::memcpy(trailer + kTrailerHeadBytes + i * sizeof(digest), &digest, sizeof(digest));
@@ -162,10 +172,22 @@ PageCheck PageCodec::check_trailer_alone(const std::byte* trailer, const PagePla
   return {};
 }
 
-PageCheck PageCodec::check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
+PageCheck PageCodec::check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
+                                 const std::optional<PageTag>& wanted, uint64_t now) const {
+  PageCheck check = check_trailer_alone(trailer, place, wanted, now);
+  for (size_t i = 0; i < runs_.size() && check.miss == PageMiss::kNone; ++i) {
+    check = check_digest(trailer, i, image + runs_[i].offset);
+  }
+  if (check.miss == PageMiss::kNone && host_digests_) {
+    std::memcpy(image + image_.trailer_offset() + kTrailerHeadBytes, trailer + kTrailerHeadBytes,
+                static_cast<size_t>(digests_bytes()));
+  }
+  return check;
+}
+
+PageCheck PageCodec::check_digest(const std::byte* trailer, size_t run, const std::byte* bytes) const {
   uint64_t wanted = 0;
-  std::memcpy(&wanted, image + image_.trailer_offset() + kTrailerHeadBytes + run * sizeof(wanted),
-              sizeof(wanted));
+  std::memcpy(&wanted, trailer + kTrailerHeadBytes + run * sizeof(wanted), sizeof(wanted));
   if (run_digest(bytes, static_cast<size_t>(runs_[run].bytes)) == wanted) return {};
   return {PageMiss::kData,
           "damaged run " + std::to_string(run) + " (layer " + std::to_string(runs_[run].layer) + ")"};

@@ -71,6 +71,10 @@ class PageCodec {
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
   // The same for a trailer that lies alone, after its run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
+  // The same for a trailer of trailer_bytes() that lies apart from the stripes, which `image` has: its run
+  // digests are made from them or, with host_digests(), taken from the image.
+  void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
+                  uint64_t written) const;
   // Whether the trailer is whole, from this place, of this group, and of what `wanted` names, its expiry
   // aside. Without `wanted` any tag will do. `now`: unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
@@ -78,13 +82,22 @@ class PageCodec {
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
                                 const std::optional<PageTag>& wanted, uint64_t now) const;
   // Whether run i has the digest that the trailer names.
-  PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const;
+  PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
+    return check_digest(image + image_.trailer_offset(), run, bytes);
+  }
   PageCheck check_runs(const std::byte* image) const;
+
+  // Whether such a trailer is what check_trailer_alone() asks for, and the stripes in `image` match its run
+  // digests; with host_digests() the image has them then.
+  PageCheck check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
+                        const std::optional<PageTag>& wanted, uint64_t now) const;
 
   static PageTrailer trailer_of(const std::byte* trailer);
 
  private:
   uint64_t trailer_digest(const std::byte* trailer) const;
+  int64_t digests_bytes() const { return static_cast<int64_t>(runs_.size() * sizeof(uint64_t)); }
+  PageCheck check_digest(const std::byte* trailer, size_t run, const std::byte* bytes) const;
 
   SlotImage image_;
   std::vector<PageRun> runs_;

@@ -194,6 +194,8 @@ class OpRole(Enum):
     """From a tier to host slots."""
     WRITE = "write"
     """From host slots to a tier."""
+    PROBE = "probe"
+    """Asks a tier what it has."""
     SEAL = "seal"
     """Makes pages of a store exist that lies in a tier already."""
 

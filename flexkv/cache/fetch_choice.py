@@ -136,6 +136,14 @@ class FetchChoice:
             self._leave(tier, count, self._fetch_s(tier, count), tokens)
         return False
 
+    def ask_worth(self, tier: TierId, pages: int, tokens: int) -> bool:
+        """Whether `pages` that a tier may have would be there sooner than their `tokens` computed."""
+        if not self._enabled or not self._cost.fetch_is_known((tier,), self._clock()):
+            return True
+        queued = {tier: self._ops.pages(OpRole.FETCH, tier)}
+        # Of what is there it may be less; that is weighed when it is known.
+        return self._cost.worth({tier: np.array([pages])}, queued, np.array([True]), np.array([tokens])) > 0
+
     def _fetch_s(self, tier: TierId, pages: int) -> float:
         queued = self._ops.pages(OpRole.FETCH, tier)
         return self._cost.fetch(tier).seconds(queued + pages) + self._cost.load_s(pages)

@@ -12,6 +12,7 @@ from flexkv.cache.ids import HUB, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
 from flexkv.cache.promotions import Promotions, WantedPages, extend_lease, wanted_pages
+from flexkv.cache.questions import Questions
 from flexkv.cache.tables import CacheTables
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.waits import FetchWaits
@@ -79,6 +80,7 @@ class Lookup:
         self._native = TierLookup([tier.presence for tier in tables.tiers], len(specs))
         rules = [GroupRule(spec.rule.value, spec.block_tokens, spec.reach) for spec in specs]
         self._boundaries = BoundaryLookup(self._native, rules, alignment_tokens)
+        self._questions = Questions(specs, tables, waits, choice, alignment_tokens, epoch)
         self.behind = [TierId(n) for n in range(1, len(tables.tiers)) if tables.tiers[n].source is not None]
 
     def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
@@ -134,7 +136,11 @@ class Lookup:
             return 0
         lease, rest = self._find_prefix(keys, start_tokens // self._block_tokens, room_pages, usable)
         first = self._end_of(lease)
+        asked = self._ask_for_blocks(request_id, keys, start_tokens, lease, rest, usable)
+        if asked:
+            self._requests.begin_prefetch(request_id, first)
         fetches = self._prefetch_rest(request_id, rest, keys, first, usable, most_pages) if rest else 0
+        fetches += asked
         # Leased until now, so that what is fetched does not displace what it follows.
         for group in lease.groups:
             self._hub.index.unpin(group.entries)
@@ -190,6 +196,26 @@ class Lookup:
         straight: bool,
     ) -> Looked:
         lease, rest = self._find_prefix(keys, start, room_pages, usable)
+        asked = self._ask_for_blocks(request_id, keys, start * self._block_tokens, lease, rest, usable)
+        looked = self._promise_prefix(
+            request_id, keys, start, lease, rest, tail, room_pages, usable, straight
+        )
+        looked.fetches += asked
+        return looked
+
+    def _promise_prefix(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start: int,
+        lease: Lease,
+        rest: list[list[PageRun]],
+        tail: Sequence[TailCandidates | None] | None,
+        room_pages: int,
+        usable: Sequence[TierId],
+        straight: bool,
+    ) -> Looked:
+        """What of a prefix that was found may be promised, and what of it is fetched."""
         end = self._end_of(lease)
         if tail is not None and room_pages >= len(self.specs) * (end - start + 1):
             lease_tail(self._hub, lease, tail, end)
@@ -348,7 +374,7 @@ class Lookup:
         """Fetches the longest tail, if it is longer than `tail_tokens`; the fetches to wait for."""
         found = common_tail(tail, end_block, lambda group, keys: self._walk.present(group, keys, usable))
         if found <= tail_tokens:
-            return 0
+            return self._questions.for_tail(request_id, tail, end_block, usable)
         wanted = []
         for group, candidates in enumerate(tail):
             assert candidates is not None
@@ -367,14 +393,16 @@ class Lookup:
         usable: Sequence[TierId],
     ) -> Looked:
         found = self._find_boundary(keys, start_tokens, room_pages, usable)
+        end = start_tokens + self.asked_tokens(keys, start_tokens)
+        asked = self._questions.for_boundary(request_id, keys, start_tokens, end, found, usable)
         if found.ready or not found.lengths:
-            return Looked(self._lease_found(found))
+            return Looked(self._lease_found(found), asked)
         # What is missing is fetched; meanwhile as much is promised as host memory has itself.
         wanted, tokens = self._wanted(found, keys), found.lengths[0]
         lease = self._lease_found(self._find_boundary(keys, start_tokens, room_pages, ()))
         lease.shared_tokens = found.shared_tokens
         tokens -= start_tokens + lease.tokens
-        return Looked(lease, self._fetch_all(request_id, wanted, tokens))
+        return Looked(lease, self._fetch_all(request_id, wanted, tokens) + asked)
 
     def _find_boundary(
         self, keys: Sequence[Keys], start_tokens: int, room_pages: int, usable: Sequence[TierId]
@@ -416,6 +444,21 @@ class Lookup:
         return wanted
 
     # --- what is fetched, and what is not ---
+
+    def _ask_for_blocks(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_tokens: int,
+        lease: Lease,
+        rest: list[list[PageRun]],
+        usable: Sequence[TierId],
+    ) -> int:
+        """Asks for the blocks that follow what was found; the answers to wait for."""
+        if lease.cut or not self._questions.any:
+            return 0
+        end = self._end_of(lease) + (sum(map(len, rest[0])) if rest else 0)
+        return self._questions.for_blocks(request_id, keys, start_tokens, end, usable)
 
     def _fetch_all(self, request_id: str, wanted: list[WantedPages], tokens: int) -> int:
         """Fetches pages that are of use together or not at all; the fetches to wait for."""

@@ -179,9 +179,13 @@ class LocalCacheManager(CacheManager):
             self.counts,
             self._log,
         )
+        self.work.on_answered = self._promises.resume_prefetch
 
     def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
         self.work.forgotten(tier, group, keys)
+
+    def _reused(self, tier: TierId, group: int, keys: Keys) -> None:
+        self.work.reused(tier, group, keys)
 
     def _context(self, tier: TierId, policy: str) -> TierContext:
         return TierContext(
@@ -199,6 +203,7 @@ class LocalCacheManager(CacheManager):
             stats=self.counts,
             access_orders=self._access_orders,
             forgotten=self._forgotten,
+            reused=self._reused,
         )
 
     @property

@@ -21,6 +21,7 @@ WORDS = {
     OpRole.STORE: "store to {}",
     OpRole.FETCH: "read from {} to host memory",
     OpRole.WRITE: "write from host memory to {}",
+    OpRole.PROBE: "question to {}",
     OpRole.SEAL: "seal on {}",
 }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Completion, OpRole
+from flexkv.cache.base import Completion, Keys, OpRole
 from flexkv.cache.checks import good_pages
 from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds, TierId
 from flexkv.errors import ContractError
@@ -62,18 +62,40 @@ class Op:
 
 
 @dataclass(slots=True, kw_only=True)
-class FetchOp(Op):
+class AwaitedOp(Op):
+    """One that requests wait for.
+
+    Attributes:
+        waiters: those requests.
+    """
+
+    waiters: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class FetchOp(AwaitedOp):
     """Brings pages of a tier to host slots.
 
     Attributes:
         host: the pages' entries in host memory, pending, each pinned once by the op.
-        waiters: requests that wait for it.
         prefetched: it was begun before a lookup asked for its pages.
     """
 
     host: EntryIds
-    waiters: set[str] = field(default_factory=set)
     prefetched: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ProbeOp(AwaitedOp):
+    """Asks a tier which pages of a request it has. Moves none.
+
+    Attributes:
+        keys: of each group, of the whole request.
+        start_tokens: that the engine had itself.
+    """
+
+    keys: Sequence[Keys]
+    start_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -299,6 +321,11 @@ class OpTable:
         """The fetch of that number; None when it has ended."""
         op = self._ops.get(op_id)
         return op if isinstance(op, FetchOp) else None
+
+    def awaited(self, op_id: OpId) -> AwaitedOp | None:
+        """The op of that number, which requests may wait for; None when it has ended."""
+        op = self._ops.get(op_id)
+        return op if isinstance(op, AwaitedOp) else None
 
     def unawaited_prefetches(self) -> int:
         """Pages in flight of fetches that were begun before a lookup asked, and that no request waits for any more."""

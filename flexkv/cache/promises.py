@@ -281,6 +281,13 @@ class Promises:
         pages = self._room_for_prefetch(len(keys))
         return self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
 
+    def resume_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> None:
+        """A tier has said what it has of a request: what of it is there is fetched, if no lookup has asked yet."""
+        if request_id not in self._requests.prefetched or self._silent or self._failed_loads.rests:
+            return
+        pages = self._room_for_prefetch(len(keys))
+        self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
+
     def _room_for_prefetch(self, groups: int) -> int:
         """Pages that one more prefetch may bring."""
         owners = self._hub.owners

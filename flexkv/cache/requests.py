@@ -21,6 +21,7 @@ class Wait:
         ops: fetches that have not ended.
         held: what is fetched for it, and what follows, until its next lookup has leased it.
         skipped: tiers that it goes on without: that took too long, or is computed sooner.
+        probed: tiers that were asked for its pages, each once (True: for its tail), with the number of the question.
         ready_end: end of what was in host memory when it began to wait, in blocks of the request.
         fetched: blocks that were brought to host memory for it, by the tier that they came from.
     """
@@ -30,6 +31,7 @@ class Wait:
     ops: dict[OpId, TierId] = field(default_factory=dict)
     held: list[HeldPages] = field(default_factory=list)
     skipped: set[TierId] = field(default_factory=set)
+    probed: dict[tuple[TierId, bool], OpId] = field(default_factory=dict)
     ready_end: int | None = None
     fetched: dict[TierId, int] = field(default_factory=dict)
 
@@ -112,6 +114,15 @@ class RequestTable:
         wait = self.waits.get(request_id)
         return set() if wait is None else wait.skipped
 
+    def probe_of(self, request_id: str, tier: TierId, tail: bool) -> OpId | None:
+        """The question that was asked for the request; None before."""
+        wait = self.waits.get(request_id)
+        return None if wait is None else wait.probed.get((tier, tail))
+
+    def probed(self, request_id: str, tier: TierId, tail: bool, op_id: OpId) -> None:
+        """A question was asked for the request."""
+        self.waits.setdefault(request_id, Wait()).probed[tier, tail] = op_id
+
     def hold(self, request_id: str, pages: HeldPages) -> None:
         """Leased once for the request, until `take_held`."""
         if len(pages.entries):
@@ -162,6 +173,11 @@ class RequestTable:
         return sum(
             len(held.entries) for request_id in self.prefetched for held in self.waits[request_id].held
         )
+
+    def probe_ended(self, request_id: str, op_id: OpId) -> None:
+        """A tier has answered."""
+        if (wait := self.waits.get(request_id)) is not None:
+            wait.ops.pop(op_id, None)
 
     def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:
         """A fetch has brought so many pages."""

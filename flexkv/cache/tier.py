@@ -44,6 +44,8 @@ class WriteMode(Enum):
     """When the tier has nothing else to do, and before the page leaves host memory."""
     EVICT = "evict"
     """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
+    REUSE = "reuse"
+    """When an engine has loaded it from host memory: it came back once, and may again."""
     OFF = "off"
     """Pages are not written here from host memory."""
 
@@ -63,6 +65,7 @@ class TierFacts:
         write: when pages of host memory are written here.
         write_pages: with a write in flight at most; more wait.
         waiting_pages: that may wait for their write; beyond it they are dropped and counted.
+        write_at_close: a close writes what only host memory has.
         copies_unchecked: pages are written as host memory has them: where a load finds one damaged there, this tier may
             have the damage too.
     """
@@ -76,6 +79,7 @@ class TierFacts:
     write: WriteMode = WriteMode.OFF
     write_pages: int = 4096
     waiting_pages: int = 65_536
+    write_at_close: bool = True
     copies_unchecked: bool = True
 
     @property
@@ -185,6 +189,7 @@ class TierContext:
         stats: of the manager.
         access_orders: which blocks each request used.
         forgotten: is told, with the tier, of pages that were forgotten because it did not hold them.
+        reused: is told, with the tier, of pages in host memory that were used again and are to be written there.
     """
 
     tier: TierId
@@ -201,6 +206,7 @@ class TierContext:
     stats: ManagerStats
     access_orders: AccessOrders
     forgotten: Callable[[TierId, int, Keys], object]
+    reused: Callable[[TierId, int, Keys], object]
 
 
 class Source(ABC):
@@ -233,6 +239,31 @@ class Source(ABC):
     @abstractmethod
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
         """Valid tokens of each page of a fetch; None where all of the tier's are whole blocks."""
+
+
+class Prober(ABC):
+    """A tier that has to be asked what it has. What it answers is in its `presence` when the question has ended.
+
+    Attributes:
+        probe_s: a request waits so long for an answer, then goes on without the tier.
+    """
+
+    probe_s: float
+
+    @abstractmethod
+    def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
+        """Asks for pages; False: nothing is asked, and what `presence` does not have is a miss.
+
+        Args:
+            op_id: number of the question.
+            asked: per group, keys in the order of the request. Of a group that restores whole prefixes the answer may
+                end with the first page that is not there.
+            tokens: valid tokens of each page, the same in every group; None for whole blocks.
+        """
+
+    @abstractmethod
+    def answers(self) -> list[OpId]:
+        """The questions that have ended since the last call."""
 
 
 class Sink(ABC):
@@ -272,8 +303,8 @@ class Tier(ABC):
         facts: what the manager needs to know of it.
         presence: its pages' keys.
         down: why it cannot be used any more; empty while it can. What it holds is a miss then, and nothing is written.
-        source, sink, loads, stores: what it can do; None for what it cannot. `loads` bring its pages to engine blocks,
-            `stores` take them from there.
+        source, sink, prober, loads, stores: what it can do; None for what it cannot. `loads` bring its pages to engine
+            blocks, `stores` take them from there.
         straight: `loads`, of a tier other than the hub.
         plane: moves the pages of its own ops; None where the ranks do.
         durable_pages: written so that they would survive a crash.
@@ -286,6 +317,7 @@ class Tier(ABC):
     durable_pages: int = 0
     source: Source | None = None
     sink: Sink | None = None
+    prober: Prober | None = None
     loads: LoadRoute | None = None
     straight: StraightLoads | None = None
     stores: StoreRoute | None = None

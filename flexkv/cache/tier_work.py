@@ -12,14 +12,14 @@ from flexkv.cache.checks import good_pages
 from flexkv.cache.hub import Hub
 from flexkv.cache.ids import TierId
 from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
+from flexkv.cache.ops import FetchOp, Op, OpTable, ProbeOp, RankOp, WriteOp
 from flexkv.cache.outbox import Outbox
 from flexkv.cache.promotions import Promotions
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.tier import Tier
 from flexkv.cache.write_queue import WriteQueue
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
+from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
 
 
 class TierWork:
@@ -29,6 +29,10 @@ class TierWork:
         tiers: by number.
         groups: how many KV groups there are.
         epoch: the manager's.
+
+    Attributes:
+        on_answered: is told of each request that waited for a tier's answer, with its keys and the start that it asked
+            from.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class TierWork:
             for number, tier in enumerate(tiers)
             if tier.sink is not None
         }
+        self.on_answered: Callable[[str, Sequence[Keys], int], object] = lambda request_id, keys, start: None
         broken.recounts.extend(queue.recount for queue in self._writes.values())
 
     @property
@@ -125,6 +130,18 @@ class TierWork:
             assert route is not None
             route.follow_up_ended(op, result)
 
+    def answered(self, op_id: OpId) -> None:
+        """A tier has answered a question, or never will. One whose plan broke off is nobody's."""
+        op = self._ops.find(op_id)
+        if not isinstance(op, ProbeOp):
+            return
+        with self._broken.ending(op):
+            self._ops.remove(op)
+            for request_id in op.waiters:
+                self._requests.probe_ended(request_id, op_id)
+            for request_id in op.waiters:
+                self.on_answered(request_id, op.keys, op.start_tokens)
+
     def take_down(self, tier: TierId, reason: str) -> None:
         """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
         self._tiers[tier].go_down(reason)
@@ -170,6 +187,10 @@ class TierWork:
         there = self._hub.there(group, keys)
         if tier in self._writes and there.any():
             self._writes[tier].offer(group, keys[there])
+
+    def reused(self, tier: TierId, group: int, keys: Keys) -> None:
+        """These pages were used again, and the tier takes such."""
+        self._writes[tier].offer_reused(group, keys)
 
     def evicted(self, group: int, keys: Keys) -> None:
         """These pages left host memory to make room."""

@@ -46,6 +46,7 @@ class UnitDriver:
         self._planes: dict[TierId, Plane] = {
             TierId(number): tier.plane for number, tier in enumerate(manager.tiers) if tier.plane is not None
         }
+        self._probers = [tier.prober for tier in self._behind if tier.prober is not None]
         self._clock = clock
         self._fail_read = fail_read
         self._watch_at_s = 0.0
@@ -99,6 +100,9 @@ class UnitDriver:
             while results := plane.poll():
                 for result in results:
                     self._manager.work.reported(tier, result)
+        for prober in self._probers:
+            for op_id in prober.answers():
+                self._manager.work.answered(op_id)
 
     def _watch(self, now_s: float) -> None:
         for tier in self._behind:

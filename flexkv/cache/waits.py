@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from flexkv.cache.ids import TierId
 from flexkv.cache.leases import HeldPages
+from flexkv.cache.ops import ProbeOp
 from flexkv.cache.promotions import FetchedPages, WantedPages
 from flexkv.cache.tables import CacheTables
 from flexkv.transfer.graph import OpId
@@ -55,6 +56,11 @@ class FetchWaits:
             self._tiers[tier].counts.waits += counted
         return len(ops)
 
+    def join_probe(self, request_id: str, probe: ProbeOp, wait_s: float) -> None:
+        """The request waits `wait_s` for what a tier answers."""
+        probe.waiters.add(request_id)
+        self._requests.wait(request_id, [(probe.op_id, probe.tier, wait_s)], self._clock())
+
     def skipped(self, request_id: str) -> set[TierId]:
         """The tiers that the request goes on without. Where it has waited too long, its wait ends, and those that it
         waited for are among them from now on."""
@@ -86,5 +92,5 @@ class FetchWaits:
 
     def _leave(self, request_id: str, fetches: Iterable[OpId]) -> None:
         for op_id in fetches:
-            if (op := self._ops.fetch(op_id)) is not None:
+            if (op := self._ops.awaited(op_id)) is not None:
                 op.waiters.discard(request_id)

@@ -58,7 +58,16 @@ class WriteQueue:
 
     def offer(self, group: int, keys: Keys) -> None:
         """These pages became visible in host memory."""
-        if self._tier.down or self._facts.write in (WriteMode.EVICT, WriteMode.OFF):
+        if self._facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
+            self._enter(group, keys)
+
+    def offer_reused(self, group: int, keys: Keys) -> None:
+        """These pages were used from host memory once more."""
+        if self._facts.write is WriteMode.REUSE:
+            self._enter(group, keys)
+
+    def _enter(self, group: int, keys: Keys) -> None:
+        if self._tier.down:
             return
         if self._waiting_pages + len(keys) > self._facts.waiting_pages:
             self._tier.counts.dropped_writes += len(keys)
@@ -92,7 +101,7 @@ class WriteQueue:
         dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
         is called.
         """
-        if self._tier.down:
+        if self._tier.down or not self._facts.write_at_close:
             return
         self._keep_pinned_waiting()
         for owner in self._hub.owners:
