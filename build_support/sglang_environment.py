@@ -37,6 +37,7 @@ def plan() -> list[Step]:
         requirements("sglang-torch", hint=HINT),
         requirements("sglang-minimal", hint=HINT),
         requirements("sglang-no-deps", "--no-deps", hint=HINT),
+        requirements("mooncake", "--no-deps"),
     ]
 
 

