@@ -1,12 +1,13 @@
 """The contract of a store that machines share: names to values, on other machines, which may be slow, dead or lying.
 
 A store is trusted with nothing. What it says of a value is a hint, what it gives is verified by who asked, and every
-call ends: each takes a deadline and returns within it, give or take the time of one system call. One object is used by
-one thread; a process that asks and moves at the same time opens two.
+call ends: each takes a deadline, in seconds from its start, and returns within it, give or take the time of one system
+call. One object is used by one thread; a process that asks and moves at the same time opens two.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class StoreOptions:
         user, password: of those who must say who they are; empty for nobody. Never in a log, an error or `repr`.
         ca_file: certificates that servers are trusted by; empty for the system's.
         connect_s: to connect, or to set a client up, for at most so many seconds.
+        ttl_s: the store drops a value so many seconds after it was put, 0 for never. Where a store cannot, nothing is
+            lost by it: the value's own trailer says when it expires.
         rdma_devices: by name; empty for TCP.
     """
 
@@ -63,19 +66,33 @@ class StoreOptions:
     password: str = ""
     ca_file: str = ""
     connect_s: float = 2.0
+    ttl_s: int = 0
     rdma_devices: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return (
-            f"StoreOptions(urls={self.urls}, user={self.user!r}, password={'***' if self.password else ''!r})"
-        )
+        urls = [masked_url(url) for url in self.urls]
+        return f"StoreOptions(urls={urls}, user={self.user!r}, password={'***' if self.password else ''!r})"
+
+
+def masked_url(url: str) -> str:
+    """`url` without what may be a secret: what stands before an @ or after a question mark."""
+    return re.sub(r"[?#].*", "?***", re.sub(r"//.*@", "//***@", url, flags=re.S), flags=re.S)
 
 
 class Store(ABC):
     """One client of a store. Its servers may come and go: each call connects again where that is needed.
 
     No call raises for what servers do; `StoreError` is for `open_store` alone.
+
+    A store whose library cannot be interrupted may come back later than a deadline, and says by how much: whoever owns
+    the process of such a store ends it, and with it whatever the call would still have written.
+
+    Attributes:
+        last_error: why something of the last call was UNKNOWN, FULL or FAILED, or why a server was not alive; empty if
+            nothing was, or nobody knows. No secrets.
     """
+
+    last_error: str = ""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
@@ -95,7 +112,8 @@ class Store(ABC):
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:
-        """Asks the least that shows whether calls have a chance; why they have none, or nothing."""
+        """Asks the least that shows whether calls have a chance; why they have none, or nothing. Of several servers one
+        that answers is enough; `last_error` names one that does not."""
 
     def register(self, memory: Part) -> str:
         """Values lie in this memory from now on, which stays where it is until `close`. Only a store whose transport

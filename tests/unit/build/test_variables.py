@@ -29,9 +29,11 @@ READERS = {
     "flexkv/config/load.py": "the settings",
     "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
     "flexkv/adapters/common/metric_report.py": "`FOLDER_VARIABLE`",
+    "flexkv/remote/mooncake/client.py": "`CLIENT_ENVIRONMENT`",
 }
 """Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md; the
-third one that prometheus_client reads as well, docs/metrics.md."""
+third one that prometheus_client reads as well, docs/metrics.md; the last whether those that Mooncake's library reads
+are there."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,165 @@
+"""One client of Mooncake's library: set up when its master is there, and never called when it is known not to be.
+
+The library cannot be interrupted and forgives little: a call on a client that is not set up, or was closed, ends the
+process with SIGSEGV, and with a dead master each call waits 4.3 s. So a connection of our own to the master is kept, on
+which nothing is sent: its end shows that the master has died, for the price of one system call.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flexkv.errors import ClosedError, StoreError
+from flexkv.remote.base import Part
+
+CLIENT_ENVIRONMENT = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # a setup without a master takes 90 s otherwise
+    "MC_RPC_TIMEOUT_MS": "1000",  # a stopped master holds a call for 30 s otherwise
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # and a stopped owner for 30 s a value
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_LANES_PER_PEER": "8",  # fewer lanes than values in a call wait for a stopped owner one after the other
+}
+"""Of a process that opens this store: given to it at its start, because the library reads it once. What an operator has
+set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
+
+AGAIN_S = 0.5
+"""After a failed attempt to reach the master none is made for so many seconds: calls fail at once."""
+
+ADVICE = "pip install 'flexkv[mooncake]'; it needs the system's libibverbs1 too"
+
+UNREACHABLE = frozenset({-900, -901})
+"""The library's codes for a master that is not there, and one that does not answer."""
+
+
+def load_library(master: str) -> Any:
+    """The library's class of clients.
+
+    Raises:
+        StoreError: the library cannot be loaded, or would not have its settings.
+    """
+    missing = [name for name in CLIENT_ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise StoreError(
+            f"{master}: Mooncake's library reads {', '.join(missing)} from the environment, once: start the process "
+            "with CLIENT_ENVIRONMENT"
+        )
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise StoreError(f"{master}: Mooncake's library does not load ({error}): {ADVICE}") from error
+    return MooncakeDistributedStore
+
+
+class Client:
+    """A pure client: it contributes no memory to the store.
+
+    Args:
+        host, port: of the master's RPC.
+        connect_s: to connect to it for at most so many seconds; setting the library up takes one round trip or
+            MC_RPC_TIMEOUT_MS more.
+        devices: of RDMA; empty for TCP.
+
+    Attributes:
+        why: there is no client, as `ready` found last.
+    """
+
+    def __init__(self, host: str, port: int, connect_s: float, devices: Sequence[str]) -> None:
+        self._where = (host, port)
+        self._master = f"{host}:{port}"
+        self._make = load_library(f"mooncake://{self._master}")
+        self._connect_s = connect_s
+        self._devices = ",".join(devices)
+        self._client: Any = None
+        self._watch: socket.socket | None = None
+        self._memory: list[Part] = []
+        self._again_s = 0.0
+        self._closed = False
+        self.why = ""
+
+    def ready(self, until_s: float, at_once: bool = False) -> Any:
+        """The library's client, or None: `why` says what is wrong.
+
+        Args:
+            until_s: of the monotonic clock, when to give up.
+            at_once: even if an attempt has just failed.
+        """
+        if self._closed:
+            raise ClosedError("the store was closed")
+        if self._client is not None and self._watch is not None and not _has_ended(self._watch):
+            return self._client
+        self.doubt()
+        now_s = time.monotonic()
+        if now_s < self._again_s and not at_once:
+            return None
+        patience_s = min(self._connect_s, until_s - now_s)
+        if patience_s <= 0:
+            self.why = "the deadline was over"
+            return None
+        try:
+            self._watch = socket.create_connection(self._where, patience_s)
+            self._watch.setblocking(False)
+        except OSError as error:
+            return self._failed(f"the master {self._master} cannot be reached: {error.strerror or error}")
+        if self._client is None:
+            # The address by which this machine reaches the master names the client; owners tell clients apart by it.
+            self._set_up(self._watch.getsockname()[0])
+        return self._client
+
+    def _set_up(self, own_address: str) -> None:
+        client = self._make()
+        protocol = "rdma" if self._devices else "tcp"
+        code = client.setup(own_address, "P2PHANDSHAKE", 0, 0, protocol, self._devices, self._master)
+        if code != 0:
+            self._failed(f"the master {self._master} does not let a client in: code {code}")
+            return
+        self._client = client
+        for memory in self._memory:
+            # One that is refused was told of by `register`, or makes its transfers fail, with a code.
+            self._register(memory)
+
+    def _failed(self, why: str) -> None:
+        self.doubt()
+        self._again_s = time.monotonic() + AGAIN_S
+        self.why = why
+
+    def doubt(self) -> None:
+        """The master did not answer: connects to it again before the next call."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def register(self, memory: Part) -> str:
+        """Lets the transport know `memory`, now or once there is a client; why it cannot be used, or nothing.
+
+        TCP is no faster for it, and what is registered can be read and written through the ports that the library opens
+        on all interfaces: so only RDMA is told.
+        """
+        if not self._devices:
+            return ""
+        self._memory.append(memory)
+        return self._register(memory) if self._client is not None else ""
+
+    def _register(self, memory: Part) -> str:
+        code = self._client.register_buffer(memory.ctypes.data, memory.nbytes)
+        return "" if code == 0 else f"{memory.nbytes >> 20} MiB could not be registered for RDMA: code {code}"
+
+    def close(self) -> None:
+        """Idempotent; takes up to a second if the master is dead."""
+        self.doubt()
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+        self._closed = True
+
+
+def _has_ended(watch: socket.socket) -> bool:
+    try:
+        return watch.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,144 @@
+"""Mooncake's own servers inside a network namespace: a master, and owners that contribute memory.
+
+All of them are children of the test and end with it; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.servers.namespace import Namespace
+
+PORT = 50051
+"""Of the first master; the namespace has no other user. The next port is its metrics'."""
+START_S = 20.0
+"""A master listens after 0.05 s on an idle machine."""
+SEGMENT_MIB = 256
+
+OWNER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+client = MooncakeDistributedStore()
+code = client.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[1]) << 20, 0, "tcp", "", sys.argv[2])
+print("ready" if code == 0 else f"code {code}", flush=True)
+sys.stdin.read()
+"""
+
+
+def binary(name: str) -> str:
+    """A program of the wheel."""
+    spec = find_spec("mooncake")
+    assert spec is not None, "mooncake-transfer-engine-non-cuda is not installed: make env-test"
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / name)
+
+
+class Server:
+    """One process of the store, stopped by its pid.
+
+    Attributes:
+        log: what it says.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        assert self._process is None, "it runs"
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=dict(os.environ)
+            )
+        return self._process
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Idempotent."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait(START_S)
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        self._process = None
+
+
+class Master(Server):
+    """Knows which owner has what. One that starts again has forgotten everything."""
+
+    def __init__(self, namespace: Namespace, log: Path, port: int = PORT) -> None:
+        super().__init__(log)
+        self._namespace = namespace
+        self.port = port
+        self.url = f"mooncake://127.0.0.1:{port}"
+
+    def start(self, *flags: str) -> None:
+        command = [
+            binary("mooncake_master"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self.port + 1}",
+            "--rpc_thread_num=2",
+            "--enable_metric_reporting=false",
+            "--logtostderr",
+            *flags,
+        ]
+        process = self._spawn(self._namespace.command(command))
+        until_s = time.monotonic() + START_S
+        while not self._namespace.listens(self.port):
+            assert process.poll() is None, f"mooncake_master ended: {self.log.read_text()[-2000:]}"
+            assert time.monotonic() < until_s, (
+                f"mooncake_master does not listen: {self.log.read_text()[-2000:]}"
+            )
+            time.sleep(0.01)
+
+
+class Owner(Server):
+    """Contributes a segment of memory to a store."""
+
+    def __init__(self, namespace: Namespace, master: Master, log: Path, mib: int = SEGMENT_MIB) -> None:
+        super().__init__(log)
+        self._command = namespace.command([sys.executable, "-c", OWNER, str(mib), f"127.0.0.1:{master.port}"])
+
+    def start(self) -> None:
+        process = self._spawn(self._command)
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said == b"ready\n", f"the owner said {said!r}: {self.log.read_text()[-2000:]}"
+
+
+@contextmanager
+def mooncake(
+    namespace: Namespace, folder: Path, mib: int = SEGMENT_MIB, port: int = PORT
+) -> Iterator[tuple[Master, Owner]]:
+    """A master and one owner with a segment of `mib`; both are killed at the end. Logs lie in `folder`."""
+    master = Master(namespace, folder / f"master-{port}.log", port)
+    owner = Owner(namespace, master, folder / f"owner-{port}.log", mib)
+    try:
+        master.start()
+        owner.start()
+        yield master, owner
+    finally:
+        owner.kill()
+        master.kill()

@@ -1,0 +1,181 @@
+"""Mooncake's servers and clients die, hang and come back: calls end, say what they know, and later work again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flexkv.remote.base import Outcome, Presence
+from tests.servers.mooncake import Master, Owner, mooncake
+from tests.servers.namespace import Namespace, network_namespace
+from tests.unit.remote.mooncake_child import StoreChild, store_child
+
+DEADLINE_S = 5.0
+HEALED_S = 30.0
+HANG_S = 15.0
+"""No call of these tests comes near: the slowest takes 4.3 s on an idle machine."""
+VALUE = [bytes(range(200)), b"trailer"]
+SIZES = [200, 7]
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    with network_namespace() as made:
+        yield made
+
+
+@pytest.fixture
+def servers(namespace: Namespace, tmp_path: Path) -> Iterator[tuple[Master, Owner]]:
+    with mooncake(namespace, tmp_path, mib=64) as made:
+        yield made
+
+
+@pytest.fixture
+def child(namespace: Namespace, servers: tuple[Master, Owner], tmp_path: Path) -> Iterator[StoreChild]:
+    with store_child(namespace, tmp_path, servers[0].url) as made:
+        assert made.call("put", ["kept"], [VALUE], DEADLINE_S) == [Outcome.OK]
+        yield made
+
+
+def until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + HEALED_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def assert_nothing_is_known(child: StoreChild, seconds: float) -> None:
+    """Each call ends within `seconds`, and says that it does not know."""
+    assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.UNKNOWN]
+    assert child.seconds < seconds
+    assert child.call("get", ["kept"], [SIZES], DEADLINE_S)[0] == [Outcome.FAILED]
+    assert child.seconds < seconds
+    assert child.call("put", ["other"], [VALUE], DEADLINE_S) == [Outcome.FAILED]
+    assert child.seconds < seconds
+    assert child.ask("remove", ["kept"], DEADLINE_S) == [False]
+    assert child.seconds < seconds
+    assert "master" in child.call("last_error")
+    assert "master" in child.ask("alive", DEADLINE_S)
+    assert child.seconds < seconds
+
+
+def works(child: StoreChild) -> bool:
+    return (
+        child.ask("alive", DEADLINE_S) == ""
+        and child.call("put", ["again"], [VALUE], DEADLINE_S) == [Outcome.OK]
+        and child.call("get", ["again"], [SIZES], DEADLINE_S) == ([Outcome.OK], [VALUE], True)
+    )
+
+
+def test_store_opens_before_its_master(namespace: Namespace, tmp_path: Path) -> None:
+    master = Master(namespace, tmp_path / "master.log")
+    owner = Owner(namespace, master, tmp_path / "owner.log", 64)
+    with store_child(namespace, tmp_path, master.url) as child:
+        assert_nothing_is_known(child, HANG_S)
+        try:
+            master.start()
+            owner.start()
+            until(lambda: works(child))
+        finally:
+            owner.kill()
+            master.kill()
+
+
+def test_killed_master_costs_no_waiting_and_its_successor_is_used(
+    child: StoreChild, servers: tuple[Master, Owner]
+) -> None:
+    master, _ = servers
+    master.kill()
+    assert_nothing_is_known(child, 2.0)
+    master.start()
+    until(lambda: child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO])
+    until(lambda: works(child))
+
+
+def test_stopped_master_holds_a_call_for_a_second(child: StoreChild, servers: tuple[Master, Owner]) -> None:
+    master, _ = servers
+    master.pause()
+    assert_nothing_is_known(child, HANG_S)
+    master.resume()
+    until(lambda: works(child))
+    # What nobody waited for was waiting in the master: the removal that was given up is carried out.
+    assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
+
+
+def test_store_opens_before_its_stopped_master_goes_on(
+    namespace: Namespace, servers: tuple[Master, Owner], tmp_path: Path
+) -> None:
+    master, _ = servers
+    master.pause()
+    with store_child(namespace, tmp_path, master.url) as child:
+        assert_nothing_is_known(child, HANG_S)
+        master.resume()
+        until(lambda: works(child))
+
+
+def test_values_of_a_killed_owner_exist_and_cannot_be_read(
+    child: StoreChild, servers: tuple[Master, Owner]
+) -> None:
+    """The store lies: it says that the name exists and that it was put again, until the owner's time to live ends."""
+    _, owner = servers
+    owner.kill()
+    assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.YES]
+    assert child.call("get", ["kept"], [SIZES], DEADLINE_S)[0] == [Outcome.FAILED]
+    assert child.seconds < HANG_S
+    assert "owner" in child.call("last_error")
+    assert child.call("put", ["kept"], [VALUE], DEADLINE_S) == [Outcome.OK]
+    assert child.call("get", ["kept"], [SIZES], DEADLINE_S)[0] == [Outcome.FAILED]
+    assert child.ask("remove", ["kept"], DEADLINE_S) == [True]
+    assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
+
+
+def test_stopped_owner_ends_a_call_and_writes_nothing_later(
+    child: StoreChild, servers: tuple[Master, Owner]
+) -> None:
+    _, owner = servers
+    names = [f"page/{i}" for i in range(8)]
+    assert child.call("put", names, [[b"x" * (1 << 20)]] * 8, DEADLINE_S) == [Outcome.OK] * 8
+    owner.pause()
+    outcomes = child.call("get_and_hold", names, 1 << 20, DEADLINE_S)
+    assert outcomes == [Outcome.FAILED] * 8
+    assert child.seconds < HANG_S
+    owner.resume()
+    time.sleep(0.5)
+    assert child.call("bytes_held") == 0
+    until(lambda: child.call("get", names, [[1 << 20]] * 8, DEADLINE_S)[0] == [Outcome.OK] * 8)
+    assert child.call("get", ["kept"], [SIZES], DEADLINE_S) == ([Outcome.OK], [VALUE], True)
+
+
+def test_client_killed_in_a_get_leaves_nothing_behind(
+    child: StoreChild, namespace: Namespace, servers: tuple[Master, Owner], tmp_path: Path
+) -> None:
+    names = [f"page/{i}" for i in range(32)]
+    assert (
+        child.call("put", names, [[bytes([i]) * (1 << 20)] for i in range(32)], HEALED_S) == [Outcome.OK] * 32
+    )
+    shared = set(os.listdir("/dev/shm"))
+    with store_child(namespace, tmp_path, servers[0].url) as killed:
+        assert killed.ask("alive", DEADLINE_S) == ""
+        # Names again and again: the call outlasts the kill.
+        killed.begin("get", names * 30, [[1 << 20]] * 960, HEALED_S)
+        time.sleep(0.5)
+        killed.kill_now()
+    assert set(os.listdir("/dev/shm")) <= shared
+    outcomes, parts, kept = child.call("get", names, [[1 << 20]] * 32, HEALED_S)
+    assert outcomes == [Outcome.OK] * 32
+    assert [part[0] for (part,) in parts] == list(range(32))
+    assert kept
+    assert child.ask("remove", names, DEADLINE_S) == [True] * 32
+
+
+def test_control_store_without_its_owner_does_not_work(
+    child: StoreChild, servers: tuple[Master, Owner]
+) -> None:
+    """`works` fails where it should."""
+    servers[1].pause()
+    assert not works(child)
+    servers[1].resume()
