@@ -90,7 +90,8 @@ def test_killed_master_costs_no_waiting_and_its_successor_is_used(
 ) -> None:
     master, _ = servers
     master.kill()
-    assert_nothing_is_known(child, 2.0)
+    # A call of the library would take 4.3 s or more, on any machine.
+    assert_nothing_is_known(child, 4.0)
     master.start()
     until(lambda: child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO])
     until(lambda: works(child))
