@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.completions import CompletionHandler
+from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
@@ -17,7 +18,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMe
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
-from flexkv.adapters.vllm.stores import BlocksByGroup, EagerStores, NoStores, StoreMode, StoreTables
+from flexkv.adapters.vllm.stores import BlocksByGroup, NoStores, StoreMode, StoreTables
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
+from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTable
 from flexkv.adapters.vllm.store_watch import NoWatch
-from flexkv.adapters.vllm.stores import EagerStores, StoreTables
+from flexkv.adapters.vllm.stores import StoreTables
 from flexkv.cache.base import Keys, Rule, StorePlan
 from flexkv.config import load_config
 from flexkv.observe import Counters
