@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from flexkv.adapters.vllm.boundaries import CHECKPOINT_WINDOWS, LEAST_CHECKPOINT_TOKENS, Boundaries, pages_at
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.c_ext import BlockIndex, BoundaryLookup, GroupRule, TierLookup
 from flexkv.cache.base import Rule
 
 FULL = BlockGeometry(16, 16, 100, ("full",))
@@ -130,3 +132,34 @@ def test_states_are_taken_where_the_engine_hands_all_of_them_over() -> None:
 )
 def test_pages_that_a_hit_needs(group: BlockGeometry, boundary: int, pages: tuple[int, int]) -> None:
     assert pages_at(group, boundary) == pages
+
+
+def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]:
+    """The hits of up to `tokens` that a lookup finds where host memory has these pages of the group and no others."""
+    blocks = tokens // group.block_tokens
+    keys = np.random.default_rng(1).integers(0, 256, (blocks, 16), np.uint8)
+    index = BlockIndex([blocks + 1])
+    index.grow(0, blocks + 1)
+    entries = index.insert(0, keys[pages], blocks)[1]
+    index.finish(entries, np.ones(len(entries), np.uint8))
+    rule = GroupRule(group.rule.value, group.block_tokens, group.reach)
+    lookup = BoundaryLookup(TierLookup([index], 1), [rule], group.block_tokens)
+    found = lookup.look([keys], 0, blocks, 1, 0)
+    lengths = list(found.lengths)
+    lookup.release(found)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "group",
+    [state(1), *map(window, (1, 2, 3, 7)), window(2, block=32), *map(chunk, (16, 40, 64, 100, 1000))],
+    ids=str,
+)
+def test_a_lookup_needs_the_pages_that_are_stored_and_no_fewer(group: BlockGeometry) -> None:
+    """The rule is written twice: in `csrc/index/group_rule.h` for lookups, and here for stores."""
+    for boundary in range(group.block_tokens, 320 + 1, group.block_tokens):
+        pages = list(range(*pages_at(group, boundary)))
+        assert hit_tokens(group, pages, boundary) == [boundary]
+        for missing in pages:
+            others = [page for page in pages if page != missing]
+            assert boundary not in hit_tokens(group, others, boundary), f"page {missing} is of no use"
