@@ -1,8 +1,8 @@
 """Which engines are refused at their start: those whose KV cannot be used again, or whose ranks cannot be reached. And
 what a start warns of.
 
-What is refused by the KV cache's own configuration is in `geometry.py`; a second engine or connector in
-one process in `local_engines.py`.
+What is refused by the KV cache's own configuration is in `pool_geometry.py`; a second engine or connector in one
+process in `local_engines.py`.
 """
 
 from __future__ import annotations

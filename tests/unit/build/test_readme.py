@@ -95,6 +95,27 @@ def test_the_readme_leads_to_the_pages() -> None:
     assert linked == {page.name for page in CONTRIBUTING}
 
 
+@pytest.mark.parametrize(
+    ("page", "folder"),
+    [
+        ("vllm", "adapters/vllm"),
+        ("sglang", "adapters/sglang"),
+        ("tensorrt-llm", "adapters/tensorrt_llm"),
+        ("control-plane", "cache"),
+        ("control-plane", "simulation"),
+        ("disk-storage", "storage"),
+        ("blending", "blend"),
+    ],
+)
+def test_every_file_has_its_row_in_the_page_of_its_folder(page: str, folder: str) -> None:
+    """Some in a row with others."""
+    rows = [row for row in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if row.startswith("|")]
+    named = {name.removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    files = {path.stem for path in (ROOT / "flexkv" / folder).glob("*.py")} - {"__init__"}
+    assert len(files) > 3
+    assert not sorted(files - named), f"add rows to the table of files in docs/{page}.md"
+
+
 def test_folders_that_are_named_exist() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"):
         for name in re.findall(
