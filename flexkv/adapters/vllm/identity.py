@@ -72,9 +72,10 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
     """
     model, overrides = config.model_config, config.model_config.hf_overrides
     if geometry.is_hybrid:
+        rules = ", ".join(group.rule.value for group in geometry.groups)
         raise ConfigError(
-            f"keys.scheme=common: the model has {len(geometry.groups)} KV groups of other rules than full attention; "
-            "engines share pages of models with one group of full attention. Leave keys.scheme out"
+            f"keys.scheme=common: the rules of the model's KV groups are {rules}; engines share pages of models with "
+            "one group of full attention. Leave keys.scheme out"
         )
     (group,) = geometry.groups
     if config.speculative_config is not None:

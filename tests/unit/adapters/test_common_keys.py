@@ -19,6 +19,7 @@ from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, with_possible_modes
 from flexkv.adapters.vllm.identity import engine_namespace as namespace_of_vllm
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.cache.base import Rule
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
@@ -36,6 +37,7 @@ def one_group(block_tokens: int, *more: Any) -> PoolGeometry:
 
 
 GEOMETRY = one_group(16, 16, 100, ("l.0",), "float16")
+WINDOW = BlockGeometry(16, 16, 100, ("l.1",), "float16", number=1, rule=Rule.WINDOW, reach=4)
 Make = Callable[..., MiniEngine]
 
 
@@ -200,6 +202,8 @@ def test_two_quantisations_in_one_commit_are_two_models() -> None:
     [
         ({"geometry": one_group(16, 16, 100, ("l.0",), "uint8"), "dtype": torch.uint8}, "without scales"),
         ({"geometry": one_group(16, 16, 100, ("l.0",), "bfloat16")}, "must be the same"),
+        ({"geometry": PoolGeometry((*GEOMETRY.groups, WINDOW), 16)}, "KV groups are full, window;"),
+        ({"geometry": PoolGeometry((WINDOW,), 16)}, "KV groups are window;"),
         ({"draft": ngram()}, "speculative decoding"),
         ({"settings": {"store.mode": "lazy"}}, "store.mode=eager"),
         ({"overrides": lambda given: given}, "is a function"),
