@@ -21,7 +21,7 @@ class PageRun:
     """Pages of one group in a row that one tier has, each leased there once.
 
     Attributes:
-        coming: of the hub, they are on their way there.
+        coming: the tier is the hub, and an op is bringing the pages.
     """
 
     tier: TierId
@@ -91,6 +91,7 @@ class PageWalk:
         self._hub = hub
 
     def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
+        """The leading pages of `keys` that the first tier with any has; None where none has the first page."""
         index = self._hub.index
         entries, slots = index.match_and_pin(group, keys)
         if len(entries):
@@ -115,8 +116,8 @@ class PageWalk:
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """Where each of `keys` lies, which all are somewhere; the first that is nowhere, or that a store fills, ends
-        the list."""
+        """Where the leading pages of `keys` lie, each leased there. The first that has gone since the caller found it,
+        or that a store fills, ends the list."""
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):

@@ -81,7 +81,7 @@ class Fetched:
 
 
 def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int) -> list[WantedPages]:
-    """Of each group the pages of its runs, which follow block `first`."""
+    """Of each group the pages of its runs, which begin with block `first` of the request."""
     return [
         WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
         for group, runs in enumerate(rest)

@@ -13,10 +13,10 @@ from flexkv import c_ext
 from flexkv.storage.base import DiskGroup
 
 TEXT_BYTES = 512
-"""Of each text at most."""
+"""Most bytes of a text at the end of a header; a longer one is cut."""
 
 WORD_BYTES = 16
-"""Of a field with a short text."""
+"""Size of a field that holds a short text, padded with zeros."""
 
 RECORD = struct.Struct("<IIIIIII16s16sHHI")
 """group, ranks, layers, runs, block_tokens, reach, reserved, rule, dtype, and the lengths of format_id and signature;
@@ -27,7 +27,8 @@ RUN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("layer", "<u4"), ("rank", 
 
 
 def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
-    """
+    """What seals and verifies the slot images of a group.
+
     Args:
         number: of the KV group.
 
@@ -39,6 +40,7 @@ def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
 
 
 def short_text(text: str, most: int = TEXT_BYTES) -> bytes:
+    """UTF-8 of at most so many bytes, cut between two characters."""
     return text.encode()[:most].decode(errors="ignore").encode()
 
 
@@ -62,7 +64,7 @@ def pack_tables(group: DiskGroup) -> tuple[bytes, int, int]:
 
 
 class TableReader:
-    """Takes what a header says, in its order.
+    """Reads the tables and texts of a header, one after the other.
 
     Raises:
         ValueError: from every method: the header ends before what is asked for does, or it is no text.
@@ -99,7 +101,7 @@ class TableReader:
         return tuple(int(n) for n in stripes["bytes"]), tuple(of_ranks)
 
     def record(self) -> tuple[int, DiskGroup]:
-        """A group of version 2, and its number."""
+        """The number of a group of version 2, and the group."""
         fields = RECORD.unpack(self.bytes(RECORD.size))
         number, ranks, layers, runs, block_tokens, reach, _, rule, dtype, name_bytes, signature_bytes, _ = (
             fields

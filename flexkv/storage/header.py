@@ -30,7 +30,7 @@ GROUPS_VERSION = 2
 VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
 MOST_HEADER_BYTES = 64 << 20
-"""A longer one is a wrong number, bytes."""
+"""No unit needs a longer header: a larger number in the file is damage, and nothing so long is read."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
@@ -96,7 +96,7 @@ def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
 
 
 def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
-    """The same of the groups of one slab together."""
+    """32 bytes that are equal for slabs whose pages can be read as one another's: the header's `format`."""
     digests = format_digests(groups)
     if is_plain(groups):
         return digests[0]
@@ -104,7 +104,7 @@ def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
 
 
 def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
-    """Of a slab: the largest image of its groups.
+    """Bytes of a slot of the slab that these groups share: those of the largest image.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
@@ -183,7 +183,7 @@ def read_header(path: str) -> SlabHeader:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Also where somebody put a pipe, which would else wait for a writer."""
+    """Opens without waiting: somebody may have put a pipe there, which would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -243,11 +243,11 @@ def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
     """
     fields = FIXED.unpack_from(raw)
     _, version, header_bytes, slab_id, bytes_of_slot, created, _, fingerprint, format_ = fields[:9]
-    slab, ranks, _, runs, block_tokens, _, epoch, count, dtype = fields[9:18]
+    slab, ranks, layers, runs, block_tokens, _, epoch, count, dtype = fields[9:18]
     name_bytes, model_bytes, unit_bytes = fields[18:21]
     reader = TableReader(raw, FIXED.size)
     if version == PLAIN_VERSION:
-        stripe_bytes, tables = reader.tables(ranks, fields[11], runs)
+        stripe_bytes, tables = reader.tables(ranks, layers, runs)
         text = reader.text(name_bytes)
         groups = {slab: DiskGroup(text, stripe_bytes, tables, block_tokens, word(dtype))}
     else:
@@ -287,7 +287,7 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
         number, group = reader.record()
         if number != slab if not groups else number <= max(groups):
             raise ValueError(f"group {number} after {list(groups)} in the slab of group {slab}")
-        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # checks them
+        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises for a rule that means nothing
         groups[number] = group if number == slab else replace(group, shares=slab)
     if not groups:
         raise ValueError("no group")

@@ -30,6 +30,7 @@ CHUNK_SLOTS = 80
 """Rows of a chunk: with the digest 3,848 bytes, which with SQLite's own fit one 4 KiB page."""
 
 PLACE = struct.Struct("<II")
+"""slab, chunk: part of a chunk's digest, so that no chunk counts in another's place."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 
@@ -71,7 +72,7 @@ def meta_digest(meta: Mapping[str, MetaValue]) -> int:
 
 
 def signed(number: int) -> int:
-    """SQLite's integers are signed."""
+    """A 64-bit number as the signed integer that SQLite keeps."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 

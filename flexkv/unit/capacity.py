@@ -29,7 +29,7 @@ class TierCapacity:
     Attributes:
         tier: its name in the log.
         blocks: that it has room for.
-        block_bytes: of one with everything that is stored beside it, over all ranks.
+        block_bytes: of one block with everything that is stored beside it, over all ranks.
         setting: that sizes the tier.
         shares: how often the setting's bytes are taken: ranks, or disks in use.
         others: KV groups besides the first, whose pages take slots as well.
@@ -88,7 +88,8 @@ class TierCapacity:
 
 
 def _pages_at_end(group: KvGroup, tokens: int) -> int:
-    """Pages of a group that a hit of so many tokens needs."""
+    """Pages of a group that a hit of so many tokens needs at most: `GroupRule::most_pages`, with a part of a block at
+    the end counted as a page."""
     whole = -(-tokens // group.block_tokens)
     if group.rule is Rule.WINDOW:
         return min(whole, group.reach)

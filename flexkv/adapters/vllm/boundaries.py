@@ -19,26 +19,28 @@ from flexkv.cache.base import Rule
 
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8
-"""By default a window of so many is stored."""
+"""By default checkpoints lie so many of the largest window apart, and at least the tokens above: so of a long prompt a
+group of windows stores an eighth of its pages, or fewer."""
 
 StateBlocks = Mapping[int, int]
-"""By the engine's number of a group of states, the block that holds the states at a boundary."""
+"""At one boundary, by the engine's number of each group of states, the engine block that holds its states. Empty where
+the engine hands none over: then the request's own tables say it."""
 
 NO_STATES: StateBlocks = {}
 
 
 class Boundaries:
-    """Of one engine.
+    """Where hits on one engine's requests may end.
 
     Args:
-        checkpoint_tokens: distance of boundaries; None for a default by the largest window. Rounded up to whole blocks
-            of every group.
+        checkpoint_tokens: distance of checkpoints; None for a default by the largest window. Rounded up to a multiple
+            of the engine's alignment.
 
     Attributes:
-        groups: those of windows, chunks and states, by their place among all groups.
-        has_states: boundaries are where the engine's steps end.
-        handed_over: and the engine says which of them, and where their states lie.
-        checkpoint_tokens: a multiple of the engine's alignment.
+        groups: those of windows, chunks and states, by their place in `PoolGeometry.groups`.
+        has_states: the model has recurrent states, so a hit ends only where a step of the engine has ended.
+        handed_over: of these steps the engine names the boundaries, and the blocks that hold their states.
+        checkpoint_tokens: tokens from one checkpoint to the next.
     """
 
     def __init__(self, geometry: PoolGeometry, checkpoint_tokens: int | None) -> None:
@@ -53,12 +55,14 @@ class Boundaries:
         self.checkpoint_tokens = -(-checkpoint_tokens // self._alignment) * self._alignment
 
     def between(self, after: int, end: int, prompt_tokens: int, shared_tokens: int = 0) -> Iterator[int]:
-        """The boundaries in (after, end] of a request with such a prompt, ascending.
+        """The boundaries in (after, end] of a request without states, ascending: checkpoints, the last boundary of the
+        prompt, and the last of what it shares.
 
         The last token of a prompt is always computed, so a hit on the same prompt ends before it.
 
         Args:
-            shared_tokens: up to there other requests were the same: a third that parts there hits as much.
+            shared_tokens: up to there other requests were the same. What ends there serves the next one that parts
+                there.
         """
         first = after // self.checkpoint_tokens + 1
         checkpoints = range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens)
@@ -78,10 +82,10 @@ class Boundaries:
         return [(tokens, found[tokens]) for tokens in sorted(found) if found[tokens].keys() == self._states]
 
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
-        """Whether states at a boundary are worth to be stored.
+        """Whether states at a boundary are worth a store.
 
-        Within a prompt those of its last boundary are, those at the end of what it shares with others, and some as far
-        from each other as checkpoints are. Of what is generated, all: nobody knows yet which will be the last.
+        Of a prompt these are the states at its last boundary, those at the end of what it shares with others, and
+        others `checkpoint_tokens` apart. Of an answer all are: nobody knows yet which will be its last.
 
         Args:
             after: the last boundary whose states were stored.
@@ -99,8 +103,10 @@ class Boundaries:
         return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
-        """Whether pages that end there serve only requests that part from this one where none has yet: neither the same
-        prompt nor the next turn ends a hit there, and the prompt's end needs none of the pages."""
+        """Whether pages that end there are of use only to a request that parts from this one where no other has yet.
+
+        Neither the same prompt nor the next turn ends a hit there, and a hit on the whole prompt needs none of them.
+        """
         of_prompt = self.last_before(prompt_tokens - 1)
         if boundary == self.last_before(shared_tokens):
             return False
@@ -112,12 +118,15 @@ class Boundaries:
         )
 
     def last_before(self, tokens: int) -> int:
-        """The longest hit of at most so many tokens."""
+        """The last boundary of at most so many tokens."""
         return max(0, tokens) // self._alignment * self._alignment
 
 
 def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
-    """Which pages a hit of `boundary` tokens needs of a group of windows, chunks or states: [first, end)."""
+    """Which pages a hit of `boundary` tokens needs of a group of windows, chunks or states: [first, end).
+
+    The same rule as `GroupRule::first_page` in `csrc/index/group_rule.h`, by which lookups go.
+    """
     end = boundary // group.block_tokens
     if group.rule is Rule.STATE:
         return max(0, end - 1), end
@@ -127,6 +136,7 @@ def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
 
 
 def _reach_tokens(group: BlockGeometry) -> int:
+    """Tokens of the pages that a hit needs at most."""
     if group.rule is Rule.STATE:
         return group.block_tokens
     return group.reach if group.rule is Rule.CHUNK else group.reach * group.block_tokens

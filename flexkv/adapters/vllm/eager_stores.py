@@ -131,7 +131,7 @@ class EagerStores(RequestStores):
         return plan.graph
 
     def _note_end(self, tracker: RequestTracker, tokens: int) -> None:
-        """The step's forward ends after so many of the request's tokens."""
+        """Notes that the step's forward ends after so many of the request's tokens, and leaves their states there."""
         if self._boundaries.may_end_at(tokens) and not self._boundaries.handed_over:
             tracker.states_at = tokens
 
@@ -182,12 +182,14 @@ class EagerStores(RequestStores):
     def _with_states(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> list[tuple[int, StateBlocks]]:
-        """The boundaries whose states the engine has, ascending; by position where it does not say their blocks."""
+        """The boundaries whose states the engine has now, ascending, each with the blocks that hold the states; without
+        blocks where the engine hands none over, and the request's tables have them."""
         if self._boundaries.handed_over:
             state = output.kv_connector_block_state
             offers = state.boundary_state_offloads if state is not None else {}
             return self._boundaries.among(offers.get(tracker.request_id, ()))
-        # Nobody but a step that ended there has written what the table has for a boundary: a load may have failed.
+        # A block in the table is no proof of a state: only a step that ended there has written it. A load that failed
+        # leaves blocks in the table too.
         return [(tracker.states_at, NO_STATES)] if tracker.states_at <= certain_tokens else []
 
     def _plan_pages_at(
@@ -198,8 +200,8 @@ class EagerStores(RequestStores):
         states: StateBlocks = NO_STATES,
         spare: bool = False,
     ) -> list[TransferGraph]:
-        """Stores of all windows, chunks and states that a hit of `boundary` tokens needs; of none where the engine has
-        given a page away."""
+        """Stores of all windows, chunks and states that a hit of `boundary` tokens needs. None of them is stored where
+        the engine has given away a page that one needs: without it no hit could end there."""
         if tracker.skip_save or tracker.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}
@@ -256,5 +258,5 @@ class EagerStores(RequestStores):
 
 
 def shared_tokens(tracker: RequestTracker) -> int:
-    """Up to there other requests were the same as this one, as far as the cache and the engine know."""
+    """How many leading tokens of the request others had too, as far as flexkv's lookup and vLLM know."""
     return int(max(tracker.shared_tokens, tracker.request.shared_prefix_boundary))

@@ -98,7 +98,7 @@ def heads_of_rows(group: KVCacheGroupSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One KV group of this rank's pool: where its runs lie (a `KvView`), and what the unit is told of them."""
+    """One KV group of this rank's pool: where its runs lie (a `KvView`), and what the unit learns of them."""
 
     view: Any
     facts: GroupFacts
@@ -112,7 +112,7 @@ def build_views(
     Raises:
         GeometryError: tensors and configuration disagree, or the pool is not plain memory.
     """
-    cuda_device_of(list(caches.values()))  # refuses what no lane can reach
+    cuda_device_of(list(caches.values()))  # raises for memory that no lane can reach
     geometry, handler = pool_geometry(config), _handler(caches, config, stripes)
     if geometry.is_hybrid:
         _refuse_shared(caches, geometry)

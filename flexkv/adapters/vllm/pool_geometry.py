@@ -40,8 +40,8 @@ class BlockGeometry:
         number: by which the engine knows the group.
         reach: see `GroupSpec`.
         states: shapes of the states that a block holds of a layer; empty of attention.
-        states_handed_over: a request's table may hold states of other lengths than of whole blocks; the engine says
-            which block holds which.
+        states_handed_over: a request's table may hold states that end within a block, so only the engine knows which
+            block holds which; it says so in `boundary_state_offloads`.
     """
 
     block_tokens: int
@@ -100,7 +100,7 @@ class PoolGeometry:
         return any(group.rule is Rule.STATE for group in self.groups)
 
     def kv_groups(self) -> list[KvGroup]:
-        """As the unit is told of them."""
+        """The groups as the unit takes them."""
         return [
             KvGroup(group.block_tokens, group.rule, group.reach, group.signature if self.is_hybrid else b"")
             for group in self.groups
@@ -111,7 +111,8 @@ def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
     """Reads and checks the engine's KV cache configuration.
 
     Raises:
-        GeometryError: no KV, a group that is refused by `check_group`, or a block within whose end no hash ends.
+        GeometryError: no KV, a group that `check_group` refuses, layers of several rules in one group, or a block that
+            is no whole number of the tokens that a block hash covers.
     """
     if not config.kv_cache_groups:
         raise GeometryError(
@@ -193,7 +194,7 @@ def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
 
 
 def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
-    """What the layers of a group hold, each other spec once.
+    """What the layers of a group hold: each distinct spec once.
 
     Layers of several shapes reach a worker as `UniformTypeKVCacheSpecs`, and the scheduler as the first of them.
     """
@@ -201,8 +202,8 @@ def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
 
 
 def check_group(group: KVCacheGroupSpec) -> None:
-    """Refuses a KV cache group whose blocks are not a function of the tokens up to their end, or hold something else
-    than one state a token.
+    """Refuses a KV cache group whose blocks depend on more than the tokens up to their end, or hold neither KV token by
+    token nor recurrent states.
 
     Only the types themselves are served. vLLM derives others from them that mean something else: `RSWASpec` frees
     blocks of a running request, `HiddenStateCacheSpec` holds no KV, `SinkFullAttentionSpec` has KV that belongs to no

@@ -40,8 +40,8 @@ class BlockTable:
 
     Attributes:
         keys: makes their keys.
-        ids: the engine's blocks, in order, as it gave them; 0 where it gave none. Of those that have left a window it
-            says nothing.
+        ids: the engine's blocks, in order, as it gave them; 0 where it gave none. A block that has left the window, and
+            that the engine has taken back, still stands here.
         cursor: blocks before it have been offered to the cache.
     """
 
@@ -60,16 +60,17 @@ class RequestTracker:
 
     Attributes:
         namespace: of all its keys, 32 bytes.
-        tables: one a KV group.
+        tables: one per KV group, in the order of `PoolGeometry.groups`.
         retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
         suspect_from: number of the first group's first block computed from a failed load and not computed again yet.
         own_from: number of the first group's first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.
-        reached_tokens: boundaries up to there have been looked at; see `Boundaries`.
+        reached_tokens: boundaries up to there have been stored or passed over; see `Boundaries`. With states, the last
+            that was stored.
         states_at: the last boundary with which a step of the engine ended: its state is in the request's table.
-        shared_tokens: up to there other requests were the same, as far as the last lookup knows.
+        shared_tokens: how many leading tokens others had too, as far as the last lookup knows.
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
         supplied: tokens of its last load, by the number of the tier that supplied them.
