@@ -69,9 +69,13 @@ class StoreOptions:
     ttl_s: int = 0
     rdma_devices: tuple[str, ...] = ()
 
+    @property
+    def shown_urls(self) -> str:
+        """For people."""
+        return ", ".join(map(masked_url, self.urls))
+
     def __repr__(self) -> str:
-        urls = [masked_url(url) for url in self.urls]
-        return f"StoreOptions(urls={urls}, user={self.user!r}, password={'***' if self.password else ''!r})"
+        return f"StoreOptions(urls={self.shown_urls}, user={self.user!r}, password={'***' if self.password else ''!r})"
 
 
 def masked_url(url: str) -> str:

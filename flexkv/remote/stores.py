@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from urllib.parse import urlsplit
 
 from flexkv.errors import StoreError
-from flexkv.remote.base import Store, StoreOptions
+from flexkv.remote.base import Store, StoreOptions, masked_url
 
 SCHEMES: dict[str, tuple[str, str]] = {
     "redis": ("flexkv.remote.redis.store", "RedisStore"),
@@ -23,10 +22,11 @@ def open_store(options: StoreOptions) -> Store:
     Raises:
         StoreError: no such scheme, several, or the store's library is missing.
     """
-    schemes = sorted({urlsplit(url).scheme for url in options.urls})
+    schemes = sorted({url.partition("://")[0].lower() for url in options.urls})
     if len(schemes) != 1 or schemes[0] not in SCHEMES:
+        shown = [masked_url(url) for url in options.urls]
         raise StoreError(
-            f"remote.urls={list(options.urls)}: allowed are URLs of one scheme of {', '.join(sorted(SCHEMES))}"
+            f"remote.urls={shown}: allowed are URLs of one scheme of {', '.join(sorted(SCHEMES))}"
         )
     module, name = SCHEMES[schemes[0]]
     make: Callable[[StoreOptions], Store] = getattr(import_module(module), name)

@@ -1,0 +1,120 @@
+"""One server's connection: made when a call needs it, and given up when what comes next on it cannot be trusted."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import time
+from dataclasses import dataclass
+
+from flexkv.remote.redis.address import Address
+from flexkv.remote.redis.resolver import Resolver
+from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep, Refusal, command, parse_line
+from flexkv.remote.redis.socket_stream import SocketStream
+from flexkv.remote.redis.turns import Steps
+
+CODE = re.compile(r"[A-Z]{2,16}")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Login:
+    """Who this client says it is; no password for nobody, no user for the server's default one."""
+
+    user: str = ""
+    password: str = ""
+
+    def words(self) -> list[bytes]:
+        said = [self.user, self.password] if self.user else [self.password]
+        return [b"AUTH", *(text.encode() for text in said)] if self.password else []
+
+    def mask(self, text: str) -> str:
+        """What a server said, without the password: some errors quote the command."""
+        return text.replace(self.password, "***") if self.password else text
+
+
+class Connection:
+    """To one server. One call uses it at a time: `open_steps`, then its `stream`."""
+
+    def __init__(self, address: Address, login: Login, tls: ssl.SSLContext | None, connect_s: float) -> None:
+        self.address = address
+        self._login = login
+        self._tls = tls
+        self._connect_s = connect_s
+        self._resolver = Resolver(address.host, address.port)
+        self._stream: SocketStream | None = None
+
+    @property
+    def stream(self) -> SocketStream:
+        assert self._stream is not None, "between open_steps and close"
+        return self._stream
+
+    @property
+    def is_open(self) -> bool:
+        return self._stream is not None
+
+    def is_kept(self) -> bool:
+        """Whether there is a connection from an earlier call that can be used."""
+        if self._stream is not None and not self._stream.is_idle():
+            self.close()
+        return self._stream is not None
+
+    def open_steps(self, deadline_s: float) -> Steps:
+        """Connects where there is no connection.
+
+        Args:
+            deadline_s: of the call, by the monotonic clock.
+
+        Raises:
+            ConnectionFailed: there is none.
+        """
+        if self._stream is None:
+            yield from self._connect_steps(min(deadline_s, time.monotonic() + self._connect_s))
+        self.stream.begin(deadline_s)
+
+    def _connect_steps(self, until_s: float) -> Steps:
+        yield from self._resolver.steps(until_s)
+        found = self._resolver.found
+        for number, address in enumerate(found):
+            # An address that swallows all packets must leave time for the next.
+            now_s = time.monotonic()
+            share_s = (until_s - now_s) / (len(found) - number)
+            stream = SocketStream(address, self._tls, self.address.host)
+            stream.begin(now_s + share_s)
+            try:
+                yield from stream.connect()
+                stream.begin(until_s)
+                yield from self._log_in(stream)
+            except ConnectionFailed:
+                stream.close()
+                if number == len(found) - 1:
+                    raise
+            except BaseException:
+                stream.close()
+                raise
+            else:
+                self._stream = stream
+                return
+
+    def _log_in(self, stream: SocketStream) -> Steps:
+        asked = [self._login.words()] if self._login.password else []
+        if self.address.database:
+            asked.append([b"SELECT", b"%d" % self.address.database])
+        stream.send([command(*words) for words in asked])
+        for words in asked:
+            reply = parse_line((yield from stream.line()))
+            if isinstance(reply, Refusal):
+                # The code alone: a server that does not know AUTH quotes its arguments, shortened perhaps.
+                code = reply.code if CODE.fullmatch(reply.code) else "an error"
+                raise ConnectionFailed(f"{words[0].decode()} was refused: {self._login.mask(code)}")
+            if reply != "OK":
+                raise OutOfStep(f"{words[0].decode()} was not answered with OK")
+
+    def explain(self, text: str) -> str:
+        """`text` with the server that it is about, and without secrets."""
+        return f"{self.address}: {self._login.mask(text)}"
+
+    def close(self) -> None:
+        """The next call connects again. Idempotent."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,69 @@
+"""Host names to addresses. The system's way to ask has no deadline, so it is asked on a thread."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from flexkv.observe import NamedThread
+from flexkv.remote.redis.resp import ConnectionFailed
+from flexkv.remote.redis.turns import Steps, Wait
+
+LOOK_S = 0.002
+"""How often it is looked whether the thread has an answer."""
+
+Found = tuple[socket.AddressFamily, Any]
+"""What `socket.socket` and `connect` take."""
+
+
+class Resolver:
+    """Of one host and port. At most one thread asks at a time, however many calls gave up waiting for it.
+
+    Attributes:
+        found: of the last `steps` that ended, in the system's order of preference.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._asking: _Asking | None = None
+        self.found: list[Found] = []
+
+    def steps(self, until_s: float) -> Steps:
+        """
+        Raises:
+            ConnectionFailed: nobody knows the name, or not by `until_s`.
+        """
+        try:
+            self.found = _ask(self._host, self._port, socket.AI_NUMERICHOST)
+            return
+        except (OSError, UnicodeError):
+            pass  # a name
+        asking = self._asking = self._asking or _Asking(self._host, self._port)
+        while asking.is_alive():
+            if time.monotonic() >= until_s:
+                raise ConnectionFailed("the address of its host was not found in time")
+            yield Wait(-1, 0, min(time.monotonic() + LOOK_S, until_s))
+        self._asking = None
+        if asking.error:
+            raise ConnectionFailed(asking.error)
+        self.found = asking.found
+
+
+class _Asking(NamedThread):
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__("flexkv-resolve", self._look_up, (host, port))
+        self.found: list[Found] = []
+        self.error = ""
+        self.start()
+
+    def _look_up(self, host: str, port: int) -> None:
+        try:
+            self.found = _ask(host, port, 0)
+        except (OSError, UnicodeError) as error:
+            self.error = f"its host is not known: {error}"
+
+
+def _ask(host: str, port: int, flags: int) -> list[Found]:
+    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in rows]

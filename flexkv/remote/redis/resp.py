@@ -1,0 +1,82 @@
+"""The protocol, RESP2, as far as commands need it that are answered by one line or one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ConnectionFailed(Exception):
+    """The connection is of no use any more: the text says why, and holds no secret."""
+
+
+class OutOfStep(ConnectionFailed):
+    """What came is not what a server may answer: nothing that follows on this connection can be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A server's error, or our own words for an answer that never came."""
+
+    text: str
+
+    @property
+    def code(self) -> str:
+        return self.text.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """A value of so many bytes. They follow the line that says so."""
+
+    size: int
+
+
+Reply = int | str | Refusal | Bulk | None
+"""What one line says: a number, a word, an error, a value that follows, or that there is no value."""
+
+MOST_DIGITS = 18
+"""A length of more digits is none; and Python's integers would take any."""
+SHOWN_BYTES = 40
+
+COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
+"""What is asked for in batches of hundreds is answered by these."""
+
+
+def command(*words: bytes) -> bytes:
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
+
+
+def command_a_name(word: bytes, names: Sequence[bytes]) -> bytes:
+    """The command of this word for each of the names."""
+    head = b"*2\r\n$%d\r\n%b\r\n" % (len(word), word)
+    # Names have few lengths, and formatting is what takes the time of a probe of hundreds.
+    heads = {size: b"%b$%d\r\n" % (head, size) for size in set(map(len, names))}
+    return b"".join([part for name in names for part in (heads[len(name)], name, b"\r\n")])
+
+
+def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
+    """What is sent before and after the bytes of a value, so that they can be sent from where they lie."""
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (5 if ttl_s else 3, len(name), name, value_bytes)
+    tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s) if ttl_s else b"\r\n"
+    return head, tail
+
+
+def parse_line(line: bytes) -> Reply:
+    """
+    Args:
+        line: without the end of line.
+
+    Raises:
+        OutOfStep: no answer to what we ask begins like this.
+    """
+    if line in COMMON:
+        return COMMON[line]
+    kind, rest = line[:1], line[1:]
+    digits = rest.removeprefix(b"-") if kind == b":" else rest
+    if kind in (b":", b"$") and digits.isdigit() and len(digits) <= MOST_DIGITS:
+        return int(rest) if kind == b":" else Bulk(int(rest))
+    if kind in (b"+", b"-"):
+        text = rest.decode("utf-8", "replace")
+        return text if kind == b"+" else Refusal(text)
+    raise OutOfStep(f"a reply that nobody understands: {line[:SHOWN_BYTES]!r}")

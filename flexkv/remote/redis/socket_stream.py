@@ -1,0 +1,217 @@
+"""Bytes to and from one server, with and without TLS: sent from where they lie, received where they belong."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from itertools import islice
+
+from flexkv.remote.redis.resolver import Found
+from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
+from flexkv.remote.redis.turns import Steps, Turn, Wait
+
+LINE_BYTES = 8192
+"""The longest line of a reply. Also how much of a value is read with the line before it, and copied."""
+MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
+"""Of one `sendmsg`."""
+TLS_SEND_BYTES = 1 << 18
+"""Given to OpenSSL at once. It must be given the same bytes again when it could not send all, so not too many."""
+SCRATCH_BYTES = 1 << 16
+
+
+class DeadlinePassed(ConnectionFailed):
+    """No answer in time. What comes later is nobody's, so the connection is not used again."""
+
+
+class SocketStream:
+    """One connection that never blocks: each method that has to wait is a generator of what it waits for.
+
+    Sending goes on while replies are waited for. Were all sent first, a server that waits for its replies to be read
+    would not read, and both would wait.
+
+    Attributes:
+        received: whether any byte has come since `begin`.
+    """
+
+    def __init__(self, address: Found, tls: ssl.SSLContext | None, host: str) -> None:
+        family, self._address = address
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._tls, self._host = tls, host
+        self._to_send: deque[memoryview] = deque()
+        self._send_events = select.POLLOUT
+        self._send_error = ""
+        self._line_memory = bytearray(LINE_BYTES)
+        self._lines = memoryview(self._line_memory)
+        self._start = self._end = 0
+        self._until_s = 0.0
+        self._late = ""
+        self.received = False
+
+    def begin(self, until_s: float) -> None:
+        """A new deadline, by the monotonic clock."""
+        self._until_s = until_s
+        self._late = "no answer in time"
+        self.received = False
+
+    def close(self) -> None:
+        self._to_send.clear()
+        self._socket.close()
+
+    def connect(self) -> Steps:
+        """
+        Raises:
+            ConnectionFailed: refused, not in time, or the server is not who TLS says it must be.
+        """
+        self._late = "no connection in time"
+        try:
+            self._socket.connect(self._address)
+        except BlockingIOError:
+            yield from self._wait(select.POLLOUT)
+        except OSError as error:
+            raise ConnectionFailed(f"no connection: {error.strerror}") from None
+        number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise ConnectionFailed(f"no connection: {os.strerror(number)}")
+        # A command is sent whole and its answer waited for: nothing would come to fill a packet up.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            yield from self._handshake(self._tls)
+
+    def _handshake(self, tls: ssl.SSLContext) -> Steps:
+        # A server without it waits for the end of a line.
+        self._late = "TLS: no answer in time; does it use TLS?"
+        try:
+            wrapped = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
+        except (OSError, ValueError) as error:
+            raise ConnectionFailed(f"TLS: {error}") from None
+        self._socket = wrapped
+        while True:
+            try:
+                wrapped.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                yield from self._wait(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                yield from self._wait(select.POLLOUT)
+            except ssl.SSLCertVerificationError as error:
+                raise ConnectionFailed(
+                    f"TLS: its certificate is not trusted: {error.verify_message}"
+                ) from None
+            except OSError as error:
+                raise ConnectionFailed(f"TLS: {getattr(error, 'reason', '') or error.strerror}") from None
+
+    def is_idle(self) -> bool:
+        """Whether the server keeps the connection open, and has sent nothing that nobody asked for."""
+        if self._end > self._start:
+            return False
+        try:
+            self._socket.recv_into(self._lines)  # with TLS, where there is no looking without taking
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        return False
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> None:
+        """Sends them in turn, while replies are waited for. They must stay as they are until all are answered."""
+        self._to_send.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+
+    def lines(self, most: int) -> Generator[Turn, None, list[bytes]]:
+        """The next lines, without their ends: those that are there, at least one."""
+        while True:
+            *lines, _ = bytes(self._lines[self._start : self._end]).split(b"\r\n", most)
+            if lines:
+                self._start += sum(map(len, lines)) + 2 * len(lines)
+                return lines
+            if self._start:
+                left = self._end - self._start
+                self._lines[:left] = bytes(self._lines[self._start : self._end])
+                self._start, self._end = 0, left
+            if self._end == LINE_BYTES:
+                raise OutOfStep(f"a reply without an end in {LINE_BYTES} bytes")
+            self._end += yield from self._receive(self._lines[self._end :])
+
+    def line(self) -> Generator[Turn, None, bytes]:
+        return (yield from self.lines(1))[0]
+
+    def fill(self, memory: memoryview) -> Steps:
+        """The next bytes, as many as `memory` has."""
+        at = min(self._end - self._start, len(memory))
+        memory[:at] = self._lines[self._start : self._start + at]
+        self._start += at
+        while at < len(memory):
+            at += yield from self._receive(memory[at:])
+
+    def skip(self, size: int) -> Steps:
+        scratch = memoryview(bytearray(min(size, SCRATCH_BYTES)))
+        while size:
+            part = scratch[: min(size, len(scratch))]
+            yield from self.fill(part)
+            size -= len(part)
+
+    def _receive(self, memory: memoryview) -> Generator[Turn, None, int]:
+        """Some bytes, at least one."""
+        while True:
+            self._send_more()
+            events = self._send_events if self._to_send else 0
+            try:
+                size = self._socket.recv_into(memory)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                yield from self._wait(events | select.POLLIN)
+                continue
+            except ssl.SSLWantWriteError:
+                yield from self._wait(events | select.POLLOUT)
+                continue
+            except OSError as error:
+                raise ConnectionFailed(self._send_error or f"connection lost: {_reason(error)}") from None
+            if not size:
+                raise ConnectionFailed(self._send_error or "connection lost: closed by the server")
+            self.received = True
+            # A server that always has more must neither outlast the deadline nor keep the others waiting.
+            self._check_clock()
+            yield None
+            return size
+
+    def _send_more(self) -> None:
+        """As much as can be sent now. An error is for who reads: often the server said why before it hung up."""
+        try:
+            while self._to_send:
+                if self._tls is None:
+                    sent = self._socket.sendmsg(list(islice(self._to_send, MOST_BUFFERS)))
+                else:
+                    sent = self._socket.send(self._to_send[0][:TLS_SEND_BYTES])
+                self._sent(sent)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self._send_events = select.POLLOUT
+        except ssl.SSLWantReadError:
+            self._send_events = select.POLLIN
+        except OSError as error:
+            self._send_error = f"connection lost: {_reason(error)}"
+            self._to_send.clear()
+
+    def _sent(self, size: int) -> None:
+        while size:
+            first = self._to_send[0]
+            if size < len(first):
+                self._to_send[0] = first[size:]
+                return
+            size -= len(first)
+            self._to_send.popleft()
+
+    def _wait(self, events: int) -> Steps:
+        self._check_clock()
+        yield Wait(self._socket.fileno(), events, self._until_s)
+
+    def _check_clock(self) -> None:
+        if time.monotonic() >= self._until_s:
+            raise DeadlinePassed(self._late)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -1,0 +1,157 @@
+"""Redis as a store: one client of one or more independent servers.
+
+Each name lives on one server, by `placement`; a server that is away takes its own names along and no others. The user
+that it logs in as needs `+ping +exists +get +set +unlink`, and `+select` where a URL names a database.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flexkv.errors import StoreError
+from flexkv.remote.base import Outcome, Presence, Store, StoreOptions, Value
+from flexkv.remote.redis.address import parse_addresses
+from flexkv.remote.redis.connection import Connection, Login
+from flexkv.remote.redis.exchange import Command, Exchange
+from flexkv.remote.redis.placement import seeds_of, spread
+from flexkv.remote.redis.resp import Bulk, Refusal, Reply, command, command_a_name, set_frame
+from flexkv.remote.redis.turns import run_together
+
+NO_SPACE = "OOM"
+FLAG = frozenset((b":0", b":1"))
+NOTHING = frozenset((b"$-1",))
+OK = frozenset((b"+OK",))
+PONG = frozenset((b"+PONG",))
+PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
+
+
+class RedisStore(Store):
+    """A put overwrites: SET is one step on the server, so no reader sees half of a value, and a value that failed its
+    check is gone with the next put even where its removal failed.
+
+    Raises:
+        StoreError: a URL is not allowed, `ca_file` cannot be used, or there is a user without a password.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        addresses = parse_addresses(options.urls)
+        if options.user and not options.password:
+            raise StoreError(f"remote.user={options.user!r} needs remote.password_file")
+        tls = _trusting(options.ca_file) if addresses[0].tls else None
+        if options.ca_file and tls is None:
+            raise StoreError(
+                f"remote.ca_file={options.ca_file!r} needs rediss:// in remote.urls: redis:// is no TLS"
+            )
+        login = Login(options.user, options.password)
+        self._servers = [Connection(address, login, tls, options.connect_s) for address in addresses]
+        self._seeds = seeds_of([address.identity for address in addresses])
+        self._ttl_s = options.ttl_s
+
+    def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
+        replies = self._ask_flags(b"EXISTS", names, deadline_s)
+        return [PRESENCE.get(reply, Presence.UNKNOWN) for reply in replies]
+
+    def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        keys = [name.encode() for name in names]
+        commands, sizes = [], []
+        for key, value in zip(keys, values, strict=True):
+            into = [part.data for part in value]
+            sizes.append(sum(map(len, into)))
+            commands.append(Command((command(b"GET", key),), max(sizes[-1], len(key)), NOTHING, 1, into))
+        replies = self._ask(keys, lambda mine: [commands[number] for number in mine], deadline_s)
+        return [_got(reply, size) for reply, size in zip(replies, sizes, strict=True)]
+
+    def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        keys = [name.encode() for name in names]
+        commands = []
+        for key, value in zip(keys, values, strict=True):
+            parts = [part.data for part in value]
+            size = sum(map(len, parts))
+            head, tail = set_frame(key, size, self._ttl_s)
+            commands.append(Command((head, *parts, tail), len(head) + size, OK))
+        replies = self._ask(keys, lambda mine: [commands[number] for number in mine], deadline_s)
+        return [_put(reply) for reply in replies]
+
+    def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        return [reply in PRESENCE for reply in self._ask_flags(b"UNLINK", names, deadline_s)]
+
+    def alive(self, deadline_s: float) -> str:
+        ping = [Command((command(b"PING"),), 0, PONG)]
+        ends_s = time.monotonic() + deadline_s
+        exchanges = [Exchange(server, ping, ends_s) for server in self._servers]
+        self._run(exchanges)
+        return "" if any(exchange.replies == ["PONG"] for exchange in exchanges) else self.last_error
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _ask_flags(self, word: bytes, names: Sequence[str], deadline_s: float) -> list[Reply]:
+        keys = [name.encode() for name in names]
+
+        def commands(mine: Sequence[int]) -> list[Command]:
+            sent = command_a_name(word, [keys[number] for number in mine])
+            return [Command((sent,), len(sent), FLAG, len(mine))]
+
+        return self._ask(keys, commands, deadline_s)
+
+    def _ask(
+        self, keys: Sequence[bytes], commands: Callable[[Sequence[int]], list[Command]], deadline_s: float
+    ) -> list[Reply]:
+        """One reply a key, from its server; a `Refusal` where none came.
+
+        Args:
+            commands: what is sent for the keys of these numbers.
+        """
+        ends_s = time.monotonic() + deadline_s
+        servers = spread(keys, self._seeds)
+        numbers = {
+            server: np.nonzero(servers == server)[0].tolist() for server in np.unique(servers).tolist()
+        }
+        exchanges = [
+            Exchange(self._servers[server], commands(mine), ends_s) for server, mine in numbers.items()
+        ]
+        self._run(exchanges)
+        replies: list[Reply] = [Refusal("no answer")] * len(keys)
+        for exchange, mine in zip(exchanges, numbers.values(), strict=True):
+            for number, reply in zip(mine, exchange.replies, strict=False):
+                replies[number] = reply
+        return replies
+
+    def _run(self, exchanges: Sequence[Exchange]) -> None:
+        try:
+            run_together(exchange.steps() for exchange in exchanges)
+        except BaseException:
+            self.close()  # whatever is under way on them is nobody's
+            raise
+        self.last_error = next((exchange.reason for exchange in exchanges if exchange.reason), "")
+
+
+def _got(reply: Reply, size: int) -> Outcome:
+    if reply is None:
+        return Outcome.ABSENT
+    if isinstance(reply, Bulk):
+        return Outcome.OK if reply.size == size else Outcome.OTHER_SIZE
+    return Outcome.FAILED
+
+
+def _put(reply: Reply) -> Outcome:
+    if reply == "OK":
+        return Outcome.OK
+    return Outcome.FULL if isinstance(reply, Refusal) and reply.code == NO_SPACE else Outcome.FAILED
+
+
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    """Servers with a certificate of these authorities, or of the system's, for the name in their URL."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file or None)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"remote.ca_file={ca_file!r}: no certificates can be read from it: {error}"
+        ) from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

@@ -1,0 +1,63 @@
+"""Several servers at once on one thread: whoever has to wait says for what, and all wait together.
+
+So a server that does not answer costs the others nothing, and what they send is read while it is waited for. Were they
+asked one after another, with shares of the deadline, a large value might not fit into any share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import time
+from collections.abc import Generator, Iterable
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """
+    Attributes:
+        fd: of the socket; -1 for none, where only time is waited for.
+        events: of `poll`.
+        until_s: the monotonic clock when it goes on anyway.
+    """
+
+    fd: int
+    events: int
+    until_s: float
+
+
+Turn = Wait | None
+"""What is waited for, or None: nothing, but others may go first."""
+
+Steps = Generator[Turn, None, None]
+
+
+def run_together(all_steps: Iterable[Steps]) -> None:
+    """Returns when all have ended. Each must end by itself: it looks at the clock after each of its waits."""
+    waiting: list[tuple[Steps, Turn]] = [(steps, None) for steps in all_steps]
+    while waiting:
+        ready = _ready([wait for _, wait in waiting])
+        still = []
+        for (steps, wait), may_go_on in zip(waiting, ready, strict=True):
+            if not may_go_on:
+                still.append((steps, wait))
+                continue
+            with contextlib.suppress(StopIteration):
+                still.append((steps, next(steps)))
+        waiting = still
+
+
+def _ready(waits: list[Turn]) -> list[bool]:
+    """Which of them may go on: at least one. Waits for it."""
+    if all(wait is None for wait in waits):
+        return [True] * len(waits)
+    poll = select.poll()
+    for wait in waits:
+        if wait is not None and wait.fd >= 0:
+            poll.register(wait.fd, wait.events)
+    left_s = min(0.0 if wait is None else wait.until_s - time.monotonic() for wait in waits)
+    # Rounded up: rounded down it would ask again and again in the last millisecond.
+    woken = {fd for fd, _ in poll.poll(math.ceil(max(left_s, 0.0) * 1000))}
+    now_s = time.monotonic()
+    return [wait is None or wait.fd in woken or wait.until_s <= now_s for wait in waits]
