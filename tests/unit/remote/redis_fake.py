@@ -1,0 +1,81 @@
+"""A server for what a real one never does on demand: it says exactly the bytes that a test gives it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+Script = Callable[[socket.socket, int], None]
+"""What is done with a connection, and the number of it; then it is closed."""
+
+
+class FakeRedis:
+    """Use as a context manager. Connections are taken one after another.
+
+    Attributes:
+        connections: that came so far.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.connections = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> FakeRedis:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        with socket.socket() as waker:
+            waker.connect(("127.0.0.1", self.port))
+        self._thread.join(30.0)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            taken, _ = self._listener.accept()
+            with taken:
+                if self._ends.is_set():
+                    return
+                self.connections += 1
+                taken.settimeout(20.0)
+                try:
+                    self._script(taken, self.connections)
+                except OSError:
+                    continue  # the client hung up on what it was told, as it should
+
+
+def says(*pieces: bytes, then: Callable[[socket.socket], None] | None = None) -> Script:
+    """Waits for something to be asked, then sends the pieces, each by itself, and goes on with `then`.
+
+    Without it the connection stays until the client ends it.
+    """
+
+    def script(taken: socket.socket, number: int) -> None:
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        taken.recv(1 << 16)
+        for piece in pieces:
+            taken.sendall(piece)
+        if then is not None:
+            then(taken)
+            return
+        while taken.recv(1 << 16):
+            pass
+
+    return script
+
+
+def hang_up(taken: socket.socket) -> None:
+    taken.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,39 @@
+"""Values for the tests of the Redis store, and memory that shows what was written beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexkv.remote.base import Part
+
+GUARD_BYTES = 64
+GUARD = 0xA5
+
+
+def drawn(size: int, seed: int) -> Part:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def split(whole: Part, sizes: Sequence[int]) -> list[Part]:
+    """The parts of these sizes, of one memory."""
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(whole)
+    return [whole[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+
+
+class Guarded:
+    """Parts of a value, with bytes before and after each that nobody may write to."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._memory = [np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8) for size in sizes]
+        self.parts = [memory[GUARD_BYTES:-GUARD_BYTES] for memory in self._memory]
+
+    def bytes(self) -> bytes:
+        return b"".join(part.tobytes() for part in self.parts)
+
+    def check(self) -> None:
+        for memory in self._memory:
+            assert (memory[:GUARD_BYTES] == GUARD).all(), "written to before the part"
+            assert (memory[-GUARD_BYTES:] == GUARD).all(), "written to after the part"

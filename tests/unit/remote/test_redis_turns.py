@@ -1,0 +1,23 @@
+"""Servers that are asked together take turns."""
+
+from __future__ import annotations
+
+import time
+
+from flexkv.remote.redis.turns import Steps, Wait, run_together
+
+
+def test_a_server_that_always_has_more_keeps_nobody_waiting() -> None:
+    served = []
+
+    def always(turns: int) -> Steps:
+        for _ in range(turns):
+            yield None
+            served.append("first")
+
+    def once() -> Steps:
+        yield Wait(-1, 0, time.monotonic())
+        served.append("second")
+
+    run_together([always(1000), once()])
+    assert served.index("second") < 1000
