@@ -47,11 +47,12 @@ class EagerStores(RequestStores):
             tracker = self._requests.live.get(request_id)
             if tracker is not None:
                 certain = self._certain_after_step(tracker, scheduled)
-                for graph in self._plan(tracker, certain, step):
-                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
                 if self._boundaries.groups:
+                    # First: where there is not room for all, the blocks of full attention are offered again.
                     self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
+                for graph in self._plan(tracker, certain, step):
+                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
 
     def preempted(self, tracker: RequestTracker) -> None:
         """What was certain has been offered at every step."""
@@ -148,17 +149,14 @@ class EagerStores(RequestStores):
         blocks = state.get_block_ids(tracker.request_id) if boundaries and state is not None else None
         if blocks is None:
             return []
-        prompt = tracker.request.num_prompt_tokens
+        prompt, shared = tracker.request.num_prompt_tokens, shared_tokens(tracker)
+        spare = [self._boundaries.is_spare(boundary, prompt, shared) for boundary, _ in boundaries]
+        # What is spare comes last: it is what there need not be room for.
+        in_turn = sorted(zip(boundaries, spare, strict=True), key=lambda planned: planned[1])
         return [
             graph
-            for boundary, states in boundaries
-            for graph in self._plan_pages_at(
-                tracker,
-                boundary,
-                blocks,
-                states,
-                spare=self._boundaries.is_spare(boundary, prompt, shared_tokens(tracker)),
-            )
+            for (boundary, states), is_spare in in_turn
+            for graph in self._plan_pages_at(tracker, boundary, blocks, states, is_spare)
         ]
 
     def _reached(

@@ -71,6 +71,7 @@ class Loads:
         tracker.promise = None
         if (
             request.skip_reading_prefix_cache
+            or tracker.unloadable
             or computed_tokens % self._alignment_tokens
             or computed_tokens >= wanted_end
         ):
@@ -168,6 +169,8 @@ class Loads:
             targets = self._targets(tracker, promise, external_tokens)
             if targets is None:
                 self._manager.release(tracker.request_id)
+                # The engine asks again, and the same answer would end the same way.
+                tracker.unloadable = True
                 return self._lost(tracker, blocks)
             graph = self._manager.begin_load(tracker.request_id, targets)
         else:

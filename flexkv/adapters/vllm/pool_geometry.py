@@ -183,14 +183,17 @@ def _dtypes_of(spec: KVCacheSpec) -> tuple[torch.dtype, ...]:
 def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
     """Which pages a hit needs of a group, and how far they reach: what vLLM allocates blocks for."""
     if isinstance(spec, SlidingWindowSpec):
-        # Of the next token's window the token itself is not cached yet.
-        tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
-        return Rule.WINDOW, max(1, -(-tokens // spec.block_size))
+        return Rule.WINDOW, -(-_window_tokens(spec) // spec.block_size)
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return Rule.CHUNK, spec.attention_chunk_size
     if isinstance(spec, MambaSpec):
         return Rule.STATE, 0
     return Rule.FULL, 0
+
+
+def _window_tokens(spec: SlidingWindowSpec) -> int:
+    """Of the next token's window, which that token itself belongs to and is not cached yet."""
+    return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
 
 
 def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
@@ -228,6 +231,10 @@ def _check_spec(spec: KVCacheSpec, where: str) -> None:
     if isinstance(spec, MambaSpec):
         _check_states(spec, where)
         return
+    if isinstance(spec, SlidingWindowSpec) and not _window_tokens(spec):
+        raise GeometryError(
+            f"{where} has a sliding window of one token, of which vLLM keeps no block for a hit"
+        )
     if getattr(spec, "non_causal", False):
         raise GeometryError(
             f"{where} is non-causal (a prefix LM): KV depends on later tokens of the prompt, so that of one prompt is "

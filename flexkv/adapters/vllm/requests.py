@@ -74,6 +74,7 @@ class RequestTracker:
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
         supplied: tokens of its last load, by the number of the tier that supplied them.
+        unloadable: the engine has taken a promise and had no blocks for it: nothing more is promised.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class RequestTracker:
     counted: bool = False
     preemptions: int = 0
     supplied: tuple[int, ...] = ()
+    unloadable: bool = False
 
     def keys(self) -> list[Keys]:
         """Per group, of all whole blocks whose tokens are known."""

@@ -151,7 +151,7 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (1, 0, 1)]
+    ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
     """vLLM frees the blocks wholly before the next token's window, and a hit of whole blocks leaves the others."""
@@ -160,7 +160,12 @@ def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: 
     manager = SlidingWindowManager.__new__(SlidingWindowManager)
     manager.sliding_window, manager.extra_retained_tokens = tokens, extra
     kept = 40 // 4 - manager.get_num_skipped_tokens(40) // 4
-    assert max(1, kept) == pages
+    assert kept == pages
+
+
+def test_a_window_of_which_the_engine_keeps_no_block_is_refused() -> None:
+    with pytest.raises(GeometryError, match="sliding window of one token"):
+        pool_geometry(config_of(FULL, window(1)))
 
 
 def test_hits_are_aligned_to_whole_blocks_of_all_groups_and_as_the_engine_wants() -> None:

@@ -1,0 +1,360 @@
+"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that writes into every KV
+group what belongs there, having checked all that it reads. No model is run."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.worker import WorkerSide
+from tests.unit.adapters import vllm_objects  # noqa: F401 - sets vLLM's first hash
+
+PAGE = 64
+"""Elements of a block in one layer, of every group."""
+
+SPOILED = -1.0
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+
+
+def full(block: int) -> KVCacheSpec:
+    return FullAttentionSpec(
+        block_size=block, num_kv_heads=1, head_size=PAGE // block // 2, dtype=torch.float32
+    )
+
+
+def window(block: int, tokens: int) -> KVCacheSpec:
+    return SlidingWindowSpec(
+        block_size=block,
+        num_kv_heads=1,
+        head_size=PAGE // block // 2,
+        dtype=torch.float32,
+        sliding_window=tokens,
+    )
+
+
+def chunk(block: int, tokens: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=block,
+        num_kv_heads=1,
+        head_size=PAGE // block // 2,
+        dtype=torch.float32,
+        attention_chunk_size=tokens,
+    )
+
+
+def state(block: int) -> KVCacheSpec:
+    return MambaSpec(block_size=block, shapes=((PAGE,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def pool_of(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
+    """One layer a group; they lie over each other, as vLLM has them."""
+    size = blocks * PAGE * 4
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=[f"layer.{n}"], layer_stride=size, block_stride=PAGE * 4)
+            for n in range(len(specs))
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)],
+        kv_cache_layout="LBHNC",
+    )
+
+
+class ScheduledEngine:
+    """One engine with one rank.
+
+    Args:
+        match_unit: vLLM's `prefix_match_unit`.
+        step_tokens: that a step computes at most.
+
+    Attributes:
+        specs: of the KV groups.
+        pool_config: of them, as vLLM has it.
+        worker, connector: both sides.
+        scheduler, manager: vLLM's.
+        memory: of all blocks; groups have it one at a time.
+        hits: tokens of the last load of each request.
+        trouble: what a forward read and was not what belongs there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Sequence[KVCacheSpec],
+        blocks: int = 64,
+        step_tokens: int = 64,
+        match_unit: int | None = None,
+        worker_class: type[WorkerSide] = WorkerSide,
+        role: str = "kv_both",
+        **settings: Any,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        self.specs = list(specs)
+        block = min(spec.block_size for spec in specs)
+        config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            block_size=block,
+            max_num_batched_tokens=step_tokens,
+            max_num_seqs=8,
+            max_model_len=1024,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            prefix_match_unit=match_unit,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="FlexKVConnector",
+                kv_role=role,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={
+                    "identity.model": "numbers",
+                    "host.bytes": "2MiB",
+                    "host.extent_bytes": "2MiB",
+                    "host.huge_pages": "off",
+                }
+                | settings,
+            ),
+        ).create_engine_config()
+        self.pool_config = pool_of(specs, blocks)
+        cache = config.cache_config
+        cache.num_gpu_blocks, cache.block_size = blocks, block
+        has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        cache.mamba_cache_mode = "align" if has_states else "none"
+        whole, hashed = resolve_kv_cache_block_sizes(self.pool_config, config)
+        self.pool_config.hash_block_size = hashed
+        self.pool_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            self.pool_config, config, whole, hashed
+        )
+        self._hasher = get_request_block_hasher(hashed, sha256)
+        self.memory = torch.full((blocks, PAGE), SPOILED)
+        caches = {
+            f"layer.{n}": self.memory.view(
+                blocks, 1, 1 if isinstance(spec, MambaSpec) else spec.block_size, -1
+            )
+            for n, spec in enumerate(specs)
+        }
+        kind = type("ScheduledConnector", (FlexKVConnector,), {"worker_class": worker_class})
+        self.worker = kind(config, KVConnectorRole.WORKER, self.pool_config)
+        self.worker.register_kv_caches(caches)
+        self.scheduler = Scheduler(
+            config, self.pool_config, StructuredOutputManager(config), whole, hashed, log_stats=True
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, FlexKVConnector)
+        self.connector = connector
+        self.manager = self.scheduler.kv_cache_manager
+        self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.hits: dict[str, int] = {}
+        self.trouble: list[str] = []
+        self._fresh: list[int] = []
+        self._watch_hits()
+        self._watch_new_blocks()
+
+    def _watch_hits(self) -> None:
+        allocated = self.connector.update_state_after_alloc
+
+        def note(request: Request, blocks: Any, tokens: int) -> None:
+            if tokens:
+                self.hits[request.request_id] = tokens
+            allocated(request, blocks, tokens)
+
+        self.connector.update_state_after_alloc = note  # type: ignore[method-assign]
+
+    def _watch_new_blocks(self) -> None:
+        get_new_blocks = self.manager.block_pool.get_new_blocks
+
+        def note(count: int, *args: Any, **options: Any) -> Any:
+            blocks = get_new_blocks(count, *args, **options)
+            self._fresh += [block.block_id for block in blocks]
+            return blocks
+
+        self.manager.block_pool.get_new_blocks = note  # type: ignore[method-assign]
+
+    # --- requests ---
+
+    def add(self, name: str, tokens: Sequence[int], output: int = 4, **extra: Any) -> Request:
+        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra or None)
+        request = Request(name, list(tokens), params, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def end(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def run(self, name: str, tokens: Sequence[int], output: int = 4, **extra: Any) -> int:
+        """From its start to its end, and that of its stores; the tokens that were loaded."""
+        self.hits.pop(name, None)
+        self.add(name, tokens, output, **extra)
+        self.settle()
+        return self.hits.get(name, 0)
+
+    def forget(self) -> None:
+        """The engine loses its own prefix cache and all KV."""
+        assert self.scheduler.reset_prefix_cache()
+        self.memory.fill_(SPOILED)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.requests) or self.connector.has_pending_push_work()
+
+    def settle(self, steps: int = 3000) -> None:
+        for _ in range(steps):
+            if not self.busy:
+                return
+            self.step()
+        raise AssertionError(f"still busy: {list(self.scheduler.requests)}")
+
+    # --- a step ---
+
+    def step(self, between: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            between: called when the step's forward has run and the scheduler does not know yet how it ended.
+        """
+        output = self.scheduler.schedule()
+        report = self._run(output)
+        between()
+        self.scheduler.update_from_output(output, report)
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        worker = self.worker
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        fresh, self._fresh = self._fresh, []
+        copies = output.kv_cache_block_copies or ()
+        early = copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers
+        if early:
+            # Model runners write into new blocks then, before they call the connector.
+            self.memory[fresh] = SPOILED
+        for copy in copies:
+            self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
+        worker.handle_preemptions(output.kv_connector_metadata)
+        if not early:
+            self.memory[fresh] = SPOILED
+        names = list(output.num_scheduled_tokens)
+        for name in names:
+            self._forward(self.scheduler.requests[name], output.num_scheduled_tokens[name])
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        report = KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        sampled = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            sampled.append(
+                [self._sample(request)] if request.num_computed_tokens >= request.num_tokens else []
+            )
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=report,
+        )
+
+    def _sample(self, request: Request) -> int:
+        return 3 + zlib.crc32(str(request.all_token_ids[:]).encode()) % 5
+
+    # --- numbers ---
+
+    def _forward(self, request: Request, tokens: int) -> None:
+        """Writes the request's last `tokens` computed tokens; the scheduler has counted them already."""
+        end = request.num_computed_tokens
+        start = end - tokens
+        tables = self.manager.get_block_ids(request.request_id)
+        for number, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
+            if isinstance(spec, MambaSpec):
+                self._write_state(request, number, table, start, end)
+                continue
+            for position in range(self._sees_from(spec, start), start):
+                self._check(request, number, table, position)
+            block = spec.block_size
+            for position in range(start, end):
+                if not table[position // block]:
+                    self.trouble.append(f"{request.request_id}: group {number} has no block for {position}")
+                page = self.memory[table[position // block]].view(block, -1)
+                page[position % block] = self._value(request, number, position + 1)
+
+    @staticmethod
+    def _sees_from(spec: KVCacheSpec, position: int) -> int:
+        """The first position that the token at `position` attends to."""
+        if isinstance(spec, SlidingWindowSpec):
+            return max(0, position - spec.sliding_window + 1)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return position // spec.attention_chunk_size * spec.attention_chunk_size
+        return 0
+
+    def _value(self, request: Request, group: int, tokens: int) -> float:
+        """What stands for a group's part of the last of so many tokens: it depends on all of them."""
+        return float(zlib.crc32(f"{group}/{request.all_token_ids[:tokens]}".encode()) % 1_000_003)
+
+    def _check(self, request: Request, group: int, table: Sequence[int], position: int) -> None:
+        block = self.specs[group].block_size
+        row = self.memory[table[position // block]].view(block, -1)[position % block]
+        if not bool((row == self._value(request, group, position + 1)).all()):
+            self.trouble.append(
+                f"{request.request_id}: group {group} has {row[0]} at {position} of block {table[position // block]}"
+            )
+
+    def _write_state(self, request: Request, group: int, table: Sequence[int], start: int, end: int) -> None:
+        block = self.specs[group].block_size
+        if start:
+            held = self.memory[table[(start - 1) // block]]
+            if not bool((held == self._value(request, group, start)).all()):
+                self.trouble.append(f"{request.request_id}: group {group} has no state at {start}")
+        self.memory[table[(end - 1) // block]] = self._value(request, group, end)
+
+    def check(self) -> None:
+        assert not self.trouble, self.trouble[:5]
+        self.connector.scheduler.unit.manager.check_integrity()
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        self.worker.shutdown()

@@ -1,0 +1,257 @@
+"""Engines with several KV groups, driven by vLLM's own scheduler: whatever a forward reads is what belongs there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec
+
+from flexkv.transfer.graph import OpKind
+from tests import testing_ext
+from tests.soak import soak_rounds
+from tests.unit.adapters.faulty_worker import faulty_worker
+from tests.unit.adapters.scheduled_engine import SPOILED, ScheduledEngine, chunk, full, state, window
+
+FAIL = 0
+PROMPT = list(range(10, 60))
+Make = Callable[..., ScheduledEngine]
+
+
+@pytest.fixture
+def make_scheduled(tmp_path: Path) -> Iterator[Make]:
+    """One engine at a time: vLLM has one connector in a process."""
+    engines: list[ScheduledEngine] = []
+
+    def make(*specs: KVCacheSpec, **options: Any) -> ScheduledEngine:
+        while engines:
+            engines.pop().close()
+        engines.append(ScheduledEngine(tmp_path, specs, **options))
+        return engines[0]
+
+    yield make
+    while engines:
+        engines.pop().close()
+
+
+KINDS = {
+    "window": (full(4), window(4, 9)),
+    "windows of other blocks": (full(4), window(8, 13), window(16, 5)),
+    "window alone": (window(4, 9),),
+    "chunk": (full(4), chunk(4, 16)),
+    "state": (full(4), state(4)),
+    "state and window": (full(4), state(4), window(4, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step_tokens", [16, 200])
+def test_the_same_prompt_and_one_that_parts_from_it_hit(
+    make_scheduled: Make, kind: str, step_tokens: int
+) -> None:
+    engine = make_scheduled(*KINDS[kind], step_tokens=step_tokens, blocks=128)
+    hits = []
+    for name, prompt in (("first", PROMPT), ("same", PROMPT), ("other", [*PROMPT[:33], 5, 6, 7])):
+        hits.append(engine.run(name, prompt))
+        engine.forget()
+    # A prompt that parts stores its windows and states where it does.
+    hits.append(engine.run("third", [*PROMPT[:33], 8, 8, 8]))
+    engine.check()
+    assert hits == [0, 48, 0, 32] or (kind, hits) in (
+        ("chunk", [0, 48, 32, 32]),
+        ("window alone", [0, 48, 0, 0]),
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 15, 16, 17, 32, 33])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
+    make_scheduled: Make, kind: str, tokens: int
+) -> None:
+    engine = make_scheduled(*KINDS[kind], blocks=128)
+    engine.run("first", PROMPT[:tokens])
+    engine.forget()
+    aligned = max(spec.block_size for spec in KINDS[kind])
+    expected = (tokens - 1) // aligned * aligned
+    assert engine.run("same", PROMPT[:tokens]) == expected
+    engine.check()
+
+
+def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Make) -> None:
+    """It would be promised again at each step, and end the same way."""
+    engine = make_scheduled(full(4), window(4, 9))
+    engine.run("first", PROMPT)
+    engine.forget()
+    allocated, asked = engine.connector.update_state_after_alloc, []
+
+    def without_window(request: Any, blocks: Any, tokens: int) -> None:
+        asked.append(tokens)
+        tables = blocks.get_block_ids()
+        null = SimpleNamespace(get_block_ids=lambda: (tables[0], [0] * len(tables[1])))
+        allocated(request, null if tokens else blocks, tokens)
+
+    engine.connector.update_state_after_alloc = without_window  # type: ignore[method-assign]
+    engine.run("same", PROMPT)
+    assert asked[0] == 48
+    assert set(asked[1:]) == {0}
+    engine.check()
+
+
+def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
+    """Windows are stored now or never; blocks of full attention are offered again, and other windows are spare."""
+    settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.25}
+    engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)
+    engine.run("first", PROMPT)
+    engine.forget()
+    assert engine.run("same", PROMPT) == 48
+    engine.check()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
+    make_scheduled: Make, group: int
+) -> None:
+    worker_class = faulty_worker(
+        testing_ext.FaultRule(FAIL, kind=int(OpKind.H2D), nth_op=group, page=0, times=1)
+    )
+    engine = make_scheduled(
+        full(4), window(4, 9), blocks=128, worker_class=worker_class, **{"store.checkpoint_tokens": 16}
+    )
+    engine.run("first", PROMPT)
+    engine.forget()
+    taken = []
+    allocated = engine.connector.update_state_after_alloc
+
+    def note(request: Any, blocks: Any, tokens: int) -> None:
+        taken.append(tokens)
+        allocated(request, blocks, tokens)
+
+    engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
+    engine.run("same", PROMPT)
+    assert worker_class.movers[0].acted == 1
+    # Page 0 of the window is that which ends at 44 of 48 tokens; without page 0 of the full group nothing is left.
+    assert taken[:2] == ([48, 0], [48, 32])[group]
+    engine.check()
+
+
+class RandomRequests:
+    """What clients and operators do at random to an engine."""
+
+    NAMES = tuple(f"r{n}" for n in range(6))
+
+    def __init__(self, engine: ScheduledEngine, rng: random.Random) -> None:
+        self.engine, self.random = engine, rng
+        block = max(spec.block_size for spec in engine.specs)
+        self.lengths = (
+            1,
+            2,
+            3,
+            *(size * block + n for size in (1, 2) for n in (-1, 0, 1)),
+            31,
+            32,
+            33,
+            64,
+            97,
+        )
+        self.loaded = 0
+
+    def act(self) -> None:
+        engine, rng = self.engine, self.random
+        scheduler, chance = engine.scheduler, rng.random()
+        live = list(scheduler.requests)
+        if chance < 0.25 and len(live) < len(self.NAMES):
+            name = rng.choice([name for name in self.NAMES if name not in live])
+            extra = {"flexkv.skip_save": True} if rng.random() < 0.05 else {}
+            engine.add(name, self._prompt(), rng.choice((1, 2, 5, 20)), **extra)
+        elif chance < 0.30 and live:
+            engine.end(rng.choice(live))
+        elif chance < 0.32:
+            if scheduler.reset_prefix_cache() and not engine.connector.has_pending_push_work():
+                engine.memory.fill_(SPOILED)
+        elif chance < 0.325:
+            self._reset_under_requests()
+        elif chance < 0.33:
+            engine.connector.reset_cache()
+        elif chance < 0.40 and live:
+            engine.step(lambda: engine.end(live[0]))
+        else:
+            engine.step()
+        self.loaded += sum(engine.hits.values())
+        engine.hits.clear()
+        engine.check()
+
+    def _reset_under_requests(self) -> None:
+        scheduler = self.engine.scheduler
+        loads = any(
+            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in scheduler.requests.values()
+        )
+        if not loads:
+            scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=self.random.random() < 0.5
+            )
+
+    def _prompt(self) -> list[int]:
+        rng = self.random
+        family, length = rng.randrange(2), max(1, rng.choice(self.lengths))
+        tokens = [3 + (family * 37 + n * 7) % 90 for n in range(length)]
+        if rng.random() < 0.4:
+            cut = rng.randrange(length)
+            tokens[cut:] = [(token + 11) % 97 + 3 for token in tokens[cut:]]
+        return tokens
+
+    def settle(self) -> None:
+        """Nothing is left on either side."""
+        engine = self.engine
+        engine.settle()
+        for _ in range(3):
+            engine.step()
+        engine.check()
+        side = engine.connector.scheduler
+        manager = side.unit.manager
+        assert manager.inflight_ops() == 0
+        assert not side.requests.live
+        assert manager.expire() == 0
+        assert engine.manager.block_pool.get_num_free_blocks() == engine.pool_config.num_blocks - 1
+
+
+def random_specs(rng: random.Random) -> list[KVCacheSpec]:
+    block, count = rng.choice((4, 4, 8)), rng.randint(1, 3)
+    if rng.random() < 0.4:
+        specs = [full(block), *[state(block)] * rng.randint(1, 2)]
+        return [*specs, window(block, rng.choice((5, 9, 17)))] if rng.random() < 0.4 else specs
+    specs = [full(block)] if rng.random() < 0.8 else []
+    if rng.random() < 0.3:
+        specs.append(chunk(block, block * rng.choice((1, 2, 3, 4, 8))))
+    # vLLM has no chunks beside blocks of another size.
+    sizes = (block,) if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs) else (4, 8, 16)
+    windows = (2, 3, 4, 5, 8, 9, 13, 16, 17, 30, 33)
+    return specs + [window(rng.choice(sizes), rng.choice(windows)) for _ in range(count)]
+
+
+@pytest.mark.soak
+@soak_rounds(8)
+def test_nothing_wrong_is_read_whatever_clients_do(make_scheduled: Make, soak_round: int) -> None:
+    rng = random.Random(soak_round)
+    specs = random_specs(rng)
+    options: dict[str, Any] = {}
+    if rng.random() < 0.6:
+        options["store.checkpoint_tokens"] = rng.choice((4, 16, 32, 64))
+    if any(isinstance(spec, MambaSpec) for spec in specs) and rng.random() < 0.4:
+        options["match_unit"] = specs[0].block_size // 2
+    if rng.random() < 0.4:
+        rules = [
+            testing_ext.FaultRule(FAIL, slot=rng.randrange(400), times=rng.choice((1, 3))) for _ in range(40)
+        ]
+        options["worker_class"] = faulty_worker(*rules)
+    room = sum(-(-125 // spec.block_size) + 2 for spec in specs)
+    engine = make_scheduled(
+        *specs, blocks=room + rng.choice((2, 20, 80)), step_tokens=rng.choice((16, 24, 64, 200)), **options
+    )
+    requests = RandomRequests(engine, rng)
+    for _ in range(200):
+        requests.act()
+    requests.settle()
