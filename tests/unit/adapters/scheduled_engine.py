@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -109,6 +110,7 @@ class ScheduledEngine:
     Args:
         match_unit: vLLM's `prefix_match_unit`.
         step_tokens: that a step computes at most.
+        overlap: a step is scheduled before it is known how the one before ended.
 
     Attributes:
         specs: of the KV groups.
@@ -127,6 +129,7 @@ class ScheduledEngine:
         blocks: int = 64,
         step_tokens: int = 64,
         match_unit: int | None = None,
+        overlap: bool = False,
         worker_class: type[WorkerSide] = WorkerSide,
         role: str = "kv_both",
         **settings: Any,
@@ -143,7 +146,7 @@ class ScheduledEngine:
             max_num_seqs=8,
             max_model_len=1024,
             enable_prefix_caching=True,
-            async_scheduling=False,
+            async_scheduling=overlap,
             prefix_match_unit=match_unit,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="FlexKVConnector",
@@ -179,7 +182,8 @@ class ScheduledEngine:
         kind = type("ScheduledConnector", (FlexKVConnector,), {"worker_class": worker_class})
         self.worker = kind(config, KVConnectorRole.WORKER, self.pool_config)
         self.worker.register_kv_caches(caches)
-        self.scheduler = Scheduler(
+        kind_of_scheduler = AsyncScheduler if overlap else Scheduler
+        self.scheduler = kind_of_scheduler(
             config, self.pool_config, StructuredOutputManager(config), whole, hashed, log_stats=True
         )
         connector = self.scheduler.connector
@@ -190,6 +194,8 @@ class ScheduledEngine:
         self.hits: dict[str, int] = {}
         self.trouble: list[str] = []
         self._fresh: list[int] = []
+        self._overlap = overlap
+        self._under_way: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self._watch_hits()
         self._watch_new_blocks()
 
@@ -255,9 +261,10 @@ class ScheduledEngine:
             between: called when the step's forward has run and the scheduler does not know yet how it ended.
         """
         output = self.scheduler.schedule()
-        report = self._run(output)
+        self._under_way.append((output, self._run(output)))
         between()
-        self.scheduler.update_from_output(output, report)
+        while len(self._under_way) > int(self._overlap and output.total_num_scheduled_tokens > 0):
+            self.scheduler.update_from_output(*self._under_way.pop(0))
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         worker = self.worker
@@ -289,9 +296,8 @@ class ScheduledEngine:
         sampled = []
         for name in names:
             request = self.scheduler.requests[name]
-            sampled.append(
-                [self._sample(request)] if request.num_computed_tokens >= request.num_tokens else []
-            )
+            end = request.num_computed_tokens
+            sampled.append([self._tokens(request, end + 1)[end]] if end >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
@@ -299,8 +305,13 @@ class ScheduledEngine:
             kv_connector_output=report,
         )
 
-    def _sample(self, request: Request) -> int:
-        return 3 + zlib.crc32(str(request.all_token_ids[:]).encode()) % 5
+    @staticmethod
+    def _tokens(request: Request, count: int) -> list[int]:
+        """Its first tokens, also those that the scheduler has not heard of yet."""
+        tokens = list(request.all_token_ids[:count])
+        while len(tokens) < count:
+            tokens.append(3 + zlib.crc32(str(tokens).encode()) % 5)
+        return tokens
 
     # --- numbers ---
 
@@ -333,7 +344,7 @@ class ScheduledEngine:
 
     def _value(self, request: Request, group: int, tokens: int) -> float:
         """What stands for a group's part of the last of so many tokens: it depends on all of them."""
-        return float(zlib.crc32(f"{group}/{request.all_token_ids[:tokens]}".encode()) % 1_000_003)
+        return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 
     def _check(self, request: Request, group: int, table: Sequence[int], position: int) -> None:
         block = self.specs[group].block_size

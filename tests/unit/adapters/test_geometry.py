@@ -188,6 +188,13 @@ def test_signatures_tell_groups_apart() -> None:
     )
 
 
+def test_a_window_and_a_chunk_of_one_number_have_other_signatures() -> None:
+    """The one counts pages, the other tokens; which layers have which, a model's configuration may change."""
+    pages, tokens = pool_geometry(config_of(window(33), CHUNK)).groups
+    assert (pages.reach, tokens.reach) == (8, 8)
+    assert replace(pages, layer_names=tokens.layer_names).signature != tokens.signature
+
+
 def test_layers_of_several_shapes_are_served_where_each_is() -> None:
     check_group(group_of(MIXED))
     other = {**MIXED.kv_cache_specs, "layer.2": REFUSED[-1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,10 +51,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step_tokens", [16, 200])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_prompt_and_one_that_parts_from_it_hit(
-    make_scheduled: Make, kind: str, step_tokens: int
+    make_scheduled: Make, kind: str, step_tokens: int, overlap: bool
 ) -> None:
-    engine = make_scheduled(*KINDS[kind], step_tokens=step_tokens, blocks=128)
+    engine = make_scheduled(*KINDS[kind], step_tokens=step_tokens, overlap=overlap, blocks=128)
     hits = []
     for name, prompt in (("first", PROMPT), ("same", PROMPT), ("other", [*PROMPT[:33], 5, 6, 7])):
         hits.append(engine.run(name, prompt))
@@ -141,7 +143,7 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
 class RandomRequests:
     """What clients and operators do at random to an engine."""
 
-    NAMES = tuple(f"r{n}" for n in range(6))
+    MOST = 6
 
     def __init__(self, engine: ScheduledEngine, rng: random.Random) -> None:
         self.engine, self.random = engine, rng
@@ -158,15 +160,15 @@ class RandomRequests:
             97,
         )
         self.loaded = 0
+        self.names = (f"r{n}" for n in itertools.count())
 
     def act(self) -> None:
         engine, rng = self.engine, self.random
         scheduler, chance = engine.scheduler, rng.random()
         live = list(scheduler.requests)
-        if chance < 0.25 and len(live) < len(self.NAMES):
-            name = rng.choice([name for name in self.NAMES if name not in live])
+        if chance < 0.25 and len(live) < self.MOST:
             extra = {"flexkv.skip_save": True} if rng.random() < 0.05 else {}
-            engine.add(name, self._prompt(), rng.choice((1, 2, 5, 20)), **extra)
+            engine.add(next(self.names), self._prompt(), rng.choice((1, 2, 5, 20)), **extra)
         elif chance < 0.30 and live:
             engine.end(rng.choice(live))
         elif chance < 0.32:
@@ -237,7 +239,7 @@ def random_specs(rng: random.Random) -> list[KVCacheSpec]:
 def test_nothing_wrong_is_read_whatever_clients_do(make_scheduled: Make, soak_round: int) -> None:
     rng = random.Random(soak_round)
     specs = random_specs(rng)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"overlap": rng.random() < 0.4}
     if rng.random() < 0.6:
         options["store.checkpoint_tokens"] = rng.choice((4, 16, 32, 64))
     if any(isinstance(spec, MambaSpec) for spec in specs) and rng.random() < 0.4:
