@@ -103,14 +103,46 @@ def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Mak
     engine.check()
 
 
-def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
-    """Windows are stored now or never; blocks of full attention are offered again, and other windows are spare."""
-    settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.25}
-    engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)
+@pytest.mark.parametrize(("checkpoint", "loads"), [(16, [16]), (4096, [16, 0])])
+def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
+    make_scheduled: Make, checkpoint: int, loads: list[int]
+) -> None:
+    """The windows of the longer hit are of no use for a shorter one."""
+    engine = make_scheduled(full(4), window(4, 9), blocks=128, **{"store.checkpoint_tokens": checkpoint})
     engine.run("first", PROMPT)
     engine.forget()
-    assert engine.run("same", PROMPT) == 48
+    matched, allocated = (
+        engine.connector.get_num_new_matched_tokens,
+        engine.connector.update_state_after_alloc,
+    )
+    taken = []
+
+    def at_most_16(request: Any, computed: int) -> tuple[int | None, bool]:
+        tokens, is_async = matched(request, computed)
+        return min(tokens or 0, 16), is_async
+
+    def note(request: Any, blocks: Any, tokens: int) -> None:
+        if tokens or not request.num_computed_tokens:
+            taken.append(tokens)
+        allocated(request, blocks, tokens)
+
+    engine.connector.get_num_new_matched_tokens = at_most_16  # type: ignore[method-assign]
+    engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
+    engine.run("same", PROMPT)
+    assert taken == loads
     engine.check()
+
+
+def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
+    """Windows are stored now or never; blocks of full attention are offered again, and other windows are spare."""
+    settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.05}
+    engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)
+    engine.run("first", PROMPT, output=1)
+    side = engine.connector.scheduler
+    _, of_window = side.requests.of(engine.add("same", PROMPT)).keys()
+    there = side.unit.manager.present(1, of_window)
+    assert there.nonzero()[0].tolist() == [10, 11]
+    engine.end("same")
 
 
 @pytest.mark.parametrize("group", [0, 1])
