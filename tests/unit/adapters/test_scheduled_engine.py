@@ -103,6 +103,38 @@ def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Mak
     engine.check()
 
 
+def kept(engine: ScheduledEngine, tokens: list[int]) -> list[int]:
+    """Of each group, how many pages of these tokens the cache has."""
+    side = engine.connector.scheduler
+    keys = side.requests.of(engine.add("probe", tokens)).keys()
+    counts = [int(side.unit.manager.present(at, of_group).sum()) for at, of_group in enumerate(keys)]
+    engine.end("probe")
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_any_group_is_stored_of_a_request_that_holds_kv_of_older_weights(
+    make_scheduled: Make, kind: str
+) -> None:
+    engine = make_scheduled(*KINDS[kind], step_tokens=16, blocks=128, **{"store.checkpoint_tokens": 16})
+    engine.add("old", PROMPT)
+    engine.step()
+    engine.connector.reset_cache()
+    engine.settle()
+    assert set(kept(engine, PROMPT)) == {0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_any_group_is_stored_of_a_request_that_asks_for_it(
+    make_scheduled: Make, kind: str
+) -> None:
+    engine = make_scheduled(*KINDS[kind], blocks=128, **{"store.checkpoint_tokens": 16})
+    engine.run("private", PROMPT, **{"flexkv.skip_save": True})
+    assert set(kept(engine, PROMPT)) == {0}
+    engine.run("other", PROMPT)
+    assert any(kept(engine, PROMPT)), "of others it is"
+
+
 @pytest.mark.parametrize(("checkpoint", "loads"), [(16, [16]), (4096, [16, 0])])
 def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
     make_scheduled: Make, checkpoint: int, loads: list[int]
@@ -140,8 +172,7 @@ def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(
     engine.run("first", PROMPT, output=1)
     side = engine.connector.scheduler
     _, of_window = side.requests.of(engine.add("same", PROMPT)).keys()
-    there = side.unit.manager.present(1, of_window)
-    assert there.nonzero()[0].tolist() == [10, 11]
+    assert side.unit.manager.present(1, of_window).nonzero()[0].tolist() == [10, 11]
     engine.end("same")
 
 
