@@ -153,6 +153,13 @@ def test_only_what_is_handed_over_is_stored_where_the_engine_says_it() -> None:
     assert steps.step(20, [NULL, NULL, NULL, 32, 33], [(STATE, 42, 18)]) == [], "within a block"
 
 
+def test_at_the_end_nothing_is_taken_by_position_where_the_engine_hands_states_over() -> None:
+    steps = Steps(prompt=16, handed_over=True)
+    steps.step(16, [NULL, NULL, NULL, 32])
+    steps.stores.ended(steps.tracker, 0, ([50, 51, 52, 53], [NULL, NULL, NULL, 32]))
+    assert steps.offers.states == []
+
+
 def test_checkpoints_are_far_from_each_other() -> None:
     steps = Steps(prompt=42, checkpoint=16)
     ends = [end for end in range(4, 44, 4) if steps.step(end, [*range(31, 31 + end // 4)])]
