@@ -125,7 +125,9 @@ TEST_NEEDS = (
     Need("openssl", "SGLang compiles its page hash with it", _no_openssl),
     Need("sanitizers", "the tests run under them", _no_sanitizers),
     Need("redis", "the remote tier is run against it", _no_redis),
-    Need("ibverbs", "Mooncake's client links it, with RDMA and without", lambda: _not_loaded("libibverbs.so.1")),
+    Need(
+        "ibverbs", "Mooncake's client links it, with RDMA and without", lambda: _not_loaded("libibverbs.so.1")
+    ),
 )
 
 

@@ -160,6 +160,7 @@ class HostPool:
         """pid, fd, token, file_bytes."""
     def report(self) -> list[tuple[int, int, str, int, float, bool, int]]:
         """index, bytes, pages_kind, huge_bytes, bring_up_s, registered, numa_node of each extent."""
+    def extent_of(self, slot: int) -> NDArray[np.uint8]: ...
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
     def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
         """A read from disk has ended these slots' pages: loads that wait for it may go on, or fail."""

@@ -88,6 +88,16 @@ py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
                               self);
 }
 
+// From `slot` to the end of its extent, which is mapped as a whole.
+py::array_t<uint8_t> extent_array(const py::object& self, int64_t slot) {
+  const auto& pool = self.cast<const HostPool&>();
+  auto* start = reinterpret_cast<uint8_t*>(pool.slot(slot));  // throws where there is none
+  const ExtentTable& table = pool.extents();
+  const int64_t extent = table.extent_of(slot);
+  const int64_t slots = extent * table.slots_per_extent + table.slots_of(extent) - slot;
+  return py::array_t<uint8_t>({slots * pool.geometry().slot_bytes}, {1}, start, self);
+}
+
 void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>& slots, int64_t read,
             bool verified) {
   if (slots.ndim() != 1) throw ContractError("settle: slots must have one dimension");
@@ -128,6 +138,7 @@ void bind_pool(py::module_& m) {
       .def("address", &address)
       .def("report", &report)
       .def("slot", &slot_array, py::arg("slot"))
+      .def("extent_of", &extent_array, py::arg("slot"))
       .def("settle", &settle, py::arg("slots").noconvert(), py::arg("read"), py::arg("verified"))
       .def("close", &HostPool::close, py::call_guard<py::gil_scoped_release>());
   m.def(

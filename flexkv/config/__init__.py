@@ -16,6 +16,7 @@ from flexkv.config.sections import (
     IoBackend,
     LoadConfig,
     ObserveConfig,
+    RemoteConfig,
     StoreConfig,
     TransferConfig,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "LoadConfig",
     "MemoryState",
     "ObserveConfig",
+    "RemoteConfig",
     "SettingRow",
     "StoreConfig",
     "TransferConfig",

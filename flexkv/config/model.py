@@ -19,6 +19,7 @@ from flexkv.config.sections import (
     KeysConfig,
     LoadConfig,
     ObserveConfig,
+    RemoteConfig,
     Section,
     StoreConfig,
     TransferConfig,
@@ -46,6 +47,7 @@ class FlexKVConfig(Section):
     load: LoadConfig = LoadConfig()
     transfer: TransferConfig = TransferConfig()
     disk: DiskConfig = DiskConfig()
+    remote: RemoteConfig = RemoteConfig()
     gds: GdsConfig = GdsConfig()
     index: IndexConfig = IndexConfig()
     keys: KeysConfig = KeysConfig()

@@ -21,6 +21,8 @@ from flexkv.config.values import (
     Seconds,
     Share,
     SizeBytes,
+    Urls,
+    Words,
     auto_or_count,
     off_is_a_word,
     on_and_off_are_words,
@@ -301,6 +303,71 @@ class DiskConfig(Section):
     stuck_s: Seconds = Field(
         30.0,
         description="A disk with a read or write that takes longer is taken out; the other disks go on.",
+    )
+
+
+class RemoteConfig(Section):
+    """The tier in a store that machines share."""
+
+    urls: Urls = Field(
+        (),
+        description="Where the store is: one `mooncake://HOST:PORT` (its master), or one or more "
+        "`redis://HOST[:PORT][/DATABASE]` or `rediss://` (TLS), joined by commas; values are spread over several. "
+        "Unset: no remote tier.",
+    )
+    user: str = Field("", description="Redis: of an ACL. Unset: the default user.")
+    password_file: str = Field(
+        "",
+        description="Redis: a file with the password, readable by its owner alone. Never shown anywhere.",
+    )
+    ca_file: str = Field(
+        "", description="Redis with TLS: certificates that servers are trusted by. Unset: the system's."
+    )
+    trusted_network: bool = Field(
+        False,
+        description="The network to a store that sends plain text (`mooncake://`, `redis://`) is trusted: whoever is "
+        "on it may read pages, and forge them. Needed where the store is not on this machine.",
+    )
+    tenant: str = Field(
+        "",
+        description="Mixed into every name in the store: engines of different tenants never find each other's pages.",
+    )
+    write: Literal["through", "reuse", "off"] = Field(
+        "through",
+        description="When a block is written: `through` as soon as it is in host memory; `reuse` when it was loaded "
+        "from there once, which writes a fraction; `off` never: others fill the store.",
+    )
+    wait_s: Seconds = Field(
+        2.0, description="A request waits so long for its blocks to come from the store, then computes them."
+    )
+    probe_s: Seconds = Field(
+        0.05,
+        description="A request waits so long for the store to say what it has, then goes on without it.",
+    )
+    get_s: Seconds = Field(
+        2.0, description="A call that reads or writes a few values is given up after so long."
+    )
+    stuck_s: Seconds = Field(
+        5.0,
+        description="The process with the store's client is killed and started again when it has shown no sign of life "
+        "for so long. More than `get_s`.",
+    )
+    batch_pages: Count = Field(8, le=1024, description="Values of one call of the store.")
+    inflight_pages: Count = Field(
+        4096,
+        description="Pages being read, and as many being written, at once at most; each keeps a slot of host memory.",
+    )
+    put_bytes_per_s: OptionalSizeBytes = Field(
+        None,
+        description="What this unit writes a second at most, for networks that others need too. Unset: as fast as it "
+        "goes.",
+    )
+    ttl_s: OptionalSeconds = Field(
+        None,
+        description="Blocks are a miss so many seconds after they were written, whatever the store keeps.",
+    )
+    rdma_devices: Words = Field(
+        (), description="Mooncake: names of RDMA devices, joined by commas. Unset: TCP."
     )
 
 

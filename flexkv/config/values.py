@@ -73,6 +73,30 @@ def folders_of(value: object) -> object:
     return folders
 
 
+def words_of(value: object) -> object:
+    """Words joined by commas, or a list of them."""
+    if none_is_a_word(value) is None:
+        return ()
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("expected words joined by ','")
+    words = tuple(part.strip() for part in parts if part.strip())
+    if len(set(words)) != len(words):
+        raise ValueError("one is named twice")
+    return words
+
+
+def urls_of(value: object) -> object:
+    """URLs joined by commas, or a list of them. What they may be is the store's to say."""
+    urls = words_of(value)
+    assert isinstance(urls, tuple)
+    if any("@" in url for url in urls):
+        raise ValueError("a URL has a user or password; use remote.user and remote.password_file")
+    if strange := [url for url in urls if "://" not in url]:
+        raise ValueError(f"expected URLs such as redis://HOST:PORT, got {strange[0]!r}")
+    return urls
+
+
 MAX_COUNT = 2**31 - 1
 """Pages, blocks and slots are numbered in 32 bits."""
 MAX_BYTES = 1 << 60
@@ -88,4 +112,6 @@ OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(none_is_a_word)]
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 OptionalSeconds = Annotated[Count | None, BeforeValidator(none_is_a_word)]
 Folders = Annotated[tuple[str, ...], BeforeValidator(folders_of)]
+Words = Annotated[tuple[str, ...], BeforeValidator(words_of)]
+Urls = Annotated[tuple[str, ...], BeforeValidator(urls_of)]
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1, allow_inf_nan=False)]

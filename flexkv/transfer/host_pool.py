@@ -189,6 +189,15 @@ class HostPool:
         """
         return self.native.slot(slot)
 
+    def extent_of(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a slot and of those that follow it in its extent, as `slot` has one's: what is registered with a
+        device or a network card at once.
+
+        Raises:
+            BlockRangeError: the slot is not in [0, ready_slots).
+        """
+        return self.native.extent_of(slot)
+
     def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
         """`read` will never fill these slots: loads that wait for it fail those pages.
 

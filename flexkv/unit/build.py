@@ -75,7 +75,8 @@ def build_unit(
     with ExitStack() as on_error:
         if slots is None:
             slots = _slots(config, groups, geometry.slot_bytes, len(ranks))
-        pool = _make_pool(config, geometry.slot_bytes, slots, role.shared)
+        shared = role.shared or any(plan.shares_pool for plan in plans)
+        pool = _make_pool(config, geometry.slot_bytes, slots, shared)
         on_error.callback(pool.close)
         tiers: list[TierFactory] = [HostTier]
         tiers += [tier for plan in plans if (tier := plan.open(pool, on_error)) is not None]

@@ -12,9 +12,10 @@ from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.peers.plan import plan_peers
 from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
 from flexkv.cache.tiers.plan import PlanTier, TierPlan, UnitFacts
+from flexkv.cache.tiers.remote import plan_remote
 from flexkv.storage.base import StoredPages, Volumes
 
-TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers)
+TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers, plan_remote)
 """Behind host memory, in the order in which a lookup asks them. A new tier is a package of its own and a name here."""
 
 

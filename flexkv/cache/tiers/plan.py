@@ -53,9 +53,11 @@ class TierPlan(ABC):
 
     Attributes:
         images: what it needs of a slot with a page of each group; empty for nothing.
+        shares_pool: another process of its own maps the pool.
     """
 
     images: tuple[ImageNeeds, ...] = ()
+    shares_pool: bool = False
 
     @abstractmethod
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:

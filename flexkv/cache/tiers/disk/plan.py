@@ -52,7 +52,7 @@ class DiskPlan(TierPlan):
         self._unit = unit
         self._groups = disk_groups(unit)
         self._traffic = disk_traffic(unit)
-        self.images = tuple(_image(group) for group in self._groups)
+        self.images = tuple(image_needs(group) for group in self._groups)
         self._slabs: SlabMap | None = None
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
@@ -180,7 +180,8 @@ def _disk_group(
     )
 
 
-def _image(group: DiskGroup) -> ImageNeeds:
+def image_needs(group: DiskGroup) -> ImageNeeds:
+    """Of a slot with a page of the group and its trailer."""
     codec = codec_of(group)
     ranks = range(codec.ranks) if group.host_digests else ()
     return ImageNeeds(codec.image_bytes, tuple(codec.digest_offset(rank) for rank in ranks))

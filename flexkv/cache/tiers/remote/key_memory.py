@@ -1,0 +1,47 @@
+"""Keys that something is known of for a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+
+
+class KeyMemory:
+    """
+    Args:
+        keep_s: how long a key is remembered.
+        most: keys at most; those that were added first go first.
+        clock: seconds, never running backwards.
+    """
+
+    def __init__(self, keep_s: float, most: int, clock: Callable[[], float]) -> None:
+        self._keep_s = keep_s
+        self._most = most
+        self._clock = clock
+        self._until_s: dict[tuple[int, bytes], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def add(self, group: int, keys: Keys) -> None:
+        until_s = self._clock() + self._keep_s
+        for row in keys:
+            name = (group, row.tobytes())
+            self._until_s.pop(name, None)
+            self._until_s[name] = until_s
+        while len(self._until_s) > self._most:
+            del self._until_s[next(iter(self._until_s))]
+
+    def has(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys are remembered, bool [keys]."""
+        if not self._until_s:
+            return np.zeros(len(keys), np.bool_)
+        now_s = self._clock()
+        return np.array([self._until_s.get((group, row.tobytes()), -1.0) > now_s for row in keys], np.bool_)
+
+    def clear(self) -> None:
+        self._until_s.clear()

@@ -1,0 +1,93 @@
+"""The remote tier as the settings want it, before its process is started."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+
+from flexkv.cache.tier import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.disk.plan import disk_groups, image_needs
+from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.observe import get_logger
+from flexkv.remote.link import HelperLink
+from flexkv.remote.messages import Setup
+from flexkv.remote.plane import PlaneLimits, RemotePlane
+from flexkv.remote.process import HelperProcess
+from flexkv.remote.settings import client_environment, store_options
+from flexkv.remote.values import ValueOwner
+from flexkv.transfer.host_pool import HostPool
+
+logger = get_logger(__name__)
+
+START_WAIT_S = 15.0
+"""How long an engine's start waits for the store's client to load, which takes a fraction of a second, and for the
+store's first answer."""
+
+QUESTIONS = 64
+"""Requests that ask at once at most; the others go on without the store."""
+
+
+class RemotePlan(TierPlan):
+    """
+    Raises:
+        ConfigError: a setting cannot be had; says what to do.
+    """
+
+    shares_pool = True
+
+    def __init__(self, unit: UnitFacts) -> None:
+        self._unit = unit
+        self._groups = disk_groups(unit)
+        self._options = store_options(unit.config.remote)
+        # Only where pages have run digests in their slots; the tier's own trailer lies elsewhere.
+        verify = unit.config.host.verify
+        self.images = tuple(image_needs(group) for group in self._groups) if verify else ()
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
+        """
+        Raises:
+            StoreError: with these settings there can be no client of the store.
+        """
+        config, remote = self._unit.config, self._unit.config.remote
+        setup = Setup(
+            options=self._options,
+            owner=ValueOwner(self._unit.owner.namespace, remote.tenant),
+            groups=tuple(self._groups),
+            pool=pool.descriptor(),
+            batch_pages=remote.batch_pages,
+            get_s=remote.get_s,
+            probe_s=remote.probe_s,
+            put_bytes_per_s=remote.put_bytes_per_s,
+            ttl_s=remote.ttl_s,
+        )
+        environment = client_environment(self._options)
+        link = HelperLink(setup, lambda: HelperProcess(environment), remote.stuck_s, time.monotonic)
+        limits = PlaneLimits(config.transfer.queue_ops, QUESTIONS, remote.probe_s, bool(remote.rdma_devices))
+        plane = RemotePlane(link, limits, time.monotonic)
+        on_error.callback(plane.close, config.transfer.close_s)
+        link.start(START_WAIT_S)
+        where = self._options.shown_urls
+        if plane.down_reason:
+            logger.warning(
+                "remote tier: %s is not there, and is asked again now and then: %s", where, plane.down_reason
+            )
+        else:
+            logger.info("remote tier: %s, written %s", where, remote.write)
+        return partial(RemoteTier, facts=remote_facts(self._unit), probe_s=remote.probe_s, plane=plane)
+
+
+def remote_facts(unit: UnitFacts) -> TierFacts:
+    """The bounds of the unit's traffic with the store."""
+    config, remote = unit.config, unit.config.remote
+    return TierFacts(
+        "remote",
+        write=WriteMode(remote.write),
+        write_pages=remote.inflight_pages,
+        fetch_pages=remote.inflight_pages,
+        waiting_pages=config.store.inflight_pages,
+        fetch_ops=max(1, config.transfer.queue_ops // 2),
+        wait_s=remote.wait_s,
+        write_at_close=False,
+    )

@@ -1,0 +1,287 @@
+"""Pages in a store that machines share: what is known of it here are answers that grow old."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import Keys, Rule, sharing
+from flexkv.cache.ids import NO_ENTRY, EntryIds
+from flexkv.cache.tier import Plane, Prober, Sink, Source, Tier, TierContext, TierCounts, TierFacts, WriteMode
+from flexkv.cache.tiers.remote.key_memory import KeyMemory
+from flexkv.remote.base import Presence
+from flexkv.remote.messages import MOST_ASKED
+from flexkv.remote.plane import Presences, RemoteTotals
+from flexkv.storage.tags import make_tags
+from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
+
+KNOWN_PAGES = 131_072
+"""Pages of all groups that are remembered as being in the store, about 10 MB; beyond it those used longest ago are
+asked for again."""
+
+HINT_S = 5
+"""How long an answer that a page is there counts, seconds. Less than a store's own lease, which keeps what was asked
+for from eviction (Mooncake: 10 s)."""
+
+ABSENT_S = 2.0
+"""How long a page that is not there is not asked for again."""
+
+LIAR_S = 10.0
+"""How long a page is taken for absent that the store said it has and did not give."""
+
+REMEMBERED = 65_536
+"""Keys of each of these kinds at most."""
+
+
+class RemoteLane(Plane, Protocol):
+    """What moves the tier's pages, and asks for them; `flexkv.remote.plane.RemotePlane`."""
+
+    totals: RemoteTotals
+
+    @property
+    def down_reason(self) -> str: ...
+    def watch(self) -> None: ...
+    def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool: ...
+    def answers(self) -> list[tuple[OpId, Presences]]: ...
+    def remove(self, group: int, keys: Keys) -> None: ...
+
+
+class RemoteTier(Tier, Source, Sink, Prober):
+    """The store is the index. `presence` holds what it said lately, and what was written to it from here.
+
+    An entry counts for lookups until its answer is old; for `known`, which decides what is written, until the store
+    says that the page is not there.
+
+    Args:
+        probe_s: see `Prober`.
+    """
+
+    def __init__(self, context: TierContext, facts: TierFacts, probe_s: float, plane: RemoteLane) -> None:
+        self.facts, self.counts = facts, TierCounts()
+        self.probe_s = probe_s
+        self.plane = plane
+        self.source = self.sink = self.prober = self
+        self._lane = plane
+        self._context = context
+        self._whole = [spec.rule is Rule.FULL for spec in context.specs]
+        self._sizes = [spec.block_tokens for spec in context.specs]
+        owners = sharing(context.specs)
+        # All groups share one table of answers, also where they share no host slots.
+        self.presence = BlockIndex([KNOWN_PAGES] * len(owners), context.policy, [0] * len(owners))
+        self.presence.grow(0, KNOWN_PAGES)
+        self._tokens = np.zeros(KNOWN_PAGES, np.int32)
+        """Valid tokens of the page in each place."""
+        self._absent = KeyMemory(ABSENT_S, REMEMBERED, context.clock)
+        self._liars = KeyMemory(LIAR_S, REMEMBERED, context.clock)
+        self._asked: dict[OpId, tuple[list[Keys], list[NDArray[np.int32]]]] = {}
+        self._off = ""
+        """Why it is out of use for good."""
+        self.down = plane.down_reason
+
+    # --- questions ---
+
+    def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
+        if self.down or not self._is_worth_asking(asked):
+            return False
+        keys, counts = [], []
+        room = MOST_ASKED
+        for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
+            of_group = asked[group]
+            valid = np.full(len(of_group), self._sizes[group], np.int32) if tokens is None else tokens
+            if not self._whole[group]:
+                # What the end of the longest hit needs comes first.
+                of_group, valid = of_group[::-1], valid[::-1]
+            keys.append((group, np.ascontiguousarray(of_group[:room]), valid[:room]))
+            room -= len(keys[-1][1])
+        keys.sort(key=lambda part: part[0])
+        names, counts = [part[1] for part in keys], [part[2] for part in keys]
+        # A tail is any one of its candidates.
+        whole = self._whole if tokens is None else [False] * len(names)
+        if not self._lane.ask(op_id, names, whole):
+            return False
+        self._asked[op_id] = (names, counts)
+        return True
+
+    def _is_worth_asking(self, asked: Sequence[Keys]) -> bool:
+        """Whether it is not known already that the store lacks what everything else depends on."""
+        if not any(map(len, asked)):
+            return False
+        for group, keys in enumerate(asked):
+            if not self._whole[group] or not len(keys):
+                continue
+            first = keys[:1]
+            if self._absent.has(group, first)[0] or self._liars.has(group, first)[0]:
+                return False
+        return True
+
+    def answers(self) -> list[OpId]:
+        ended = []
+        for op_id, presences in self._lane.answers():
+            asked = self._asked.pop(op_id, None)
+            ended.append(op_id)
+            if asked is None or self._off:
+                continue
+            for group, (keys, tokens, found) in enumerate(zip(*asked, presences, strict=False)):
+                self._take_answer(group, keys[: len(found)], tokens, found)
+        return ended
+
+    def _take_answer(
+        self, group: int, keys: Keys, tokens: NDArray[np.int32], found: NDArray[np.uint8]
+    ) -> None:
+        absent = found == Presence.NO
+        if absent.any():
+            self._absent.add(group, keys[absent])
+            self._drop(group, keys[absent])
+        there = (found == Presence.YES) & ~self._liars.has(group, keys)
+        self._remember(group, keys[there], tokens[: len(found)][there])
+
+    def _remember(self, group: int, keys: Keys, tokens: NDArray[np.int32]) -> None:
+        """The store has these pages now."""
+        if not len(keys):
+            return
+        known = self.presence.find(group, keys)
+        positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
+        self._tokens[places] = tokens[positions]
+        self.presence.finish(new, np.ones(len(new), np.uint8))
+        entries = np.concatenate((known[known != NO_ENTRY], new))
+        self.presence.set_expiry(entries, np.full(len(entries), self._now() + HINT_S, np.uint64))
+
+    def _now(self) -> int:
+        return max(0, int(self._context.unix_s()))
+
+    # --- lookups ---
+
+    def leading(self, group: int, keys: Keys) -> EntryIds:
+        entries = self.presence.match_prefix(group, keys)
+        old = self._old(entries)
+        return entries[: int(np.argmax(old))] if old.any() else entries
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        entries = self.presence.find(group, keys)
+        there: NDArray[np.bool_] = entries != NO_ENTRY
+        there[there] = ~self._old(entries[there])
+        return there
+
+    def _old(self, entries: EntryIds) -> NDArray[np.bool_]:
+        """Entries whose answer does not count any more. They stay: what was written is not written again."""
+        old: NDArray[np.bool_] = self.presence.expiries(entries) <= np.uint64(self._now())
+        return old
+
+    # --- fetches ---
+
+    def plan_fetch(
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
+    ) -> TransferOp:
+        return self._plan(op_id, OpKind.DISK_READ, Priority.LOAD, group, keys, places, slots)
+
+    def _plan(
+        self,
+        op_id: OpId,
+        kind: OpKind,
+        priority: Priority,
+        group: int,
+        keys: Keys,
+        places: SlotIds,
+        slots: SlotIds,
+    ) -> TransferOp:
+        tags = make_tags(keys, 0, np.zeros(len(keys), np.uint64), self._tokens[places])
+        return TransferOp(op_id, kind, group, priority, NO_BLOCKS, slots, places=places, tags=tags)
+
+    def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
+        if suspect.any():
+            self._liars.add(plan.group, self.presence.keys_of(entries[suspect]))
+            self.presence.remove(entries[suspect])
+        self.presence.unpin(entries, hit=True)
+
+    def tokens_of(self, plan: TransferOp) -> NDArray[np.integer]:
+        return self._tokens[plan.places]
+
+    # --- writes ---
+
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.presence.find(group, keys, ready_only=False) != NO_ENTRY
+        return found
+
+    def plan_write(
+        self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
+    ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
+        positions, entries, places, *_ = self.presence.insert(group, keys, len(keys))
+        if not len(positions):
+            return positions, entries, None
+        self._tokens[places] = tokens[positions]
+        op = self._plan(
+            op_id, OpKind.DISK_WRITE, Priority.STORE, group, keys[positions], places, slots[positions]
+        )
+        return positions, entries, op
+
+    def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        written = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
+        there = entries[written]
+        self.presence.set_expiry(there, np.full(len(there), self._now() + HINT_S, np.uint64))
+        return written
+
+    def used(self, group: int, keys: Keys) -> None:
+        if self.facts.write is WriteMode.REUSE and not self.down:
+            self._context.reused(self._context.tier, group, keys)
+
+    def room(self, group: int) -> int:
+        return KNOWN_PAGES
+
+    # --- leaving ---
+
+    def _drop(self, group: int, keys: Keys) -> int:
+        entries = self.presence.find(group, keys)
+        entries = entries[entries != NO_ENTRY]
+        entries = entries[self.presence.pins_of(entries) == 0]
+        return int(np.count_nonzero(self.presence.remove(entries)))
+
+    def forget(self, group: int, keys: Keys) -> int:
+        """Not served here for a while, and the store is asked to lose them; what other machines have read is theirs."""
+        entries = self.presence.find(group, keys, ready_only=False)
+        entries = entries[entries != NO_ENTRY]
+        known = self.presence.keys_of(entries)
+        if len(known):
+            self._liars.add(group, known)
+            self._lane.remove(group, known)
+        return int(np.count_nonzero(self.presence.remove(entries)))
+
+    def begin_reset(self) -> None:
+        # Nothing names the new weights: what is stored under the fingerprint is of those that the process started with.
+        self.go_down(
+            "the weights were exchanged, and nothing names the new ones until the engine starts again"
+        )
+        self.presence.clear()
+        self._absent.clear()
+        self._liars.clear()
+
+    def finish_reset(self, ends_s: float) -> None:
+        """Nothing is served any more. What is being written has the bytes and the names of the former weights."""
+
+    def go_down(self, reason: str) -> None:
+        if not self._off:
+            self.down = ""
+            super().go_down(reason)
+            self._off = reason
+
+    def poll(self, now_s: float) -> None:
+        self._lane.watch()
+        if not self._off:
+            self.down = self._lane.down_reason
+
+    @property
+    def unflushed(self) -> bool:
+        return False
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"flexkv_remote_up": float(not self.down)}

@@ -1,0 +1,63 @@
+"""Answers which pages the store has, beside the bulk of gets and puts: with a client of its own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.remote.base import Presence
+from flexkv.remote.helper.movers import ALIVE_S, Work, why_lost
+from flexkv.remote.messages import Alive, Answer, Probe
+
+CHUNK = 256
+"""Names of one call: a store answers so many in a fifth of a millisecond, and what follows the first that it does not
+have is not asked for."""
+
+
+class Prober:
+    """Carries out `Probe` and `Alive`."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._store = work.open()
+
+    def carry_out(self, message: Probe | Alive) -> None:
+        if message.number <= self._work.cancelled:
+            self._work.tell(Answer(message.number))
+        elif isinstance(message, Alive):
+            self._work.tell(Answer(message.number, lost=self._store.alive(ALIVE_S)))
+        else:
+            self._work.tell(self._answer(message))
+
+    def _answer(self, message: Probe) -> Answer:
+        ends_s = time.monotonic() + self._work.setup.probe_s
+        presence: list[NDArray[np.uint8]] = []
+        reached = True
+        # Groups that restore whole prefixes come first: where nothing of them is there, nothing else is of use.
+        order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
+        answers: dict[int, NDArray[np.uint8]] = {}
+        for group in order:
+            asked = message.keys[group] if reached else message.keys[group][:0]
+            answers[group] = self._ask(group, asked, message.whole[group], ends_s)
+            if message.whole[group] and len(asked):
+                reached &= bool(len(answers[group])) and answers[group][0] == Presence.YES
+        presence = [answers[group] for group in range(len(message.keys))]
+        unknown = any((of_group == Presence.UNKNOWN).any() for of_group in presence)
+        return Answer(message.number, tuple(presence), why_lost(self._store) if unknown else "")
+
+    def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
+        """Of the leading keys, as far as the time allows."""
+        form, found = self._work.formats[group], [np.empty(0, np.uint8)]
+        for first in range(0, len(keys), CHUNK):
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
+                break
+            names = [form.name(key.tobytes()) for key in keys[first : first + CHUNK]]
+            answers = np.array(self._store.exists(names, left_s), np.uint8)
+            found.append(answers)
+            if whole and (answers != Presence.YES).any():
+                break
+        return np.concatenate(found)

@@ -1,0 +1,197 @@
+"""What a unit's process and the process with the clients of its store say to each other.
+
+One message is one packet of a SEQPACKET socket pair, pickled: both ends are this package, and the socket has no name.
+Lists of pages are cut so that a packet fits the kernel's default buffer.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.remote.base import StoreOptions
+from flexkv.remote.values import ValueOwner
+from flexkv.storage.base import DiskGroup
+from flexkv.transfer.graph import PageCauses, SlotIds
+from flexkv.transfer.host_pool import PoolDescriptor
+
+MOST_PAGES = 1024
+"""Of a message at most."""
+
+MOST_ASKED = 6144
+"""Keys of one question at most: 96 KiB."""
+
+PACKET_BYTES = 1 << 18
+"""Larger than any packet: what is read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message: what the process works with.
+
+    Attributes:
+        groups: of the unit's pages, by number.
+        pool: of the unit, shared.
+        batch_pages: values of one call of the store.
+        get_s, probe_s: deadlines of one call of gets or puts, and of one question.
+        put_bytes_per_s: at most; None for as fast as it goes.
+        ttl_s: values are a miss so long after they were written; None for never.
+    """
+
+    options: StoreOptions
+    owner: ValueOwner
+    groups: tuple[DiskGroup, ...]
+    pool: PoolDescriptor
+    batch_pages: int
+    get_s: float
+    probe_s: float
+    put_bytes_per_s: int | None
+    ttl_s: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The answer to `Setup`: the store's client is there. Whether its servers are, calls show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The other answer: with these settings it cannot be."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Part of an op: pages between slots of the pool and the store.
+
+    Attributes:
+        number: of the message.
+        keys, slots, tokens: of each page; tokens are the valid ones.
+    """
+
+    number: int
+    group: int
+    keys: Keys
+    slots: SlotIds
+    tokens: NDArray[np.int32]
+
+
+class Get(Pages):
+    """Read them into their slots, verified."""
+
+
+class Put(Pages):
+    """Write them, sealed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Which pages are there?
+
+    Attributes:
+        keys: per group, in order.
+        whole: per group, whether the pages after one that is not there are of no use.
+    """
+
+    number: int
+    keys: tuple[Keys, ...]
+    whole: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """The store is to have these pages no more."""
+
+    group: int
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Is there anybody? Answered by `Answer` without pages."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Messages up to this number end as soon as no call is under way for them; what was not begun is not."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A batch of a `Get` or `Put` has ended, or waits for its share of the bandwidth."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class Done:
+    """The end of a `Get` or `Put`, after its last byte has stopped moving.
+
+    Attributes:
+        failed, causes: positions of the pages that must not be used, int32, and the cause of each.
+        outcomes: how many pages fared how: "ok", the name of a miss, or what the store said.
+        reason: of the first failure.
+        lost: why the store cannot be reached; empty where it can.
+        bytes: that were moved.
+    """
+
+    number: int
+    failed: SlotIds
+    causes: PageCauses
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reason: str = ""
+    lost: str = ""
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The end of a `Probe` or `Alive`.
+
+    Attributes:
+        presence: per group, `Presence` of the leading keys that were asked, uint8.
+        lost: why the store cannot be reached; empty where it can.
+    """
+
+    number: int
+    presence: tuple[NDArray[np.uint8], ...] = ()
+    lost: str = ""
+
+
+ToHelper = Setup | Get | Put | Probe | Remove | Alive | Cancel
+FromHelper = Ready | Refused | Progress | Done | Answer
+
+
+def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
+    """
+    Raises:
+        OSError: the other end is gone; `BlockingIOError`: of a socket that does not block, there is no room.
+    """
+    sock.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
+    """The next message; None: the other end is gone.
+
+    Raises:
+        BlockingIOError: of a socket that does not block, there is none.
+    """
+    try:
+        packet = sock.recv(PACKET_BYTES)
+    except ConnectionError:
+        return None
+    if not packet:
+        return None
+    message: ToHelper | FromHelper = pickle.loads(packet)
+    return message

@@ -1,0 +1,273 @@
+"""Moves a unit's pages between its host pool and a store, by a process of its own that may hang, lie or die.
+
+Every op ends once, after its last byte has stopped moving: of a process that was killed, when it has been reaped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import Keys
+from flexkv.errors import ContractError
+from flexkv.observe import get_logger
+from flexkv.remote.base import Presence
+from flexkv.remote.link import HelperLink
+from flexkv.remote.messages import MOST_PAGES, Answer, Done, Get, Probe, Progress, Put, Remove
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+
+logger = get_logger(__name__)
+
+Presences = Sequence[NDArray[np.uint8]]
+"""Per group `Presence` of the leading keys that were asked for; empty where nobody answered."""
+
+
+@dataclass(slots=True)
+class RemoteTotals:
+    """Running totals.
+
+    Attributes:
+        gets, puts: pages by outcome: "ok", "known" (a put of what was there), or why not.
+        lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
+        bytes_got, bytes_put: of pages that arrived.
+    """
+
+    gets: Counter[str] = field(default_factory=Counter)
+    puts: Counter[str] = field(default_factory=Counter)
+    lookups: Counter[str] = field(default_factory=Counter)
+    bytes_got: int = 0
+    bytes_put: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """
+    Attributes:
+        queue_ops: ops that may be under way.
+        questions: that may be under way.
+        probe_s: a question without an answer after so long has none.
+        keeps_slots: slots of a killed process stay out of use: a network card may write to them still.
+    """
+
+    queue_ops: int
+    questions: int
+    probe_s: float
+    keeps_slots: bool = False
+
+
+@dataclass(slots=True)
+class Moving:
+    """An op under way.
+
+    Attributes:
+        waiting: numbers of its messages that have not ended, with the position of their first page.
+        failed, causes: pages that failed so far.
+    """
+
+    op: TransferOp
+    waiting: dict[int, int] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    causes: list[int] = field(default_factory=list)
+    reason: str = ""
+
+
+class RemotePlane:
+    """Driven by the manager's thread; no call waits but `start` and `close`.
+
+    Args:
+        link: to the process; the plane is its user.
+        clock: seconds, never running backwards.
+
+    Attributes:
+        totals: what was counted so far.
+    """
+
+    def __init__(self, link: HelperLink, limits: PlaneLimits, clock: Callable[[], float]) -> None:
+        self.link = link
+        self._limits = limits
+        self._clock = clock
+        self.totals = RemoteTotals()
+        self._moving: dict[OpId, Moving] = {}
+        self._op_of: dict[int, OpId] = {}
+        """By message."""
+        self._seen_s: dict[OpKind, float] = {}
+        """When ops of a kind last showed a sign of life: one thread carries out each kind, in order."""
+        self._ended: list[OpResult] = []
+        self._questions: dict[int, tuple[OpId, float]] = {}
+        self._answers: list[tuple[OpId, Presences]] = []
+        link.join(self)
+
+    @property
+    def down_reason(self) -> str:
+        """Why the store is not used now; empty while it is."""
+        return self.link.breaker.reason
+
+    def watch(self) -> None:
+        """As of `HelperLink`."""
+        self.link.watch()
+        self._expire_questions()
+
+    # --- ops ---
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        """Takes the ops of `graph`, or none: None when there is no room. Where the store is lost they end at once.
+
+        Raises:
+            ContractError: an op of another kind.
+        """
+        if len(self._moving) + len(graph.ops) > self._limits.queue_ops:
+            return None
+        for op in graph.ops:
+            if op.kind not in (OpKind.DISK_READ, OpKind.DISK_WRITE):
+                raise ContractError(f"a store that machines share cannot do {op.kind.name}")
+        for op in graph.ops:
+            self._begin(op)
+        return graph.ops[0].op_id
+
+    def _begin(self, op: TransferOp) -> None:
+        moving = self._moving[op.op_id] = Moving(op)
+        if not self.link.usable:
+            self._end_cancelled(moving, self.down_reason or "closed")
+            return
+        if not any(other.op.kind is op.kind and other is not moving for other in self._moving.values()):
+            self._seen_s[op.kind] = self._clock()
+        fields = tag_fields(op.tags)
+        for first in range(0, op.pages, MOST_PAGES):
+            part = slice(first, first + MOST_PAGES)
+            keys = np.ascontiguousarray(fields["key"][part])
+            tokens = fields["tokens"][part].astype(np.int32)
+            kind = Get if op.kind is OpKind.DISK_READ else Put
+            number = self.link.send(kind, op.group, keys, op.slots[part], tokens)
+            moving.waiting[number] = first
+            self._op_of[number] = op.op_id
+
+    def poll(self) -> list[OpResult]:
+        """The ops that have ended since the last call."""
+        self.link.pump()
+        self._expire_questions()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def remove(self, group: int, keys: Keys) -> None:
+        """The store is to have these pages no more, if it can be reached."""
+        for first in range(0, len(keys) if self.link.usable else 0, MOST_PAGES):
+            self.link.post(Remove(group, keys[first : first + MOST_PAGES]))
+
+    def _end(self, moving: Moving) -> None:
+        op = moving.op
+        del self._moving[op.op_id]
+        if not moving.failed:
+            self._ended.append(OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32)))
+            return
+        order = np.argsort(moving.failed, kind="stable")
+        failed = np.array(moving.failed, np.int32)[order]
+        causes = np.array(moving.causes, np.uint8)[order]
+        if len(failed) == op.pages and (causes == FailureCause.NOT_EXECUTED).all():
+            self._ended.append(OpResult.cancelled(op.op_id, op.pages, moving.reason))
+        else:
+            self._ended.append(OpResult(op.op_id, OpStatus.FAILED, failed, moving.reason, causes=causes))
+
+    def _end_cancelled(self, moving: Moving, reason: str) -> None:
+        """Of no page of it is known what became of it, and nothing moves any more."""
+        del self._moving[moving.op.op_id]
+        self._ended.append(OpResult.cancelled(moving.op.op_id, moving.op.pages, reason))
+
+    # --- questions ---
+
+    def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
+        """Asks which of `keys` are there; `whole`: see `Probe`. False: nothing was asked."""
+        if not self.link.usable or len(self._questions) >= self._limits.questions:
+            return False
+        number = self.link.send(Probe, tuple(keys), tuple(whole))
+        self._questions[number] = (op_id, self._clock() + self._limits.probe_s)
+        return True
+
+    def answers(self) -> list[tuple[OpId, Presences]]:
+        """The questions that have ended since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _answer(self, number: int, presences: Presences) -> None:
+        question = self._questions.pop(number, None)
+        if question is None:
+            return  # too late
+        found = np.concatenate(presences) if presences else np.empty(0, np.uint8)
+        if (found == Presence.YES).any():
+            outcome = "hit"
+        else:
+            outcome = "unknown" if not len(found) or (found == Presence.UNKNOWN).any() else "miss"
+        self.totals.lookups[outcome] += 1
+        self._answers.append((question[0], presences))
+
+    def _expire_questions(self) -> None:
+        if self._questions:
+            now_s = self._clock()
+            for number in [number for number, (_, ends_s) in self._questions.items() if now_s > ends_s]:
+                self._answer(number, ())
+
+    # --- as the link's user ---
+
+    def take(self, message: Done | Answer | Progress) -> None:
+        if isinstance(message, Answer):
+            self._answer(message.number, message.presence)
+            if message.lost:
+                self.link.lost(message.lost)
+            return
+        op_id = self._op_of.get(message.number)
+        if op_id is None:
+            return
+        moving = self._moving[op_id]
+        self._seen_s[moving.op.kind] = self._clock()
+        if isinstance(message, Done):
+            self._take_done(moving, message)
+
+    def _take_done(self, moving: Moving, done: Done) -> None:
+        del self._op_of[done.number]
+        first = moving.waiting.pop(done.number)
+        moving.failed += (done.failed + first).tolist()
+        moving.causes += done.causes.tolist()
+        moving.reason = moving.reason or done.reason
+        is_get = moving.op.kind is OpKind.DISK_READ
+        (self.totals.gets if is_get else self.totals.puts).update(done.outcomes)
+        if is_get:
+            self.totals.bytes_got += done.bytes
+        else:
+            self.totals.bytes_put += done.bytes
+        if not moving.waiting:
+            self._end(moving)
+        good = done.outcomes["ok"]
+        failed = sum(done.outcomes.values()) - good
+        if done.lost:
+            self.link.lost(done.lost)
+        elif is_get and (why := self.link.breaker.judge(good, failed)):
+            self.link.lost(why)
+
+    def lost(self) -> None:
+        for number in list(self._questions):
+            self._answer(number, ())
+
+    def reaped(self, how: str) -> None:
+        self._op_of.clear()
+        self.lost()
+        if self._limits.keeps_slots and self._moving and not self.link.closed:
+            pages = sum(moving.op.pages for moving in self._moving.values())
+            logger.error(
+                "remote tier: %d host slots stay out of use: a network card may write to them still", pages
+            )
+            self._moving.clear()
+            return
+        for moving in list(self._moving.values()):
+            self._end_cancelled(moving, how)
+
+    def silent_since(self) -> float | None:
+        kinds = {moving.op.kind for moving in self._moving.values() if moving.waiting}
+        return min((self._seen_s[kind] for kind in kinds), default=None)
+
+    def close(self, deadline_s: float) -> bool:
+        """Ends the process. Idempotent. False: it was not reaped, and its ops have not ended."""
+        return self.link.close(deadline_s)
