@@ -71,7 +71,7 @@ class RemoteUnit:
     def __init__(
         self,
         url: str,
-        shape: Shape = Shape(),  # noqa: B008 - frozen
+        shape: Shape = Shape(),
         namespace: bytes = NAMESPACE,
         host_bytes: int = 4 << 20,
         **settings: object,

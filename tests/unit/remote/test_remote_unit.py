@@ -59,7 +59,7 @@ def test_a_prompt_is_served_as_far_as_the_store_has_it(build: Build) -> None:
     assert second.plane.totals.gets["ok"] == 270
 
 
-@pytest.mark.parametrize("key, setting", [("namespace", b"m" * 32), ("remote__tenant", "another")])
+@pytest.mark.parametrize(("key", "setting"), [("namespace", b"m" * 32), ("remote__tenant", "another")])
 def test_others_pages_are_never_found(build: Build, key: str, setting: object) -> None:
     keys = chain("prompt", 4)
     written(build(), keys)
