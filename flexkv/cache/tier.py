@@ -35,6 +35,10 @@ from flexkv.transfer.graph import OpId, OpResult, SlotIds, TransferGraph, Transf
 logger = get_logger(__name__)
 
 
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""Name of a metric, and its labels with their values."""
+
+
 class WriteMode(Enum):
     """When a page of host memory goes to a tier."""
 
@@ -373,6 +377,10 @@ class Tier(ABC):
 
     def gauges(self) -> Mapping[str, float]:
         """Values of the metrics that only this tier has, by name."""
+        return {}
+
+    def totals(self) -> Mapping[Series, int]:
+        """Running totals that only this tier has, by the series of a metric."""
         return {}
 
     def check_integrity(self, pinned: Sequence[EntryIds]) -> None:

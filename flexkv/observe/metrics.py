@@ -83,8 +83,8 @@ _TABLE = (
         MetricKind.COUNTER,
         "blocks",
         "Whole blocks that the engine took of what was promised, by the tier that they came from; what was read from "
-        "disk for the request counts for the disk.",
-        (("tier", ("host", "disk", "peers")),),
+        "disk, or from the store that machines share, for the request counts for that.",
+        (("tier", ("host", "disk", "peers", "remote")),),
     ),
     Metric(
         "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes of pages that arrived.", (_DIRECTION,)
@@ -236,6 +236,64 @@ _TABLE = (
         "flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Disk slots that hold a page or receive one."
     ),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
+    Metric(
+        "flexkv_remote_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages written to the store that machines share, or read from it and verified.",
+        (("direction", ("read", "write")),),
+    ),
+    Metric(
+        "flexkv_remote_bytes_total",
+        MetricKind.COUNTER,
+        "bytes",
+        "Bytes of these pages, with their trailers.",
+        (("direction", ("read", "write")),),
+    ),
+    Metric(
+        "flexkv_remote_missed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that the store said it has and did not give as they were: gone by then (`absent`), of another length "
+        "(`size`), damaged or another page (`content`), past their time to live (`expired`), or not given in time "
+        "(`failed`).",
+        (("reason", ("absent", "size", "content", "expired", "failed")),),
+    ),
+    Metric(
+        "flexkv_remote_dropped_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that are not written to the store: the queue was full or the store was not there (`busy`), the store "
+        "has no room (`full`), or did not take them (`failed`). `known`: it had them.",
+        (("reason", ("busy", "full", "failed", "known")),),
+    ),
+    Metric(
+        "flexkv_remote_lookups_total",
+        MetricKind.COUNTER,
+        "lookups",
+        "What the store answered when a request's pages were asked for; `unknown`: not in time. `waited`: lookups that "
+        "waited for pages from it, `late` those that went on without them, `computed` those that left them to the "
+        "engine, which computes them sooner.",
+        (("outcome", ("hit", "miss", "unknown", "waited", "late", "computed")),),
+    ),
+    Metric(
+        "flexkv_remote_page_seconds",
+        MetricKind.GAUGE,
+        "seconds",
+        "What a page more adds to a read from the store, as measured lately.",
+    ),
+    Metric(
+        "flexkv_remote_up",
+        MetricKind.GAUGE,
+        "stores",
+        "1 while the store is used, 0 while it cannot be reached. Only with a remote tier.",
+    ),
+    Metric(
+        "flexkv_remote_restarts_total",
+        MetricKind.COUNTER,
+        "restarts",
+        "Times that the process with the store's client was started again.",
+    ),
     Metric(
         "flexkv_lost_samples_total",
         MetricKind.COUNTER,

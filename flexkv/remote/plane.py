@@ -35,6 +35,7 @@ class RemoteTotals:
         gets, puts: pages by outcome: "ok", "known" (a put of what was there), or why not.
         lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
         bytes_got, bytes_put: of pages that arrived.
+        restarts: of the process.
     """
 
     gets: Counter[str] = field(default_factory=Counter)
@@ -42,6 +43,7 @@ class RemoteTotals:
     lookups: Counter[str] = field(default_factory=Counter)
     bytes_got: int = 0
     bytes_put: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class RemotePlane:
     def watch(self) -> None:
         """As of `HelperLink`."""
         self.link.watch()
+        self.totals.restarts = max(0, self.link.restarts)
         self._expire_questions()
 
     # --- ops ---

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import TierCounts
+from flexkv.cache.tier import Series, TierCounts
 from flexkv.observe import Counters
 
 ON_DISK = frozenset({"disk", "peers"})
@@ -32,6 +32,7 @@ class TierMetrics:
         self._counted_streamed = 0
         self._counted_durable = 0
         self._counted_evictions = 0
+        self._counted_totals: list[dict[Series, int]] = [{} for _ in manager.tiers]
         self._counted_hits = [0 for _ in manager.tiers]
 
     @property
@@ -54,9 +55,13 @@ class TierMetrics:
             if hits != self._counted_hits[number]:
                 counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
                 self._counted_hits[number] = hits
-        for tier in self._manager.tiers:
+        for tier, counted in zip(self._manager.tiers, self._counted_totals, strict=True):
             for name, value in tier.gauges().items():
                 counters.set(name, value)
+            for series, total in tier.totals().items():
+                if new := total - counted.get(series, 0):
+                    counters.add(series[0], new, **dict(series[1]))
+                    counted[series] = total
         if self._disks:
             self._count_pages(counters)
             self._count_costs(counters)

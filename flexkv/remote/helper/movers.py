@@ -103,13 +103,13 @@ class Mover(ABC):
         slots = [self.work.pool.slot(int(message.slots[page])) for page in part]
         names = [form.name(message.keys[page].tobytes()) for page in part]
         values = [form.parts(slot, trailer) for slot, trailer in zip(slots, trailers, strict=False)]
-        begun_s = time.monotonic()
+        begun_s, arrived = time.monotonic(), done.outcomes["ok"]
         causes = self.call(message, part, names, values, slots, done)
         if any(cause is FailureCause.SOURCE for cause in causes):
             done.lost = why_lost(self.store)
             if not done.lost and time.monotonic() - begun_s > self.work.setup.get_s + ALIVE_S:
                 done.lost = f"a call took {time.monotonic() - begun_s:.1f} s"
-        done.bytes += form.value_bytes * sum(cause is None for cause in causes)
+        done.bytes += form.value_bytes * (done.outcomes["ok"] - arrived)
         return causes
 
     def failed(self, done: Done, outcome: str, reason: str) -> None:

@@ -11,8 +11,20 @@ from numpy.typing import NDArray
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import Keys, Rule, sharing
 from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import Plane, Prober, Sink, Source, Tier, TierContext, TierCounts, TierFacts, WriteMode
+from flexkv.cache.tier import (
+    Plane,
+    Prober,
+    Series,
+    Sink,
+    Source,
+    Tier,
+    TierContext,
+    TierCounts,
+    TierFacts,
+    WriteMode,
+)
 from flexkv.cache.tiers.remote.key_memory import KeyMemory
+from flexkv.cache.tiers.remote.series import remote_series
 from flexkv.remote.base import Presence
 from flexkv.remote.messages import MOST_ASKED
 from flexkv.remote.plane import Presences, RemoteTotals
@@ -284,4 +296,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return False
 
     def gauges(self) -> Mapping[str, float]:
-        return {"flexkv_remote_up": float(not self.down)}
+        page_s = self._context.cost.fetch(self._context.tier).line()[1]
+        return {"flexkv_remote_up": float(not self.down), "flexkv_remote_page_seconds": page_s}
+
+    def totals(self) -> Mapping[Series, int]:
+        return remote_series(self.counts, self._lane.totals)
