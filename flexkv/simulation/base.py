@@ -64,6 +64,7 @@ class SimulationConfig:
         ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
             share engine blocks whose load has not been verified yet.
         tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
+        remote: a store that other machines use too, behind all other tiers; not with `tier_places`.
         source_error_rate: share of failed pages of such loads that failed by SOURCE or TRANSPORT. After one of them the
             others go through host memory for a minute, which is 6,000 steps.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
@@ -103,6 +104,7 @@ class SimulationConfig:
     gds_stores: bool = False
     source_error_rate: float = 0.0
     tier_places: int = 0
+    remote: bool = False
 
     @property
     def step_tokens(self) -> int:
@@ -122,7 +124,7 @@ class SimulationConfig:
     @property
     def has_tiers(self) -> bool:
         """Whether there is a tier behind host memory."""
-        return bool(self.disk_places or self.tier_places)
+        return bool(self.disk_places or self.tier_places or self.remote)
 
 
 @dataclass
@@ -138,7 +140,7 @@ class SimulationReport:
         lookups_after_failures: lookups of requests that a load has failed.
         stored_while_read: pages stored while they were on their way up from disk.
         actions: how often each action was taken, by its name.
-        stats: the manager's own totals; with those of its disk tier in `disk`, of a symbolic one in `symbolic`.
+        stats: the manager's own totals; with those of its disk tier in `disk`, of the last one in `symbolic`.
     """
 
     steps: int = 0

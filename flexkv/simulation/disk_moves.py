@@ -9,6 +9,7 @@ from flexkv.cache.ids import TierId
 from flexkv.simulation.base import Key, require
 from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp
+from flexkv.simulation.store_moves import StoreMoves
 from flexkv.simulation.symbolic_volumes import identities
 from flexkv.simulation.tier_moves import TierMoves
 from flexkv.simulation.world import World, host_slots
@@ -24,9 +25,11 @@ class DiskMoves:
     def __init__(self, world: World) -> None:
         self.world = world
         self.tier_moves: TierMoves | None = None
-        """Carries out the ops of a symbolic tier."""
+        """Carries out the ops of a symbolic or remote tier."""
         if world.symbolic_tier is not None:
             self.tier_moves = TierMoves(world, world.symbolic_tier)
+        if world.remote_tier is not None:
+            self.tier_moves = StoreMoves(world, world.remote_tier, world.store, self.take_orders)
         self._started: set[int] = set()
         self._outbox: list[OpResult] = []
 

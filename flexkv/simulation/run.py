@@ -15,9 +15,13 @@ from flexkv.simulation.disk_moves import DiskMoves
 from flexkv.simulation.fault_events import FaultEvents
 from flexkv.simulation.ranks import Ranks
 from flexkv.simulation.requests import Requests
+from flexkv.simulation.store_moves import StoreMoves
 from flexkv.simulation.world import World
 
 Action = Callable[[], None]
+
+RESET, RESET_REMOTE = 0.05, 0.01
+"""Weights of a reset among the actions. After one a remote tier is out of use for the rest of the run."""
 
 
 class Simulation:
@@ -53,7 +57,7 @@ class Simulation:
             (self.fault_events.expire, 0.2),
             (self.fault_events.grow_some, 0.2),
             (self.fault_events.lose_pool, 0.04),
-            (self.fault_events.reset, 0.05),
+            (self.fault_events.reset, RESET_REMOTE if self.world.config.remote else RESET),
             *self._disk_actions(),
         ]
 
@@ -71,6 +75,9 @@ class Simulation:
         if disks.tier_moves is not None:
             tier = disks.tier_moves
             moves += [(tier.move, 25), (tier.deliver, 15), (tier.cancel, 0.7), (tier.lose, 0.5)]
+        if isinstance(disks.tier_moves, StoreMoves):
+            store = disks.tier_moves
+            moves += [(store.answer, 25), (store.share, 8), (store.cut, 0.3)]
         return [*moves, (disks.measure_step, 2)] if self.world.config.measured_steps else moves
 
     def run(self) -> SimulationReport:
@@ -90,6 +97,8 @@ class Simulation:
                 name = f"disk_{name}"
             if action.__qualname__.startswith("TierMoves."):
                 name = f"tier_{name}"
+            if action.__qualname__.startswith("StoreMoves."):
+                name = f"store_{name}"
             world.report.actions[name] = world.report.actions.get(name, 0) + 1
             world.report.steps = step + 1
             world.now_s += 0.01
@@ -104,6 +113,8 @@ class Simulation:
             world.report.disk = world.disk_tier.counts
         if world.symbolic_tier is not None:
             world.report.symbolic = world.symbolic_tier.counts
+        if world.remote_tier is not None:
+            world.report.symbolic = world.remote_tier.counts
         return world.report
 
     def _drain(self) -> None:
@@ -123,6 +134,8 @@ class Simulation:
             if self.disks.tier_moves is not None:
                 self.disks.tier_moves.move()
                 self.disks.tier_moves.deliver()
+            if isinstance(self.disks.tier_moves, StoreMoves):
+                self.disks.tier_moves.answer()
         for request_id in list(world.model.leases):
             world.manager.release(request_id)
             world.model.release(request_id)

@@ -47,18 +47,24 @@ class TierMoves:
 
     def submit(self, op: TransferOp) -> None:
         """Takes over an op that was planned just now."""
-        world = self.world
         for other in self._moving.values():
             if other.op.group == op.group and OpKind.DISK_WRITE in (op.kind, other.op.kind):
                 shared = set(op.places.tolist()) & set(other.op.places.tolist())
                 require(not shared, "a place of the tier was given away while an op uses it")
-        names = self.tier.keys_of.pop(op.op_id)
+        self._enter(op, self.tier.keys_of.pop(op.op_id))
+
+    def _enter(self, op: TransferOp, names: list[bytes]) -> None:
+        world = self.world
         keys: list[Key] = [(op.group, name) for name in names]
         role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
         world.model.add_disk_op(
             op.op_id, ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
         )
-        self._moving[op.op_id] = Moving(op, names, self.tier.epoch)
+        self._moving[op.op_id] = Moving(op, names, self._epoch)
+
+    @property
+    def _epoch(self) -> int:
+        return self.tier.epoch
 
     # --- what happens ---
 
@@ -139,7 +145,7 @@ class TierMoves:
         del self._moving[each.op.op_id]
         world.manager.work.complete(result)
         world.model.end_disk_op(result, world.recorder.take_evicted(), world.recorder.take_published())
-        if each.op.kind is OpKind.DISK_READ and each.epoch == self.tier.epoch:
+        if each.op.kind is OpKind.DISK_READ and each.epoch == self._epoch:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: Moving, result: OpResult) -> None:

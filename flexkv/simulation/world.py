@@ -12,6 +12,7 @@ from flexkv.cache.tier import TierContext, TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.engine import SimEngine
@@ -19,6 +20,7 @@ from flexkv.simulation.model import Model
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.recorder import Recorder
 from flexkv.simulation.request import SimRequest
+from flexkv.simulation.symbolic_store import SymbolicStore
 from flexkv.simulation.symbolic_tier import SymbolicTier
 from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
@@ -29,6 +31,9 @@ RETIRED = 64
 
 FETCH_PAGES = 12
 """Pages that are read from disk at once at most."""
+
+BEGUN_S = 1_000_000
+"""The wall clock when a run begins, Unix seconds."""
 
 DISK = TierId(1)
 """The tier behind host memory, where there is one."""
@@ -59,6 +64,7 @@ class World:
             lease_s=30.0,
             prefetch_requests=3,
         )
+        self.store = SymbolicStore()
         self.disk = SymbolicVolumes([config.disk_places] * len(config.groups), config.disks)
         gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
         facts = TierFacts(
@@ -84,7 +90,9 @@ class World:
             tiers=[
                 *unit_tiers(self.disk if config.disk_places else None, traffic),
                 *([self._symbolic_tier] if config.tier_places else []),
+                *([self._remote_tier] if config.remote else []),
             ],
+            unix_s=lambda: BEGUN_S + self.now_s,
         )
         self.model = Model(config.groups, config.step_tokens, limits)
         if config.has_tiers:
@@ -118,6 +126,26 @@ class World:
             copies_unchecked=False,
         )
         return SymbolicTier(context, self.config.tier_places, facts)
+
+    def _remote_tier(self, context: TierContext) -> RemoteTier:
+        facts = TierFacts(
+            "remote",
+            wait_s=2.0,
+            write=self.config.disk_mode,
+            write_pages=5,
+            fetch_pages=FETCH_PAGES,
+            waiting_pages=8,
+            fetch_ops=3,
+            write_at_close=False,
+            copies_unchecked=False,
+        )
+        return RemoteTier(context, facts, probe_s=0.3, plane=self.store)
+
+    @property
+    def remote_tier(self) -> RemoteTier | None:
+        """The manager's last tier, where it is remote."""
+        tier = self.manager.tiers[-1]
+        return tier if isinstance(tier, RemoteTier) else None
 
     @property
     def symbolic_tier(self) -> SymbolicTier | None:

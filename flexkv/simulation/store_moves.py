@@ -1,0 +1,177 @@
+"""What befalls a remote tier in a simulation: values go, come from elsewhere, are damaged or exchanged; answers lie or
+never come; the process with the client dies within its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flexkv.cache.base import Keys
+from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.remote.base import Presence
+from flexkv.simulation.base import Key, Symbol, require
+from flexkv.simulation.symbolic_store import Question, SymbolicStore, Value, keys_of
+from flexkv.simulation.tier_moves import Moving, TierMoves
+from flexkv.simulation.world import World
+from flexkv.transfer.graph import OpKind, OpResult, TransferOp
+
+LIE = 0.05
+"""Share of answers of one page that are false: a store's dead owners, its unfinished writers."""
+
+UNANSWERED = 0.1
+"""Share of questions without an answer in time."""
+
+NAMED_WEIGHTS = 0
+"""The epoch of the weights that the store's names stand for."""
+
+
+class StoreMoves(TierMoves):
+    """Of one world whose last tier is remote.
+
+    Args:
+        orders_planned: is called when an answer may have planned fetches.
+    """
+
+    tier: RemoteTier  # type: ignore[assignment]
+
+    def __init__(
+        self, world: World, tier: RemoteTier, store: SymbolicStore, orders_planned: Callable[[], None]
+    ) -> None:
+        self.world = world
+        self.tier = tier
+        self.store = store
+        self._orders_planned = orders_planned
+        self._moving: dict[int, Moving] = {}
+
+    def submit(self, op: TransferOp) -> None:
+        if self.store.down_reason:
+            # As the product's plane: what comes while the store is lost ends at once.
+            self._enter(op, keys_of(op))
+            each = self._moving[op.op_id]
+            each.result = OpResult.cancelled(op.op_id, op.pages, self.store.down_reason)
+            return
+        self._enter(op, keys_of(op))
+
+    @property
+    def _epoch(self) -> int:
+        return 0
+
+    def _move_page(self, each: Moving, fails: bool) -> None:
+        world, page, group = self.world, each.done, each.op.group
+        slot, key = int(each.op.slots[page]), each.keys[page]
+        each.done += 1
+        if each.op.kind is OpKind.DISK_WRITE:
+            if not fails and (group, key) not in self.store.values:
+                self.store.values[group, key] = Value(key, world.engine.slot_content(group, slot))
+        else:
+            brought = None if fails else self.fetched(group, key)
+            if brought is None and not fails:
+                each.missing.add(page)
+            fails = brought is None
+            world.engine.fill_slot(group, slot, brought)
+        if fails:
+            each.failed.append(page)
+
+    def fetched(self, group: int, key: bytes) -> list[Symbol] | None:
+        """What the helper brings: a value whose trailer names another key, or none, is removed and no page."""
+        value = self.store.values.get((group, key))
+        if value is not None and value.sealed != key:
+            del self.store.values[group, key]
+            return None
+        return None if value is None else value.symbols
+
+    # --- what happens ---
+
+    def answer(self) -> None:
+        """The store answers one of the questions, not always truly, or never does."""
+        world, store = self.world, self.store
+        if store.questions:
+            question = world.random.choice(store.questions)
+            store.answer(question, () if world.random.random() < UNANSWERED else self._presences(question))
+        for op_id in self.tier.answers():
+            world.manager.work.answered(op_id)
+        world.model.evict(world.recorder.take_evicted())
+        self._orders_planned()
+
+    def _presences(self, question: Question) -> list[np.ndarray]:
+        return [
+            self._presence(group, keys, question.whole[group]) for group, keys in enumerate(question.keys)
+        ]
+
+    def _presence(self, group: int, keys: Keys, whole: bool) -> np.ndarray:
+        found = []
+        for row in keys:
+            there = (group, row.tobytes()) in self.store.values
+            lies = self.world.random.random() < LIE
+            found.append(Presence.YES if there != lies else Presence.NO)
+            if whole and found[-1] is Presence.NO:
+                break
+        return np.array(found, np.uint8)
+
+    def spoil(self) -> None:
+        """A value goes, is damaged, or is exchanged for another's."""
+        random, values = self.world.random, self.store.values
+        if not values:
+            return
+        name = random.choice(list(values))
+        what = random.random()
+        if what < 0.4:
+            del values[name]
+        elif what < 0.7:
+            values[name] = Value(None, values[name].symbols)
+        else:
+            values[name] = values[random.choice(list(values))]
+
+    def share(self) -> None:
+        """Another machine writes a value that this one may want; of no request's key as a rule."""
+        world = self.world
+        if not world.live:
+            return
+        request = world.random.choice(world.live)
+        for group, keys in enumerate(request.keys):
+            for key in keys:
+                name: Key = (group, key)
+                if name not in self.store.values and world.random.random() < 0.5:
+                    symbol: Symbol = (NAMED_WEIGHTS, key)
+                    self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
+
+    def cut(self) -> None:
+        """The helper dies, or the store is lost and comes back: ops end when nothing moves for them any more."""
+        world, store = self.world, self.store
+        if store.down_reason:
+            store.down_reason = ""
+            self.tier.poll(world.now_s)
+            return
+        store.lose()
+        for each in self._moving.values():
+            if each.result is None:
+                self._write_some(each)
+                each.result = self.ended_by_death(each)
+        self.tier.poll(world.now_s)
+        self.answer()
+
+    def _write_some(self, each: Moving) -> None:
+        """Of a get what was under way when the process died: a part of a page is worth nothing."""
+        if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
+            self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
+
+    def ended_by_death(self, each: Moving) -> OpResult:
+        return OpResult.cancelled(each.op.op_id, each.op.pages, "the helper has died")
+
+    def lose(self) -> None:
+        self.spoil()
+
+    # --- ends ---
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._moving or self.store.questions)
+
+    def check(self) -> None:
+        """What the store has under a name is of the weights that the name stands for, or says that it is not."""
+        for (_, key), value in self.store.values.items():
+            require(
+                value.sealed != key or all(symbol == (NAMED_WEIGHTS, key) for symbol in value.symbols),
+                "a value of the store holds another block's bytes, or other weights",
+            )

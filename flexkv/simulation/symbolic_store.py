@@ -1,0 +1,99 @@
+"""A store of a simulation that other machines use too, with symbols for values: it lies wherever a store may.
+
+What is asked and moved stands here until `StoreMoves` answers and moves it. The tier above is the product's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv.cache.base import Keys
+from flexkv.remote.plane import Presences, RemoteTotals
+from flexkv.simulation.base import Key, Symbol
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
+
+
+@dataclass(frozen=True)
+class Value:
+    """What lies under a name.
+
+    Attributes:
+        sealed: the key that its trailer names; None: damaged.
+        symbols: one a rank.
+    """
+
+    sealed: bytes | None
+    symbols: list[Symbol]
+
+
+@dataclass(frozen=True)
+class Question:
+    op_id: OpId
+    keys: tuple[Keys, ...]
+    whole: tuple[bool, ...]
+
+
+class SymbolicStore:
+    """The lane of a remote tier, driven by hand.
+
+    Attributes:
+        values: by the key that is their name.
+        questions: that were not answered yet.
+        down_reason: why it is not used.
+    """
+
+    def __init__(self) -> None:
+        self.totals = RemoteTotals()
+        self.values: dict[Key, Value] = {}
+        self.questions: list[Question] = []
+        self.down_reason = ""
+        self._answers: list[tuple[OpId, Presences]] = []
+
+    # --- as the tier's lane ---
+
+    def watch(self) -> None:
+        """What happens is the simulation's to say."""
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        raise AssertionError("ops are taken from the manager")
+
+    def poll(self) -> list[OpResult]:
+        return []
+
+    def close(self, deadline_s: float) -> bool:
+        return True
+
+    def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
+        if self.down_reason:
+            return False
+        self.questions.append(Question(op_id, tuple(keys), tuple(whole)))
+        return True
+
+    def answers(self) -> list[tuple[OpId, Presences]]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def remove(self, group: int, keys: Keys) -> None:
+        for row in keys:
+            self.values.pop((group, row.tobytes()), None)
+
+    # --- what the simulation does ---
+
+    def answer(self, question: Question, presences: Presences) -> None:
+        self.questions.remove(question)
+        self._answers.append((question.op_id, presences))
+
+    def lose(self) -> None:
+        """The store cannot be reached: nothing that was asked is answered."""
+        self.down_reason = "lost"
+        for question in list(self.questions):
+            self.answer(question, ())
+
+
+def keys_of(op: TransferOp) -> list[bytes]:
+    """Of an op's pages, as its tags say."""
+    return [row.tobytes() for row in np.ascontiguousarray(tag_fields(op.tags)["key"])]
