@@ -202,10 +202,10 @@ class ScheduledEngine:
     def _watch_hits(self) -> None:
         allocated = self.connector.update_state_after_alloc
 
-        def note(request: Request, blocks: Any, tokens: int) -> None:
-            if tokens:
-                self.hits[request.request_id] = tokens
-            allocated(request, blocks, tokens)
+        def note(request: Request, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                self.hits[request.request_id] = num_external_tokens
+            allocated(request, blocks, num_external_tokens)
 
         self.connector.update_state_after_alloc = note  # type: ignore[method-assign]
 

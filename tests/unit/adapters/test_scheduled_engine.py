@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec
 
+from flexkv.cache.base import CacheManager
+from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import OpKind
 from tests import testing_ext
 from tests.soak import soak_rounds
@@ -90,11 +92,11 @@ def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Mak
     engine.forget()
     allocated, asked = engine.connector.update_state_after_alloc, []
 
-    def without_window(request: Any, blocks: Any, tokens: int) -> None:
-        asked.append(tokens)
+    def without_window(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        asked.append(num_external_tokens)
         tables = blocks.get_block_ids()
         null = SimpleNamespace(get_block_ids=lambda: (tables[0], [0] * len(tables[1])))
-        allocated(request, null if tokens else blocks, tokens)
+        allocated(request, null if num_external_tokens else blocks, num_external_tokens)
 
     engine.connector.update_state_after_alloc = without_window  # type: ignore[method-assign]
     engine.run("same", PROMPT)
@@ -103,11 +105,16 @@ def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Mak
     engine.check()
 
 
+def local(manager: CacheManager) -> LocalCacheManager:
+    assert isinstance(manager, LocalCacheManager)
+    return manager
+
+
 def kept(engine: ScheduledEngine, tokens: list[int]) -> list[int]:
     """Of each group, how many pages of these tokens the cache has."""
     side = engine.connector.scheduler
     keys = side.requests.of(engine.add("probe", tokens)).keys()
-    counts = [int(side.unit.manager.present(at, of_group).sum()) for at, of_group in enumerate(keys)]
+    counts = [int(local(side.unit.manager).present(at, of_group).sum()) for at, of_group in enumerate(keys)]
     engine.end("probe")
     return counts
 
@@ -149,14 +156,14 @@ def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
     )
     taken = []
 
-    def at_most_16(request: Any, computed: int) -> tuple[int | None, bool]:
-        tokens, is_async = matched(request, computed)
+    def at_most_16(request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, is_async = matched(request, num_computed_tokens)
         return min(tokens or 0, 16), is_async
 
-    def note(request: Any, blocks: Any, tokens: int) -> None:
-        if tokens or not request.num_computed_tokens:
-            taken.append(tokens)
-        allocated(request, blocks, tokens)
+    def note(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens or not request.num_computed_tokens:
+            taken.append(num_external_tokens)
+        allocated(request, blocks, num_external_tokens)
 
     engine.connector.get_num_new_matched_tokens = at_most_16  # type: ignore[method-assign]
     engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
@@ -172,7 +179,7 @@ def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(
     engine.run("first", PROMPT, output=1)
     side = engine.connector.scheduler
     _, of_window = side.requests.of(engine.add("same", PROMPT)).keys()
-    assert side.unit.manager.present(1, of_window).nonzero()[0].tolist() == [10, 11]
+    assert local(side.unit.manager).present(1, of_window).nonzero()[0].tolist() == [10, 11]
     engine.end("same")
 
 
@@ -191,9 +198,9 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
     taken = []
     allocated = engine.connector.update_state_after_alloc
 
-    def note(request: Any, blocks: Any, tokens: int) -> None:
-        taken.append(tokens)
-        allocated(request, blocks, tokens)
+    def note(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        taken.append(num_external_tokens)
+        allocated(request, blocks, num_external_tokens)
 
     engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
     engine.run("same", PROMPT)
