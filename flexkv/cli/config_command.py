@@ -31,7 +31,7 @@ def command() -> None:
 )
 def show(as_json: bool, extra: str | None) -> None:
     """Print every setting, its value and where the value came from."""
-    config = load_config(_parse_extra(extra))
+    config = load_config(parse_extra(extra))
     rows = list(config.rows())
     if as_json:
         values = {row.key: {"value": row.value, "origin": row.origin} for row in rows}
@@ -95,7 +95,7 @@ def markdown_reference() -> str:
     return "\n".join(lines)
 
 
-def _parse_extra(text: str | None) -> dict[str, object] | None:
+def parse_extra(text: str | None) -> dict[str, object] | None:
     if text is None:
         return None
     try:

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
     "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; --repair makes the index right."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
+    "remote": ("flexkv.cli.remote_command", "Ask the store of the remote tier, measure it, look at values."),
     "simulate": (
         "flexkv.cli.simulate_command",
         "Drive the cache manager through everything that can go wrong.",

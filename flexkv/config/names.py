@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -108,9 +109,10 @@ def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line."""
+    """`value` for an error message, cut to a line, without what may be a secret in a URL."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no number out that has so many digits
         return "a number of thousands of digits"
+    text = re.sub(r"(://[^\s,'\"?#@]*)[?#][^\s,'\"]*", r"\1?***", re.sub(r"://.*@", "://***@", text))
     return text if len(text) <= 120 else text[:117] + "..."

@@ -92,6 +92,8 @@ def urls_of(value: object) -> object:
     assert isinstance(urls, tuple)
     if any("@" in url for url in urls):
         raise ValueError("a URL has a user or password; use remote.user and remote.password_file")
+    if any("?" in url or "#" in url for url in urls):
+        raise ValueError("a URL has options; none are known")
     if strange := [url for url in urls if "://" not in url]:
         raise ValueError(f"expected URLs such as redis://HOST:PORT, got {strange[0]!r}")
     return urls

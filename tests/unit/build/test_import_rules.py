@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
-# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage,
+# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage, `remote.base`
+# and what its `plane` counts (plain types) that between the simulation and the store, `cache.base` (plain types) that
+# between the store and the cache,
 # `unit.ranks` (plain facts) that between unit and the plans of tiers.
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
@@ -20,17 +22,26 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config": frozenset({"errors", "observe", "c_ext"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
     "cache": BASE | {"transfer.graph", "storage.base", "storage.tags", "storage.striping"},
-    "cache.tiers": BASE | {"cache", "transfer", "storage", "unit.ranks"},
+    "cache.tiers": BASE | {"cache", "transfer", "storage", "remote", "unit.ranks"},
     "transfer": BASE,
-    "remote": BASE | {"storage.base", "storage.group_tables", "transfer.graph", "transfer.host_pool"},
+    "remote": BASE
+    | {
+        "cache.base",
+        "storage.base",
+        "storage.group_tables",
+        "storage.tags",
+        "transfer.graph",
+        "transfer.host_pool",
+    },
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "unit": BASE | {"cache", "transfer", "storage"},
     "adapters": BASE | {"cache", "transfer", "storage", "unit"},
     "blend": BASE | {"cache", "transfer", "storage", "unit"},
-    "simulation": BASE | {"cache", "transfer.graph", "storage.base", "storage.tags"},
+    "simulation": BASE
+    | {"cache", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters", "errors"}),
-    "cli": BASE | {"cache", "transfer", "storage", "unit", "adapters", "simulation"},
+    "cli": BASE | {"cache", "transfer", "storage", "remote", "unit", "adapters", "simulation"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {

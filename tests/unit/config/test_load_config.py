@@ -181,7 +181,12 @@ def test_a_variable_that_nothing_reads_is_warned_of_once(
     )
 
 
-MAY_BE_EMPTY = ("disk.folders", "identity.model", "identity.namespace")
+MAY_BE_EMPTY = (
+    "disk.folders",
+    "identity.model",
+    "identity.namespace",
+    *(f"remote.{name}" for name in ("urls", "user", "password_file", "ca_file", "tenant", "rdma_devices")),
+)
 
 
 @pytest.mark.parametrize("key", MAY_BE_EMPTY)
@@ -382,3 +387,12 @@ def test_what_comes_before_the_end_of_a_readable_file_is_said_too(tmp_path: Path
         ConfigError, match=r"2 settings are wrong:\n- 'host.bytes'.*12x.*\n- .*setting '7'|names are"
     ):
         load_config({}, {"FLEXKV_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:{}@host", "redis://host?password={}", "mooncake://a:1,redis://u:{}@b:2"]
+)
+def test_no_secret_of_a_url_is_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"remote\.urls") as error:
+        load_config({"remote.urls": url.format("s3/cr:t")}, {})
+    assert "s3/cr:t" not in str(error.value)

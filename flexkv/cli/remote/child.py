@@ -1,0 +1,91 @@
+"""A job in a process of its own where the store's library wants one: it reads its settings from the environment, once,
+and cannot be interrupted. Other stores are asked from here.
+
+The process is `python -m flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import flexkv
+from flexkv.cli.remote.jobs import JOBS
+from flexkv.errors import FlexKVError, StoreError
+from flexkv.remote.base import StoreOptions
+from flexkv.remote.settings import client_environment
+
+GRACE_S = 5.0
+"""The process ends itself by then if it is asked to take no longer; who started it waits a little more."""
+
+
+def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) -> Any:
+    """The result of `JOBS[job](options, *arguments)`.
+
+    Args:
+        most_s: a process is killed after so long.
+
+    Raises:
+        StoreError: of the job, or its process did not come to an end.
+    """
+    environment = client_environment(options)
+    if not environment:
+        return JOBS[job](options, *arguments)
+    root = str(Path(flexkv.__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as answer, tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flexkv.cli.remote.child", str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=said,
+            pass_fds=[writer],
+            env={**environment, **os.environ, "PYTHONPATH": path},
+        )
+        os.close(writer)
+        try:
+            process.communicate(pickle.dumps((options, job, arguments, most_s)), most_s + GRACE_S)
+        except subprocess.TimeoutExpired:
+            raise StoreError(f"the store's library did not come back within {most_s:.0f} s") from None
+        finally:
+            process.kill()
+            process.wait()
+        result = answer.read()
+        if process.returncode != 0 or not result:
+            said.seek(0)
+            raise StoreError(_how(process.returncode, said.read(), most_s))
+    fault, value = pickle.loads(result)
+    if fault:
+        raise StoreError(fault)
+    return value
+
+
+def _how(code: int, said: bytes, most_s: float) -> str:
+    if code == -signal.SIGALRM:
+        return f"the store's library did not come back within {most_s:.0f} s"
+    lines = said.decode(errors="replace").strip().splitlines()
+    how = f"by signal {-code}" if code < 0 else f"with {code}"
+    return f"the process with the store's library ended {how}: {lines[-1] if lines else 'it said nothing'}"
+
+
+def main() -> None:
+    options, job, arguments, most_s = pickle.load(sys.stdin.buffer)
+    signal.alarm(max(1, round(most_s)))  # ends the process also where nobody waits for it any more
+    fault, value = "", None
+    try:
+        value = JOBS[job](options, *arguments)
+    except FlexKVError as error:
+        fault = str(error)
+    with os.fdopen(int(sys.argv[1]), "wb") as answer:
+        pickle.dump((fault, value), answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What is asked of a store by `flexkv remote`, each with a client that is closed at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flexkv.cli.remote.bench import bench
+from flexkv.cli.remote.sizes import value_sizes
+from flexkv.cli.remote.stored_value import StoredValue, read_value
+from flexkv.observe import unix_now_s
+from flexkv.remote.base import Outcome, Store, StoreOptions, masked_url
+from flexkv.remote.stores import open_store
+
+MOST_VALUE_BYTES = 1 << 30
+"""Of a value that is looked at: it is read into memory. Those of engines have a few MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """
+    Attributes:
+        url: of a server, without secrets.
+        why_not: it cannot be used; empty if it can.
+        first_ms: of the first question, with the connection, the login and the library's start.
+        round_trip_ms: of the next one; None where the server did not answer.
+    """
+
+    url: str
+    why_not: str
+    first_ms: float
+    round_trip_ms: float | None
+
+
+@contextmanager
+def opened(options: StoreOptions) -> Iterator[Store]:
+    store = open_store(options)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
+    """Asks each server twice."""
+    found = []
+    for url in options.urls:
+        with opened(replace(options, urls=(url,))) as store:
+            began_s = time.perf_counter()
+            why = store.alive(deadline_s)
+            first_s = time.perf_counter() - began_s
+            again_s = None
+            if not why:
+                began_s = time.perf_counter()
+                why = store.alive(deadline_s)
+                again_s = time.perf_counter() - began_s
+        round_trip_ms = None if why or again_s is None else again_s * 1e3
+        found.append(Reached(masked_url(url), why, first_s * 1e3, round_trip_ms))
+    return found
+
+
+def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
+    """What each value says of itself; None: the store has no such name."""
+    sizes = value_sizes(options, names, deadline_s)
+    found: list[StoredValue | None] = []
+    with opened(options) as store:
+        for name, size in zip(names, sizes, strict=True):
+            if size is None:
+                found.append(None)
+            elif size > MOST_VALUE_BYTES:
+                found.append(StoredValue(name, size, f"it has more than {MOST_VALUE_BYTES >> 20} MiB"))
+            else:
+                value = np.zeros(size, np.uint8)
+                (outcome,) = store.get([name], [[value]], deadline_s)
+                if outcome is Outcome.ABSENT:
+                    found.append(None)
+                elif outcome is Outcome.OK:
+                    found.append(read_value(name, value, unix_now_s()))
+                else:
+                    why = store.last_error or outcome.name.lower()
+                    found.append(StoredValue(name, size, f"it cannot be read: {why}"))
+    return found
+
+
+def drop(options: StoreOptions, names: Sequence[str], deadline_s: float) -> tuple[list[bool], str]:
+    """Of each name, whether the store does not have it any more; and why not."""
+    with opened(options) as store:
+        gone = store.remove(names, deadline_s)
+        return gone, store.last_error
+
+
+JOBS: dict[str, Callable[..., Any]] = {"ping": ping, "bench": bench, "look": look, "drop": drop}

@@ -1,0 +1,97 @@
+"""What a value in a store says of itself, as far as that can be told without the model's geometry."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import run_digest
+
+NAME = re.compile(r"flexkv/(?P<version>[0-9]{1,4})/[0-9a-f]{32}/(?P<group>[0-9]{1,9})/(?P<key>[0-9a-f]{32})")
+"""Of a value (`flexkv.remote.values.ValueFormat`)."""
+
+MAGIC = b"FKVPAGE1"
+HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
+"""The first 96 bytes of a trailer (docs/disk-format.md)."""
+DIGEST_AT = 88
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """
+    Attributes:
+        bytes: of all of it.
+        fault: why it is no value that an engine would take, as far as that can be told; empty if nothing was found.
+        runs: whose digests the trailer has.
+        runs_matching: of them, if the stripes are cut into as many equal parts; None where they cannot be.
+        key: 32 hex digits.
+        tokens: valid ones.
+        written, expiry: unix seconds; an expiry of 0 is never.
+        group: number of the KV group.
+    """
+
+    name: str
+    bytes: int
+    fault: str = ""
+    runs: int = 0
+    runs_matching: int | None = None
+    key: str = ""
+    tokens: int = 0
+    written: int = 0
+    expiry: int = 0
+    group: int = 0
+
+
+def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
+    """
+    Args:
+        value: uint8 [n], as the store gave it.
+        now: unix seconds.
+    """
+    size = len(value)
+    start = _trailer_start(value)
+    if start is None:
+        return StoredValue(name, size, "no trailer ends it: it was cut short, or is no value of flexkv")
+    trailer = value[start:]
+    _, _, runs, _, _, key, _, expiry, _, tokens, written, group, _, digest = HEAD.unpack(
+        trailer[: HEAD.size].tobytes()
+    )
+    head = trailer[: HEAD.size].copy()
+    head[DIGEST_AT : DIGEST_AT + 8] = 0
+    parts = struct.pack("<QQ", run_digest(head), run_digest(trailer[HEAD.size :]))
+    is_whole = run_digest(np.frombuffer(parts, np.uint8)) == digest
+    matching = _matching(value[:start], trailer[HEAD.size :].copy().view("<u8")) if is_whole else None
+    fault = _fault(name, is_whole, key.hex(), group, expiry, now)
+    return StoredValue(name, size, fault, runs, matching, key.hex(), tokens, written, expiry, group)
+
+
+def _trailer_start(value: NDArray[np.uint8]) -> int | None:
+    """Where a trailer begins whose runs end with the value; None for nowhere."""
+    raw = memoryview(value.data)
+    for runs in range(1, (len(value) - HEAD.size) // 8 + 1):
+        start = len(value) - HEAD.size - 8 * runs
+        if raw[start : start + 8] == MAGIC and struct.unpack_from("<I", raw, start + 12)[0] == runs:
+            return start
+    return None
+
+
+def _matching(stripes: NDArray[np.uint8], digests: NDArray[np.uint64]) -> int | None:
+    if len(stripes) % len(digests):
+        return None
+    parts = stripes.reshape(len(digests), -1)
+    return sum(run_digest(part) == int(digest) for part, digest in zip(parts, digests, strict=True))
+
+
+def _fault(name: str, is_whole: bool, key: str, group: int, expiry: int, now: int) -> str:
+    if not is_whole:
+        return "its trailer is damaged: its digest does not match"
+    named = NAME.fullmatch(name)
+    if named is not None and named["key"] != key:
+        return f"it is another page's: its trailer names the key {key}"
+    if named is not None and int(named["group"]) != group:
+        return f"it is another KV group's: its trailer names group {group}"
+    return "it has expired" if expiry and now >= expiry else ""

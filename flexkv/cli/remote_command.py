@@ -1,0 +1,266 @@
+"""`flexkv remote`: whether the store that machines share is there, how fast it is, and what a value in it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from flexkv.cli.config_command import parse_extra
+from flexkv.cli.remote.bench import BenchResult
+from flexkv.cli.remote.child import run_job
+from flexkv.cli.remote.stored_value import NAME, StoredValue
+from flexkv.cli.tables import print_table
+from flexkv.config import load_config
+from flexkv.config.sizes import format_size, parse_size
+from flexkv.errors import ConfigError
+from flexkv.remote.base import StoreOptions
+from flexkv.remote.settings import store_options
+
+FAILED_EXIT_CODE = 1
+DEADLINE_S = 5.0
+"""Of a question; a library's call may take a few seconds more."""
+SPARE_S = 30.0
+"""A job that takes so much longer than it should is ended."""
+MOST_BENCH_BYTES = 4 << 30
+MOST_NAMES = 1000
+"""Of one command: each is read, or removed, as a whole."""
+
+KEY = re.compile(r"[0-9a-f]{32}")
+PREFIX = re.compile(r"flexkv/[0-9]{1,4}/[0-9a-f]{32}/[0-9]{1,9}/?")
+
+
+def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of all of these commands."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
+        click.option(
+            "--extra",
+            metavar="JSON",
+            help="The engine's extra config, as you would pass it in kv_connector_extra_config.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _named(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option(
+        "--prefix", metavar="PREFIX", help="What stands before a KEY in a name: flexkv/1/OWNER/GROUP."
+    )(command)
+    return click.argument("names", nargs=-1, required=True, metavar="NAME|KEY...")(command)
+
+
+@click.group()
+def command() -> None:
+    """Ask the store of the remote tier: is it there, how fast is it, what is a value in it?"""
+
+
+@command.command("ping", short_help="Ask each server whether it is there.")
+@_shared
+def ping(as_json: bool, extra: str | None) -> int:
+    """Ask each server of remote.urls whether it is there, and how long an answer takes. Exit code 1: one is not.
+
+    Of Mooncake this asks the master; whether it has owners with memory, `bench` shows."""
+    options = _options(extra)
+    found = run_job(options, "ping", DEADLINE_S, most_s=2 * DEADLINE_S * len(options.urls) + SPARE_S)
+    if as_json:
+        click.echo(json.dumps([asdict(server) for server in found], indent=2))
+    else:
+        for server in found:
+            if server.why_not:
+                click.echo(f"{server.url}: NOT REACHED: {server.why_not}")
+            else:
+                click.echo(
+                    f"{server.url}: reached, round trip {server.round_trip_ms:.2f} ms "
+                    f"(the first, with connecting, {server.first_ms:.1f} ms)"
+                )
+    return FAILED_EXIT_CODE if any(server.why_not for server in found) else 0
+
+
+@command.command("bench", short_help="Measure puts, gets and questions, with values that are removed again.")
+@click.option("--bytes", "size", default="2MiB", show_default=True, help="Of a value.")
+@click.option("--values", default=64, show_default=True, type=click.IntRange(1, 100_000))
+@click.option("--batch", type=click.IntRange(1, 1024), help="Values of one call; unset: remote.batch_pages.")
+@click.option(
+    "--seconds", default=30, show_default=True, type=click.IntRange(1, 600), help="No call begins later."
+)
+@_shared
+def bench(size: str, values: int, batch: int | None, seconds: int, as_json: bool, extra: str | None) -> int:
+    """Put values, ask for them, get them back and compare them, in batches and one a call. They lie under names of
+    their own, flexkv-bench/..., and are removed at the end. Exit code 1: something failed, or was left there."""
+    value_bytes = _size(size)
+    if not 8 <= value_bytes <= 1 << 30 or value_bytes * values > MOST_BENCH_BYTES:
+        raise ConfigError(
+            f"--bytes={size} --values={values}: allowed are values of 8 bytes to 1 GiB, "
+            f"{format_size(MOST_BENCH_BYTES)} together"
+        )
+    config = load_config(parse_extra(extra))
+    options = _options(extra)
+    batch = min(values, batch or config.remote.batch_pages)
+    result = run_job(
+        options, "bench", value_bytes, values, batch, float(seconds), most_s=seconds + 2 * SPARE_S
+    )
+    if as_json:
+        click.echo(json.dumps(asdict(result), indent=2))
+    else:
+        _print_bench(result)
+    return FAILED_EXIT_CODE if result.reason or result.wrong or result.left else 0
+
+
+def _print_bench(result: BenchResult) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("what", "a call", "calls", "done", "failed", "rate", "median call", "beside one a call"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    for row in result.rows:
+        rate = f"{row.rate:.2f} GB/s" if row.unit == "GB/s" else f"{row.rate:,.0f} names/s"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(
+            row.what,
+            str(row.per_call),
+            str(row.calls),
+            str(row.good),
+            str(row.failed),
+            rate,
+            f"{row.call_ms:.2f} ms",
+            ratio,
+        )
+    print_table(table)
+    click.echo(f"values of {format_size(result.value_bytes)}; {result.removed} removed again")
+    if result.reason:
+        click.echo(f"failed: {result.reason}", err=True)
+    if result.wrong:
+        click.echo(f"{result.wrong} values came back with OTHER BYTES", err=True)
+    if result.left:
+        click.echo(f"still there: {', '.join(result.left[:3])}, {len(result.left)} in all", err=True)
+
+
+@command.command("get", short_help="Say what a value is.")
+@_named
+@_shared
+def get(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
+    """Say what the values of these names are: size, key, tokens, age, expiry, and what of it can be verified here. Exit
+    code 1: one is not there, or would be a miss.
+
+    The trailer, key and KV group are verified. Which bytes belong to which of its digests only the engine knows: they
+    are compared as runs of equal length, as most models' are, and otherwise not."""
+    full = full_names(names, prefix)
+    found: list[StoredValue | None] = run_job(
+        _options(extra), "look", full, DEADLINE_S, most_s=2 * DEADLINE_S * len(full) + SPARE_S
+    )
+    if as_json:
+        shown = [None if value is None else asdict(value) for value in found]
+        click.echo(json.dumps(dict(zip(full, shown, strict=True)), indent=2))
+    else:
+        console = Console(markup=False, highlight=False, soft_wrap=True)
+        for name, value in zip(full, found, strict=True):
+            for line in _lines(name, value):
+                console.print(line)
+    return FAILED_EXIT_CODE if any(value is None or value.fault for value in found) else 0
+
+
+def _lines(name: str, value: StoredValue | None) -> list[str]:
+    if value is None:
+        return [f"{name}: not in the store"]
+    lines = [f"{name}: {value.fault or 'a whole value'}", f"  size      {value.bytes} bytes"]
+    if not value.runs:
+        return lines
+    return [
+        *lines,
+        f"  key       {value.key}",
+        f"  tokens    {value.tokens}",
+        f"  KV group  {value.group}",
+        f"  written   {_when(value.written)}",
+        f"  expiry    {_when(value.expiry) if value.expiry else 'never'}",
+        f"  digests   {_digests(value)}",
+    ]
+
+
+def _digests(value: StoredValue) -> str:
+    if value.runs_matching is None:
+        return f"{value.runs}, not compared: they are not of runs of equal length, or the trailer is damaged"
+    if value.runs_matching == value.runs:
+        return f"all {value.runs} match"
+    if not value.runs_matching:
+        return f"{value.runs}, not compared: either the runs are not of equal length, or all are damaged"
+    return f"{value.runs_matching} of {value.runs} match as runs of equal length: the others are damaged, or of other lengths"
+
+
+def _when(unix_s: int) -> str:
+    try:
+        return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{unix_s} s after 1970"
+
+
+@command.command("drop", short_help="Remove values.")
+@_named
+@_shared
+def drop(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
+    """Remove the values of these names, whoever uses them: engines then compute what they held. A store is never listed
+    or cleared. Exit code 1: one could not be removed."""
+    full = full_names(names, prefix)
+    gone, why = run_job(_options(extra), "drop", full, DEADLINE_S, most_s=DEADLINE_S + SPARE_S)
+    if as_json:
+        click.echo(json.dumps(dict(zip(full, gone, strict=True)), indent=2))
+    else:
+        for name, is_gone in zip(full, gone, strict=True):
+            click.echo(f"{name}: {'not there any more' if is_gone else 'NOT REMOVED'}")
+    if not all(gone):
+        click.echo(f"not removed: {why or 'the store did not say why'}", err=True)
+    return 0 if all(gone) else FAILED_EXIT_CODE
+
+
+def full_names(names: Sequence[str], prefix: str | None) -> list[str]:
+    """The names of values, each given whole or as a key behind `prefix`.
+
+    Raises:
+        ConfigError: a name is not one of flexkv's.
+    """
+    if prefix is not None and PREFIX.fullmatch(prefix) is None:
+        raise ConfigError(f"--prefix={prefix!r}: allowed is flexkv/1/OWNER/GROUP, as names of values begin")
+    if len(names) > MOST_NAMES:
+        raise ConfigError(f"{len(names)} names: at most {MOST_NAMES} at once")
+    full = []
+    for name in names:
+        if KEY.fullmatch(name) and prefix is None:
+            raise ConfigError(f"{name}: a key alone names no value: give --prefix flexkv/1/OWNER/GROUP too")
+        whole = f"{str(prefix).rstrip('/')}/{name}" if KEY.fullmatch(name) else name
+        if NAME.fullmatch(whole) is None:
+            raise ConfigError(
+                f"{name!r}: no name of a value; allowed is flexkv/1/OWNER/GROUP/KEY, or a KEY of 32 hex digits"
+            )
+        full.append(whole)
+    return list(dict.fromkeys(full))
+
+
+def _size(text: str) -> int:
+    """
+    Raises:
+        ConfigError: it is no size.
+    """
+    try:
+        return int(str(parse_size(text)))
+    except ValueError as error:
+        raise ConfigError(f"--bytes={text!r}: {error}") from None
+
+
+def _options(extra: str | None) -> StoreOptions:
+    """
+    Raises:
+        ConfigError: a setting is not allowed, or there is no remote tier.
+    """
+    remote = load_config(parse_extra(extra)).remote
+    if not remote.urls:
+        raise ConfigError(
+            "remote.urls is not set, so there is no remote tier: set it in FLEXKV_CONFIG's file, FLEXKV_REMOTE_URLS or "
+            "--extra, as an engine's"
+        )
+    return store_options(remote)
