@@ -8,7 +8,9 @@ from enum import Enum
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
-"""Each rest is twice as long as the one before: a store that restarts is found soon, one that is gone costs nothing."""
+"""Each rest is twice as long as the one before: a store that restarts is found soon, one that is gone costs nothing.
+After a store has served for LONGEST_REST_S the next rest is the first again: what answers and dies with the next call,
+over and over, rests as long as what does not answer."""
 
 JITTER = 0.25
 """Share of a rest by which it is longer or shorter: units of one store do not all come back at once."""
@@ -41,6 +43,7 @@ class Breaker:
         self.reason = reason
         """Why the store is not used; empty while it is."""
         self._until_s = now_s
+        self._closed_s = now_s
 
     @property
     def closed(self) -> bool:
@@ -49,6 +52,10 @@ class Breaker:
     def lost(self, reason: str, now_s: float) -> bool:
         """The store could not be reached, or an answer took too long; whether that is news."""
         was_closed = self.closed
+        if self.state is BreakerState.OPEN and now_s < self._until_s:
+            return False  # what else was under way says so too: one loss makes one rest
+        if was_closed and now_s - self._closed_s >= LONGEST_REST_S:
+            self._rest_s = FIRST_REST_S
         spread = random.uniform(-1, 1) if self._spread is None else self._spread
         self._until_s = now_s + self._rest_s * (1 + JITTER * spread)
         self._rest_s = min(LONGEST_REST_S, 2 * self._rest_s)
@@ -71,6 +78,6 @@ class Breaker:
         """It was."""
         self.state = BreakerState.HALF_OPEN
 
-    def answered(self) -> None:
+    def answered(self, now_s: float) -> None:
         """It is."""
-        self.state, self.reason, self._rest_s = BreakerState.CLOSED, "", FIRST_REST_S
+        self.state, self.reason, self._closed_s = BreakerState.CLOSED, "", now_s

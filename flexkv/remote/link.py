@@ -133,7 +133,7 @@ class HelperLink:
             if message.lost:
                 self.lost(message.lost)
             elif self.breaker.state is BreakerState.HALF_OPEN:
-                self.breaker.answered()
+                self.breaker.answered(self._clock())
                 logger.info("remote tier: the store answers")
         else:
             self.user.take(message)
@@ -147,12 +147,15 @@ class HelperLink:
             StoreError: with these settings there can be no client of the store.
         """
         self._begin()
-        ends_s = time.monotonic() + wait_s
+        ends_s, was_ready = time.monotonic() + wait_s, False
         while not self.breaker.closed and time.monotonic() < ends_s:
             self.watch()
+            was_ready |= self._ready
             if self._refused:
                 raise StoreError(self._refused)
             if self._process is None:
+                if was_ready:
+                    break  # the settings are right: what the store did to it may end
                 raise StoreError(f"the remote tier's process does not come up: {self.breaker.reason}")
             if (
                 self._ready

@@ -51,7 +51,7 @@ class PlaneLimits:
     """
     Attributes:
         queue_ops: ops that may be under way.
-        questions: that may be under way.
+        questions: that the process may have to answer, also late.
         probe_s: a question without an answer after so long has none.
         keeps_slots: slots of a killed process stay out of use: a network card may write to them still.
     """
@@ -101,6 +101,10 @@ class RemotePlane:
         """When ops of a kind last showed a sign of life: one thread carries out each kind, in order."""
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}
+        self._unanswered: set[int] = set()
+        """Questions that the process has not answered, also those that nobody waits for any more."""
+        self._answered_s = 0.0
+        """When it last answered one, or had none before."""
         self._answers: list[tuple[OpId, Presences]] = []
         link.join(self)
 
@@ -184,10 +188,14 @@ class RemotePlane:
 
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
         """Asks which of `keys` are there; `whole`: see `Probe`. False: nothing was asked."""
-        if not self.link.usable or len(self._questions) >= self._limits.questions:
+        if not self.link.usable or len(self._unanswered) >= self._limits.questions:
             return False
         number = self.link.send(Probe, tuple(keys), tuple(whole))
-        self._questions[number] = (op_id, self._clock() + self._limits.probe_s)
+        now_s = self._clock()
+        if not self._unanswered:
+            self._answered_s = now_s
+        self._unanswered.add(number)
+        self._questions[number] = (op_id, now_s + self._limits.probe_s)
         return True
 
     def answers(self) -> list[tuple[OpId, Presences]]:
@@ -217,6 +225,8 @@ class RemotePlane:
 
     def take(self, message: Done | Answer | Progress) -> None:
         if isinstance(message, Answer):
+            self._unanswered.discard(message.number)
+            self._answered_s = self._clock()
             self._answer(message.number, message.presence)
             if message.lost:
                 self.link.lost(message.lost)
@@ -256,6 +266,7 @@ class RemotePlane:
 
     def reaped(self, how: str) -> None:
         self._op_of.clear()
+        self._unanswered.clear()
         self.lost()
         if self._limits.keeps_slots and self._moving and not self.link.closed:
             pages = sum(moving.op.pages for moving in self._moving.values())
@@ -269,7 +280,10 @@ class RemotePlane:
 
     def silent_since(self) -> float | None:
         kinds = {moving.op.kind for moving in self._moving.values() if moving.waiting}
-        return min((self._seen_s[kind] for kind in kinds), default=None)
+        seen_s = [self._seen_s[kind] for kind in kinds]
+        if self._unanswered:
+            seen_s.append(self._answered_s)
+        return min(seen_s, default=None)
 
     def close(self, deadline_s: float) -> bool:
         """Ends the process. Idempotent. False: it was not reaped, and its ops have not ended."""

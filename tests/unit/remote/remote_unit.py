@@ -78,6 +78,7 @@ class RemoteUnit:
     ) -> None:
         self.shape = shape
         values = {"host.bytes": host_bytes, "host.huge_pages": "off", "remote.urls": url}
+        values["remote.probe_s"] = 2.0  # on a busy machine an answer may take longer than the default
         config = load_config(values | {k.replace("__", "."): v for k, v in settings.items()}, {})
         self.unit: LiveUnit = build_unit(
             config,
