@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
+from flexkv.cache.base import KEY_BYTES, Keys
 from flexkv.remote.base import StoreOptions
 from flexkv.remote.values import ValueOwner
 from flexkv.storage.base import DiskGroup
@@ -67,8 +67,18 @@ class Refused:
     reason: str
 
 
+class Packed:
+    """A message that is pickled as its fields and nothing more: what a dataclass does by itself takes longer than the
+    kernel takes to send it."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), tuple(getattr(self, name) for name in self.__slots__)
+
+
 @dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(Packed):
     """Part of an op: pages between slots of the pool and the store.
 
     Attributes:
@@ -92,17 +102,20 @@ class Put(Pages):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Packed):
     """Which pages are there?
 
     Attributes:
-        keys: per group, in order.
+        keys: per group, in order, as bytes: 16 a key.
         whole: per group, whether the pages after one that is not there are of no use.
     """
 
     number: int
-    keys: tuple[Keys, ...]
+    keys: tuple[bytes, ...]
     whole: tuple[bool, ...]
+
+    def keys_of(self, group: int) -> Keys:
+        return np.frombuffer(self.keys[group], np.uint8).reshape(-1, KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +141,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Packed):
     """A batch of a `Get` or `Put` has ended, or waits for its share of the bandwidth."""
 
     number: int
@@ -156,17 +169,21 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Packed):
     """The end of a `Probe` or `Alive`.
 
     Attributes:
-        presence: per group, `Presence` of the leading keys that were asked, uint8.
+        presence: per group, `Presence` of the leading keys that were asked, a byte each.
         lost: why the store cannot be reached; empty where it can.
     """
 
     number: int
-    presence: tuple[NDArray[np.uint8], ...] = ()
+    presence: tuple[bytes, ...] = ()
     lost: str = ""
+
+    @property
+    def presences(self) -> list[NDArray[np.uint8]]:
+        return [np.frombuffer(of_group, np.uint8) for of_group in self.presence]
 
 
 ToHelper = Setup | Get | Put | Probe | Remove | Alive | Cancel

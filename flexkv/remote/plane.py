@@ -190,7 +190,7 @@ class RemotePlane:
         """Asks which of `keys` are there; `whole`: see `Probe`. False: nothing was asked."""
         if not self.link.usable or len(self._unanswered) >= self._limits.questions:
             return False
-        number = self.link.send(Probe, tuple(keys), tuple(whole))
+        number = self.link.send(Probe, tuple(of_group.tobytes() for of_group in keys), tuple(whole))
         now_s = self._clock()
         if not self._unanswered:
             self._answered_s = now_s
@@ -227,7 +227,7 @@ class RemotePlane:
         if isinstance(message, Answer):
             self._unanswered.discard(message.number)
             self._answered_s = self._clock()
-            self._answer(message.number, message.presence)
+            self._answer(message.number, message.presences)
             if message.lost:
                 self.link.lost(message.lost)
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.cache.base import KEY_BYTES, Keys
 from flexkv.remote.base import Part
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.group_tables import codec_of, format_text
@@ -77,6 +78,11 @@ class ValueFormat:
     def name(self, key: bytes) -> str:
         """The name of the value of a page; `key`: its 16 bytes."""
         return self._prefix + key.hex()
+
+    def names(self, keys: Keys) -> list[str]:
+        """The same of several pages."""
+        digits, size = keys.tobytes().hex(), 2 * KEY_BYTES
+        return [self._prefix + digits[at : at + size] for at in range(0, len(digits), size)]
 
     def parts(self, slot: Part, trailer: Part) -> list[Part]:
         """A value in memory: the stripes in a slot of the host pool, and its trailer elsewhere."""

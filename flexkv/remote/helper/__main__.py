@@ -1,4 +1,4 @@
-"""Starts the process: dies with its parent, runs at lower priority, and serves the socket that it was given."""
+"""Starts the process: dies with its parent, and serves the socket that it was given."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexkv.remote.helper.control import Control
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
-NICE = 5
-"""The engine's own threads go first: what is read here is waited for, what the engine computes is waited for more."""
+SWITCH_S = 0.0002
+"""A thread that computes keeps the interpreter from the others for so long at most: a question is answered in less."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     if os.getppid() != parent:
         return  # it had ended before it could be watched
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the unit says when it is over
-    os.nice(NICE)
+    sys.setswitchinterval(SWITCH_S)
     Control(socket.socket(fileno=descriptor)).serve()
     # Threads in calls of a library that may hang do not hold up the end.
     os._exit(0)

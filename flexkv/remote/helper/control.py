@@ -7,7 +7,9 @@ import os
 import socket
 import threading
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
 
 from flexkv.errors import FlexKVError
 from flexkv.observe import NamedThread
@@ -34,6 +36,10 @@ from flexkv.transfer.host_pool import HostPool
 logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message")
+Taken = TypeVar("Taken", contravariant=True)
+
+MOVERS_NICE = 5
+"""What is read and written here is behind the engine's own threads; what is asked is waited for and takes no time."""
 
 
 class Inbox(Generic[Message]):
@@ -74,24 +80,22 @@ class Control:
         setup = receive(self._sock)
         if not isinstance(setup, Setup):
             return
-        try:
-            work = self._work(setup)
-            gets, puts, probes = Getter(work), Putter(work), Prober(work)
-        except FlexKVError as error:
-            self._send(Refused(str(error)))
-            return
-        except (
-            Exception
-        ) as error:  # a library that does not load in its own way: the unit is to say why it has none
-            self._send(Refused(f"{type(error).__name__}: {error}"))
-            return
-        self._send(Ready())
         get_box: Inbox[Get] = Inbox()
         put_box: Inbox[Put | Remove] = Inbox()
         probe_box: Inbox[Probe | Alive] = Inbox()
-        NamedThread("flexkv-get", _run, (get_box, gets.carry_out)).start()
-        NamedThread("flexkv-put", _run, (put_box, puts.carry_out)).start()
-        NamedThread("flexkv-probe", _run, (probe_box, probes.carry_out)).start()
+        try:
+            work = self._work(setup)
+            _start("flexkv-probe", probe_box, lambda: Prober(work), nice=0)
+            _start("flexkv-get", get_box, lambda: Getter(work), MOVERS_NICE)
+            _start("flexkv-put", put_box, lambda: Putter(work), MOVERS_NICE)
+        except FlexKVError as error:
+            self._send(Refused(str(error)))
+            return
+        except Exception as error:
+            # A library that does not load in its own way: the unit is to say why it has none.
+            self._send(Refused(f"{type(error).__name__}: {error}"))
+            return
+        self._send(Ready())
         while (message := receive(self._sock)) is not None:
             if isinstance(message, Get):
                 get_box.put(message)
@@ -108,12 +112,34 @@ class Control:
         return Work(setup, formats, pool, lambda: open_store(setup.options), self._send)
 
 
-def _run(box: Inbox[Message], carry_out: object) -> None:
+class Worker(Protocol[Taken]):
+    def carry_out(self, message: Taken) -> None: ...
+
+
+def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int) -> None:
+    """Starts a thread that makes its worker and carries out the messages of `box`. The threads of a client's library
+    are as nice as the one that makes it.
+
+    Raises:
+        Exception: what `make` raises.
+    """
+    made: Future[None] = Future()
+    NamedThread(name, _run, (box, make, nice, made)).start()
+    made.result()
+
+
+def _run(box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int, made: Future[None]) -> None:
     """Of a thread. An error of our own ends the process: the unit ends what was under way, and starts another."""
-    assert callable(carry_out)
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread alone
+        worker = make()
+    except BaseException as error:
+        made.set_exception(error)
+        return
+    made.set_result(None)
     try:
         while True:
-            carry_out(box.take())
+            worker.carry_out(box.take())
     except BaseException:
         logger.exception("the process of the remote store ends")
         os._exit(1)

@@ -101,7 +101,7 @@ class Mover(ABC):
     def _move_batch(self, message: Pages, part: range, done: Done) -> list[FailureCause | None]:
         form, trailers = self.work.formats[message.group], self._trailers[message.group]
         slots = [self.work.pool.slot(int(message.slots[page])) for page in part]
-        names = [form.name(message.keys[page].tobytes()) for page in part]
+        names = form.names(message.keys[part.start : part.stop])
         values = [form.parts(slot, trailer) for slot, trailer in zip(slots, trailers, strict=False)]
         begun_s, arrived = time.monotonic(), done.outcomes["ok"]
         causes = self.call(message, part, names, values, slots, done)
@@ -188,7 +188,7 @@ class Putter(Mover):
     def carry_out(self, message: Put | Remove) -> None:
         if isinstance(message, Remove):
             form = self.work.formats[message.group]
-            self.store.remove([form.name(key.tobytes()) for key in message.keys], REMOVE_S)
+            self.store.remove(form.names(message.keys), REMOVE_S)
         else:
             self.move(message)
 

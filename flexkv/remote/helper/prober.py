@@ -7,7 +7,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
+from flexkv.cache.base import KEY_BYTES, Keys
 from flexkv.remote.base import Presence
 from flexkv.remote.helper.movers import ALIVE_S, Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
@@ -15,6 +15,8 @@ from flexkv.remote.messages import Alive, Answer, Probe
 CHUNK = 256
 """Names of one call: a store answers so many in a fifth of a millisecond, and what follows the first that it does not
 have is not asked for."""
+
+NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
 
 class Prober:
@@ -40,13 +42,14 @@ class Prober:
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
         for group in order:
-            asked = message.keys[group] if reached else message.keys[group][:0]
+            asked = message.keys_of(group) if reached else NO_KEYS
             answers[group] = self._ask(group, asked, message.whole[group], ends_s)
             if message.whole[group] and len(asked):
                 reached &= bool(len(answers[group])) and answers[group][0] == Presence.YES
         presence = [answers[group] for group in range(len(message.keys))]
         unknown = any((of_group == Presence.UNKNOWN).any() for of_group in presence)
-        return Answer(message.number, tuple(presence), why_lost(self._store) if unknown else "")
+        found = tuple(of_group.tobytes() for of_group in presence)
+        return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
         """Of the leading keys, as far as the time allows."""
@@ -55,7 +58,7 @@ class Prober:
             left_s = ends_s - time.monotonic()
             if left_s <= 0:
                 break
-            names = [form.name(key.tobytes()) for key in keys[first : first + CHUNK]]
+            names = form.names(keys[first : first + CHUNK])
             answers = np.array(self._store.exists(names, left_s), np.uint8)
             found.append(answers)
             if whole and (answers != Presence.YES).any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -22,7 +23,7 @@ class KeyMemory:
         self._keep_s = keep_s
         self._most = most
         self._clock = clock
-        self._until_s: dict[tuple[int, bytes], float] = {}
+        self._until_s: OrderedDict[tuple[int, bytes], float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._until_s)
@@ -34,7 +35,7 @@ class KeyMemory:
             self._until_s.pop(name, None)
             self._until_s[name] = until_s
         while len(self._until_s) > self._most:
-            del self._until_s[next(iter(self._until_s))]
+            self._until_s.popitem(last=False)
 
     def has(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are remembered, bool [keys]."""

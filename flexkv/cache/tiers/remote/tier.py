@@ -146,7 +146,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
     ) -> None:
         absent = found == Presence.NO
         if absent.any():
-            self._absent.add(group, keys[absent])
+            if self._whole[group]:
+                # Nothing behind the first page that is not there is asked for.
+                self._absent.add(group, keys[absent][:1])
             self._drop(group, keys[absent])
         there = (found == Presence.YES) & ~self._liars.has(group, keys)
         self._remember(group, keys[there], tokens[: len(found)][there])
