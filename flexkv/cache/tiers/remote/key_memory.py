@@ -37,6 +37,9 @@ class KeyMemory:
         while len(self._until_s) > self._most:
             self._until_s.popitem(last=False)
 
+    def holds(self, group: int, key: bytes) -> bool:
+        return bool(self._until_s) and self._until_s.get((group, key), -1.0) > self._clock()
+
     def has(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are remembered, bool [keys]."""
         if not self._until_s:

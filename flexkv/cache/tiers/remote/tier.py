@@ -89,7 +89,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         """Valid tokens of the page in each place."""
         self._absent = KeyMemory(ABSENT_S, REMEMBERED, context.clock)
         self._liars = KeyMemory(LIAR_S, REMEMBERED, context.clock)
-        self._asked: dict[OpId, tuple[list[Keys], list[NDArray[np.int32]]]] = {}
+        self._asked: dict[OpId, tuple[list[Keys], NDArray[np.int32] | None]] = {}
         self._off = ""
         """Why it is out of use for good."""
         self.down = plane.down_reason
@@ -99,36 +99,35 @@ class RemoteTier(Tier, Source, Sink, Prober):
     def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
         if self.down or not self._is_worth_asking(asked):
             return False
-        keys, counts = [], []
-        room = MOST_ASKED
-        for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
-            of_group = asked[group]
-            valid = np.full(len(of_group), self._sizes[group], np.int32) if tokens is None else tokens
-            if not self._whole[group]:
-                # What the end of the longest hit needs comes first.
-                of_group, valid = of_group[::-1], valid[::-1]
-            keys.append((group, np.ascontiguousarray(of_group[:room]), valid[:room]))
-            room -= len(keys[-1][1])
-        keys.sort(key=lambda part: part[0])
-        names, counts = [part[1] for part in keys], [part[2] for part in keys]
+        only_one = len(asked) == 1 and self._whole[0]
+        keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
         # A tail is any one of its candidates.
-        whole = self._whole if tokens is None else [False] * len(names)
-        if not self._lane.ask(op_id, names, whole):
+        whole = self._whole if tokens is None else [False] * len(keys)
+        if not self._lane.ask(op_id, keys, whole):
             return False
-        self._asked[op_id] = (names, counts)
+        self._asked[op_id] = (keys, tokens)
         return True
+
+    def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
+        """As many keys as one question may have; those of groups that restore whole prefixes first, of the others the
+        last, which the end of the longest hit needs, and these from the end."""
+        keys, room = list(asked), MOST_ASKED
+        for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
+            of_group = asked[group] if self._whole[group] else asked[group][::-1]
+            keys[group] = np.ascontiguousarray(of_group[:room])
+            room -= len(keys[group])
+        return keys
 
     def _is_worth_asking(self, asked: Sequence[Keys]) -> bool:
         """Whether it is not known already that the store lacks what everything else depends on."""
-        if not any(map(len, asked)):
-            return False
+        wanted = False
         for group, keys in enumerate(asked):
-            if not self._whole[group] or not len(keys):
-                continue
-            first = keys[:1]
-            if self._absent.has(group, first)[0] or self._liars.has(group, first)[0]:
-                return False
-        return True
+            wanted |= len(keys) > 0
+            if self._whole[group] and len(keys):
+                first = keys[0].tobytes()
+                if self._absent.holds(group, first) or self._liars.holds(group, first):
+                    return False
+        return wanted
 
     def answers(self) -> list[OpId]:
         ended = []
@@ -137,12 +136,13 @@ class RemoteTier(Tier, Source, Sink, Prober):
             ended.append(op_id)
             if asked is None or self._off:
                 continue
-            for group, (keys, tokens, found) in enumerate(zip(*asked, presences, strict=False)):
-                self._take_answer(group, keys[: len(found)], tokens, found)
+            keys, tokens = asked
+            for group, found in enumerate(presences):
+                self._take_answer(group, keys[group][: len(found)], tokens, found)
         return ended
 
     def _take_answer(
-        self, group: int, keys: Keys, tokens: NDArray[np.int32], found: NDArray[np.uint8]
+        self, group: int, keys: Keys, tokens: NDArray[np.int32] | None, found: NDArray[np.uint8]
     ) -> None:
         absent = found == Presence.NO
         if absent.any():
@@ -151,12 +151,16 @@ class RemoteTier(Tier, Source, Sink, Prober):
                 self._absent.add(group, keys[absent][:1])
             self._drop(group, keys[absent])
         there = (found == Presence.YES) & ~self._liars.has(group, keys)
-        self._remember(group, keys[there], tokens[: len(found)][there])
+        if not there.any():
+            return
+        if tokens is None:
+            valid = np.full(np.count_nonzero(there), self._sizes[group], np.int32)
+        else:
+            valid = tokens[: len(found)][there]
+        self._remember(group, keys[there], valid)
 
     def _remember(self, group: int, keys: Keys, tokens: NDArray[np.int32]) -> None:
         """The store has these pages now."""
-        if not len(keys):
-            return
         known = self.presence.find(group, keys)
         positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
         self._tokens[places] = tokens[positions]
