@@ -34,11 +34,16 @@ class TierMetrics:
         self._counted_evictions = 0
         self._counted_totals: list[dict[Series, int]] = [{} for _ in manager.tiers]
         self._counted_hits = [0 for _ in manager.tiers]
+        self._counted_down = self._down
 
     @property
     def has_news(self) -> bool:
-        """Whether pages became durable since the last `count`."""
-        return self._durable != self._counted_durable
+        """Whether pages became durable since the last `count`, or a tier went out of use or came back."""
+        return self._durable != self._counted_durable or self._down != self._counted_down
+
+    @property
+    def _down(self) -> list[bool]:
+        return [bool(tier.down) for tier in self._manager.tiers]
 
     @property
     def _durable(self) -> int:
@@ -46,6 +51,7 @@ class TierMetrics:
 
     def count(self, counters: Counters) -> None:
         """Adds what was counted since the last call, and sets the gauges."""
+        self._counted_down = self._down
         evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:
             counters.add("flexkv_evictions_total", evictions - self._counted_evictions)

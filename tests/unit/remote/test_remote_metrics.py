@@ -46,3 +46,21 @@ def test_a_hit_from_the_store_is_counted_where_it_came_from(redis: RedisServer) 
     for unit in (first, second):
         unit.check_no_leaks()
         assert unit.close()
+
+
+def test_a_store_that_comes_back_is_seen_without_traffic(redis: RedisServer) -> None:
+    unit = RemoteUnit(redis.url)
+    counters = Counters()
+    for up in (True, False, True):
+        if not up:
+            unit.plane.link.lost("as if it were gone")
+            unit.poll_until(lambda: unit.tier.down, "the loss is seen")
+        else:
+            unit.up()
+        # What tells an adapter to count; it does nothing else here.
+        if counters.data:
+            unit.poll_until(unit.unit.poll, "a unit without traffic has news")
+        unit.unit.count(counters)
+        assert counters.data["flexkv_remote_up"][""] == up
+        assert not unit.unit.poll(), "told once"
+    assert unit.close()
