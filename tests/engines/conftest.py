@@ -36,6 +36,7 @@ OPERATIONS = (
     f"{PACKAGE}.fault_ops",
     f"{PACKAGE}.kill_ops",
     f"{PACKAGE}.listen_ops",
+    f"{PACKAGE}.remote_ops",
     f"{PACKAGE}.second_ops",
     f"{PACKAGE}.sleep_ops",
 )

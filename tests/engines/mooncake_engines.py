@@ -1,0 +1,61 @@
+"""Run inside a network namespace, where Mooncake's clients may listen: engines after one another over one store.
+
+Prints a line of JSON for each: what came back for the prompts, and series of its metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.engine_process import IN_PROCESS, EngineProcess
+
+from .conftest import PACKAGE_ROOT, UNPINNED, connector, engine_arguments
+from .session import Prompt
+
+ENGINES = 2
+WRITTEN_S = 60.0
+SERIES = {
+    "read": "vllm:flexkv_remote_pages_total{direction=read}",
+    "written": "vllm:flexkv_remote_pages_total{direction=write}",
+    "hits": "vllm:flexkv_hit_blocks_total{tier=remote}",
+}
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+"""There is nothing else."""
+
+
+def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
+    """
+    Args:
+        folder: for logs.
+        pages: that the prompts have.
+        prompts: as `Prompt.wire`, of each.
+    """
+    settings: dict[str, Any] = {
+        "remote__urls": url,
+        "remote__probe_s": 10.0,
+        "remote__wait_s": 30.0,
+        "remote__get_s": 4.0,
+        "disk__compute_if_faster": False,
+    }
+    arguments = {**engine_arguments(Path(model)), "kv_transfer_config": connector(**settings)}
+    for number in range(ENGINES):
+        log = Path(folder) / f"mooncake-engine-{number}.log"
+        environment = {**IN_PROCESS, **UNPINNED, **LOOPBACK}
+        with EngineProcess(arguments, log, (), environment, [PACKAGE_ROOT]) as engine:
+            answers = engine.generate(json.loads(prompts))
+            moved, ends_s = dict.fromkeys(SERIES, 0.0), time.monotonic() + WRITTEN_S
+            while moved["written"] + moved["read"] < int(pages) and time.monotonic() < ends_s:
+                time.sleep(0.05)
+                # The engine tells its metrics when it steps.
+                engine.generate([Prompt.of(5, 7, max_tokens=1).wire()])
+                values = engine.metrics("flexkv")
+                moved = {name: values.get(series, 0.0) for name, series in SERIES.items()}
+        print(json.dumps({"answers": answers, **moved}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
