@@ -11,6 +11,7 @@ from flexkv.config.names import shown
 from flexkv.config.values import MAX_COUNT
 from flexkv.errors import ConfigError
 from flexkv.unit.capacity import PromptLimit, TierCapacity
+from flexkv.unit.ranks import KvGroup
 
 BLOCK_TOKENS = 16
 """The block that engines take on a GPU unless they are told another."""
@@ -84,7 +85,9 @@ class ModelSize:
     def host_tier(self, host_bytes: int) -> TierCapacity:
         """What so much host memory holds."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
-        return TierCapacity("host tier", host_bytes // block_bytes, BLOCK_TOKENS, block_bytes, "host.bytes")
+        return TierCapacity(
+            "host tier", host_bytes // block_bytes, (KvGroup(BLOCK_TOKENS),), block_bytes, "host.bytes"
+        )
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
@@ -92,7 +95,9 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
     if kinds is None:
         if named := [name for name in STATES if name in config]:
             raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
-        return ["full_attention"] * layers
+        # Without `use_sliding_window`, which switches it off in other families, a window is that of all layers.
+        sliding = config.get("sliding_window") is not None and "use_sliding_window" not in config
+        return ["sliding_attention" if sliding else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise TypeError(f"layer_types is {shown(kinds)}; expected a list of {layers}")
     return kinds

@@ -156,22 +156,20 @@ def _bytes_of(rank: RankFacts) -> list[tuple[int, str, bytes]]:
 def _log_capacity(
     config: FlexKVConfig, unit: LiveUnit, groups: Sequence[KvGroup], limit: PromptLimit | None
 ) -> None:
-    block_tokens, others = groups[0].block_tokens, tuple(groups[1:])
     ranks, slot_bytes = len(unit.places), unit.pool.slot_bytes
     per_rank = config.host.bytes_per_rank is not None
     setting, shares = ("host.bytes_per_rank", ranks) if per_rank else ("host.bytes", 1)
-    host = TierCapacity("host tier", unit.slots, block_tokens, slot_bytes, setting, shares, others)
+    host = TierCapacity("host tier", unit.slots, tuple(groups), slot_bytes, setting, shares)
     host.log(logger, limit, f", for {ranks} rank(s)")
     for tier in unit.manager.tiers:
         if (room := tier.room_of(0)) is not None:
             capacity = TierCapacity(
                 f"{tier.facts.name} tier",
                 room.pages,
-                block_tokens,
+                tuple(groups),
                 slot_bytes,
                 room.setting,
                 room.shares,
-                others,
             )
             capacity.log(logger, limit, room.more)
 

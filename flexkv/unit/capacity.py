@@ -32,37 +32,44 @@ class TierCapacity:
         block_bytes: of one block with everything that is stored beside it, over all ranks.
         setting: that sizes the tier.
         shares: how often the setting's bytes are taken: ranks, or disks in use.
-        others: KV groups besides the first, whose pages take slots as well.
+        groups: KV groups whose pages take its slots.
     """
 
     tier: str
     blocks: int
-    block_tokens: int
+    groups: tuple[KvGroup, ...]
     block_bytes: int
     setting: str
     shares: int = 1
-    others: tuple[KvGroup, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return self.blocks * self.block_tokens
+        """Of a tier of one group."""
+        return self.blocks * self.groups[0].block_tokens
+
+    @property
+    def _has_whole_prompts(self) -> bool:
+        """Whether what a prompt takes is its tokens, and not what a hit on it needs."""
+        return len(self.groups) == 1 and self.groups[0].rule is Rule.FULL
 
     def words(self, limit: PromptLimit | None) -> str:
         """Tokens, bytes, and prompts where the engine says how long one may be."""
         size = format_size(self.blocks * self.block_bytes)
-        if self.others:
+        if len(self.groups) > 1:
             # How many tokens they hold depends on how prompts share pages.
-            words = f"{self.blocks} pages of {1 + len(self.others)} KV groups, {size}"
+            words = f"{self.blocks} pages of {len(self.groups)} KV groups, {size}"
         else:
-            words = f"{self.tokens} tokens ({self.blocks} blocks of {self.block_tokens} tokens, {size})"
+            block_tokens = self.groups[0].block_tokens
+            words = f"{self.tokens} tokens ({self.blocks} blocks of {block_tokens} tokens, {size})"
         if limit is None:
             return words
-        prompts = self.blocks / self.pages_of(limit.tokens) if self.others else self.tokens / limit.tokens
+        whole = self._has_whole_prompts
+        prompts = self.tokens / limit.tokens if whole else self.blocks / self.pages_of(limit.tokens)
         return f"{words}, {prompts:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
 
     def pages_of(self, tokens: int) -> int:
         """Pages that a prompt of so many tokens takes at least: those that a hit on all of it needs."""
-        return -(-tokens // self.block_tokens) + sum(_pages_at_end(group, tokens) for group in self.others)
+        return sum(_pages_at_end(group, tokens) for group in self.groups)
 
     def needed_setting(self, limit: PromptLimit) -> int:
         """Bytes of the setting that hold one prompt of the longest kind."""
@@ -73,7 +80,7 @@ class TierCapacity:
         if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)
-        holds = f"{self.blocks} pages" if self.others else f"{self.tokens} tokens"
+        holds = f"{self.tokens} tokens" if self._has_whole_prompts else f"{self.blocks} pages"
         return (
             f"the {self.tier} holds {holds}, less than one prompt of {limit.setting} ({limit.tokens} "
             "tokens): of a longer prompt some or all is evicted before it comes again. For one prompt set "

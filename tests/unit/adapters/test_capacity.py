@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flexkv.unit.capacity import PromptLimit, TierCapacity
+from flexkv.unit.ranks import KvGroup
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
@@ -120,5 +121,5 @@ def test_disks_that_are_out_are_not_counted(
 
 
 def test_an_engine_that_does_not_tell_its_longest_prompt_gets_no_warning() -> None:
-    capacity = TierCapacity("host tier", 3, 16, 1 << 20, "host.bytes")
+    capacity = TierCapacity("host tier", 3, (KvGroup(16),), 1 << 20, "host.bytes")
     assert capacity.words(None) == "48 tokens (3 blocks of 16 tokens, 3.0 MiB)"

@@ -19,6 +19,7 @@ from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
 from flexkv.observe.package import name_this_package
 from flexkv.unit.capacity import PromptLimit, TierCapacity
+from flexkv.unit.ranks import KvGroup
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -141,7 +142,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
 
 
 def test_the_log_lines_of_the_readme_are_those_of_the_code() -> None:
-    host = TierCapacity("host tier", 1024, 128, 512 << 10, "host.bytes")
+    host = TierCapacity("host tier", 1024, (KvGroup(128),), 512 << 10, "host.bytes")
     line = f"host tier: {host.words(PromptLimit(2048, 'max_model_len'))}, for 1 rank(s)"
     assert f"[flexkv.unit.build] {line}\n" in README
     assert line in " ".join((ROOT / "docs" / "models.md").read_text().split())

@@ -264,6 +264,8 @@ def test_info_is_json_with_stable_keys(capsys: pytest.CaptureFixture[str]) -> No
             (4 + 3) * 2 * 2 * 64,
         ),
         ({"layer_types": ["full_attention"] * 4}, 2 * 2 * 64 * 4 * 4),
+        ({"sliding_window": 2048}, 2 * 2 * 64 * 4),
+        ({"sliding_window": 2048, "use_sliding_window": False}, 2 * 2 * 64 * 4 * 4),
     ],
 )
 def test_info_tells_what_the_host_tier_holds_of_a_model(

@@ -121,8 +121,8 @@ def test_what_is_for_one_group_is_off_for_several(
 
 def test_the_log_counts_pages_of_all_groups() -> None:
     limit = PromptLimit(400, "max_model_len")
-    others = (*GROUPS[1:], KvGroup(8), KvGroup(4, Rule.CHUNK, 30), KvGroup(4, Rule.STATE))
-    tier = TierCapacity("host tier", 200, 4, 4096, "host.bytes", 1, others)
+    groups = (*GROUPS, KvGroup(8), KvGroup(4, Rule.CHUNK, 30), KvGroup(4, Rule.STATE))
+    tier = TierCapacity("host tier", 200, groups, 4096, "host.bytes")
     assert tier.pages_of(400) == 100 + 2 + 50 + 8 + 1
     assert "200 pages of 5 KV groups" in tier.words(limit)
     assert "1.2 prompts" in tier.words(limit)
@@ -130,3 +130,12 @@ def test_the_log_counts_pages_of_all_groups() -> None:
     short = replace(tier, blocks=160)
     assert "holds 160 pages, less than one prompt" in short.shortage(limit)
     assert f"host.bytes to {161 * 4096} " in short.shortage(limit)
+
+
+def test_of_windows_alone_a_prompt_takes_one_window() -> None:
+    limit = PromptLimit(32_768, "max_model_len")
+    tier = TierCapacity("host tier", 512, (KvGroup(16, Rule.WINDOW, 256, b"window"),), 4096, "host.bytes")
+    assert tier.pages_of(limit.tokens) == 256
+    assert "8192 tokens (512 blocks of 16 tokens, 2.0 MiB), 2.0 prompts" in tier.words(limit)
+    assert tier.shortage(limit) == ""
+    assert "holds 200 pages, less than one prompt" in replace(tier, blocks=200).shortage(limit)
