@@ -1,0 +1,104 @@
+"""The helper with a store that does wrong at a chosen moment what real ones do at their own: a decorator around it.
+
+Run in place of `flexkv.remote.helper` (`helper_faults.py`). What is to happen stands in a file, `MOMENT ACT`, which is
+read whenever a moment comes; without the file nothing does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexkv.remote.base import Outcome, Presence, Store, StoreOptions, Value
+from flexkv.remote.helper import __main__ as program
+from flexkv.remote.helper import control
+from flexkv.remote.stores import open_store
+from flexkv.remote.values import ValueFormat
+
+PLAN_VARIABLE = "TEST_REMOTE_FAULT_PLAN"
+REACHED = ".reached"
+"""Added to the plan's path: that the moment has come."""
+
+
+def act(moment: str) -> None:
+    """
+    kill, stop: the process itself. hold: until the plan is gone. hang: for good, while the other threads go on.
+    """
+    path = Path(os.environ[PLAN_VARIABLE])
+    try:
+        planned, deed = path.read_text().split()
+    except FileNotFoundError:
+        return
+    if planned != moment:
+        return
+    Path(f"{path}{REACHED}").touch()
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif deed == "hold":
+        while path.exists():
+            time.sleep(0.005)
+    else:
+        assert deed == "hang"
+        time.sleep(3600.0)
+
+
+class FaultyStore(Store):
+    """Does half of each call, then what is planned, then the other half."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
+        act("exists")
+        presences = self._inner.exists(names, deadline_s)
+        self.last_error = self._inner.last_error
+        return presences
+
+    def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        half = len(names) // 2
+        outcomes = self._inner.get(names[:half], values[:half], deadline_s)
+        act("get")
+        outcomes += self._inner.get(names[half:], values[half:], deadline_s)
+        self.last_error = self._inner.last_error
+        act("check")
+        return outcomes
+
+    def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
+        half = len(names) // 2
+        outcomes = self._inner.put(names[:half], values[:half], deadline_s)
+        act("put")
+        outcomes += self._inner.put(names[half:], values[half:], deadline_s)
+        self.last_error = self._inner.last_error
+        return outcomes
+
+    def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        return self._inner.remove(names, deadline_s)
+
+    def alive(self, deadline_s: float) -> str:
+        act("alive")
+        return self._inner.alive(deadline_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def opened(options: StoreOptions) -> Store:
+    return FaultyStore(open_store(options))
+
+
+def unchecked(*arguments: object) -> tuple[str, str]:
+    """Of a broken helper: whatever came is the page."""
+    return "none", ""
+
+
+if __name__ == "__main__":
+    act("start")
+    control.open_store = opened  # type: ignore[attr-defined]
+    if os.environ.get("TEST_REMOTE_UNCHECKED"):
+        ValueFormat.check = unchecked  # type: ignore[assignment,method-assign]
+    program.main()

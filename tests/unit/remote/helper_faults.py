@@ -1,0 +1,134 @@
+"""What happens to a helper and when, as a test says; and what its unit must show afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexkv.cache.base import Keys
+from flexkv.remote import breaker, process
+from tests.unit.remote.faulty_helper import PLAN_VARIABLE, REACHED
+from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit
+
+REAL, FAULTY = "flexkv.remote.helper", "tests.unit.remote.faulty_helper"
+SLACK_S = 20.0
+"""For a busy machine, beside what a request waits at most."""
+
+
+class Plan:
+    """Of what the helpers do that are started from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.reached = Path(f"{path}{REACHED}")
+
+    def set(self, moment: str, deed: str) -> None:
+        self.reached.unlink(missing_ok=True)
+        made = self._path.with_suffix(".new")
+        made.write_text(f"{moment} {deed}")
+        made.rename(self._path)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
+    path = folder / "plan"
+    patch.setenv(PLAN_VARIABLE, str(path))
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([FAULTY if word == REAL else word for word in command], **options)
+
+    stand_in = SimpleNamespace(
+        Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    patch.setattr(process, "subprocess", stand_in)
+    return Plan(path)
+
+
+def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
+    """Breakers of units that are built from now on: tests kill more often than machines."""
+    patch.setattr(breaker, "FIRST_REST_S", 0.05)
+    patch.setattr(breaker, "LONGEST_REST_S", longest_s)
+
+
+def state_of(pid: int) -> str:
+    """As of ps: R, S, T (stopped), Z (ended, not reaped); empty for no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def wait_for(done: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    ends_s = time.monotonic() + deadline_s
+    while not done():
+        assert time.monotonic() < ends_s, f"not within {deadline_s:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+def children() -> set[int]:
+    found: set[int] = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def leased(unit: RemoteUnit) -> int:
+    """Host slots that cannot be given away now."""
+    unit.lose_host()
+    index = unit.manager.hub.index
+    return int(index.up_slots(0) - index.free_slots(0))
+
+
+def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> None:
+    """Until pages are on their way; nobody waits for them then, and what keeps their slots is that they move."""
+
+    def moves() -> bool:
+        unit.manager.match(request_id, [keys], 0)
+        unit.unit.poll()
+        return bool(unit.plane._moving)
+
+    unit.poll_until(moves, "the store is read")
+    unit.manager.end_request(request_id)
+
+
+def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
+    """The tokens that are loaded, every byte of them compared, no later than a request may wait."""
+    begun_s = time.monotonic()
+    tokens = unit.load(keys)
+    facts = unit.tier.facts
+    assert time.monotonic() - begun_s < facts.wait_s + unit.tier.probe_s + SLACK_S
+    return tokens
+
+
+def heals(unit: RemoteUnit, keys: Keys) -> None:
+    """The tier is up, serves all of `keys`, and has lost no slot."""
+    unit.up()
+
+    def served() -> bool:
+        unit.lose_host()
+        return load_in_time(unit, keys) == len(keys) * BLOCK_TOKENS
+
+    unit.poll_until(served, "the store serves again")
+    unit.check_no_leaks()
+
+
+def write_all(unit: RemoteUnit, keys: Keys) -> None:
+    """Computed again, as an engine does, until the store has it."""
+    unit.up()
+
+    def written() -> bool:
+        unit.lose_host()
+        unit.store(keys)
+        unit.settle()
+        return bool(unit.tier.known(0, keys).all())
+
+    unit.poll_until(written, "the store takes it")
