@@ -27,6 +27,13 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
         check_numa_node(config)
     except ConfigError as fault:
         faults.append(fault)
+    if config.remote.urls:
+        from flexkv.remote.settings import store_options  # nothing of the remote tier is imported without it
+
+        try:
+            store_options(config.remote)
+        except ConfigError as fault:
+            faults.append(fault)
     faults += [
         ConfigError(f"disk.folders: {first} and {second} are one folder; name it once")
         for first, second in same_folders(config.disk)
