@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexkv.cache.tiers.remote import remote_faults
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.config.memory import check_numa_node
 from flexkv.errors import ConfigError, DiskError, FlexKVError
@@ -27,13 +28,7 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
         check_numa_node(config)
     except ConfigError as fault:
         faults.append(fault)
-    if config.remote.urls:
-        from flexkv.remote.settings import store_options  # nothing of the remote tier is imported without it
-
-        try:
-            store_options(config.remote)
-        except ConfigError as fault:
-            faults.append(fault)
+    faults += remote_faults(config)
     faults += [
         ConfigError(f"disk.folders: {first} and {second} are one folder; name it once")
         for first, second in same_folders(config.disk)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError
 
 
 def plan_remote(unit: UnitFacts) -> TierPlan | None:
@@ -16,3 +18,15 @@ def plan_remote(unit: UnitFacts) -> TierPlan | None:
     from flexkv.cache.tiers.remote.plan import RemotePlan
 
     return RemotePlan(unit)
+
+
+def remote_faults(config: FlexKVConfig) -> list[ConfigError]:
+    """Settings of the remote tier that cannot be had."""
+    if config.remote.urls:
+        from flexkv.remote.settings import store_options
+
+        try:
+            store_options(config.remote)
+        except ConfigError as fault:
+            return [fault]
+    return []
