@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,7 +97,7 @@ class SglangProcess:
         environ.pop("PYTHONPATH", None)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command,
+                self.placed(command),
                 cwd=ROOT,
                 env=environ,
                 stdout=output,
@@ -121,6 +121,10 @@ class SglangProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def placed(self, command: Sequence[str]) -> Sequence[str]:
+        """The command that runs `command` where the engine is to be, under the id of the process that is started."""
+        return command
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Runs one of the child's `Operations`."""
