@@ -190,7 +190,8 @@ def _digests(value: StoredValue) -> str:
         return f"all {value.runs} match"
     if not value.runs_matching:
         return f"{value.runs}, not compared: either the runs are not of equal length, or all are damaged"
-    return f"{value.runs_matching} of {value.runs} match as runs of equal length: the others are damaged, or of other lengths"
+    others = "the others are damaged, or of other lengths"
+    return f"{value.runs_matching} of {value.runs} match as runs of equal length: {others}"
 
 
 def _when(unix_s: int) -> str:

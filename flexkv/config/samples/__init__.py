@@ -14,6 +14,7 @@ SAMPLES = {
     "one-gpu-node.yaml": "settings for a node that two engines share, with a disk tier",
     "disk.yaml": "settings of a disk tier on two SSDs",
     "gds.yaml": "settings of GPUDirect Storage",
+    "cluster.yaml": "settings of engines on several machines that share a store",
     "engine-vllm.json": "vLLM's --kv-transfer-config",
     "engine-sglang.yaml": "SGLang's --config",
     "engine-tensorrt-llm.yaml": "TensorRT-LLM's --extra_llm_api_options",
