@@ -158,8 +158,10 @@ class LoadConfig(Section):
     )
     lookup_wait_s: Seconds = Field(
         1.0,
-        description="An engine that cannot be asked to come back (SGLang's linker) waits so long within its lookup for "
-        "pages to be read from disk; what has not come by then is computed.",
+        description="An engine that cannot be asked to come back (SGLang's linker, TensorRT-LLM) waits so long within "
+        "its lookup for pages to be read from disk or from the store that machines share; what has not come by then is "
+        "computed. The engine's other requests stand still meanwhile; in TensorRT-LLM the lookups between two steps "
+        "wait so long together.",
     )
     inflight_pages: Count = Field(
         65_536,

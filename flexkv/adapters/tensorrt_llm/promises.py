@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,13 @@ from flexkv.adapters.tensorrt_llm.requests import (
     still_wanted,
     tokens_of,
 )
-from flexkv.cache.base import NO_BLOCK
+from flexkv.cache.base import NO_BLOCK, Keys, MatchResult
 from flexkv.errors import TransferError
 from flexkv.observe import Counters
 from flexkv.transfer.graph import NO_OPS
+
+READ_LOOK_S = 0.0005
+"""How often a lookup that waits for what is being read looks whether it has come."""
 
 
 class Promises:
@@ -32,16 +36,24 @@ class Promises:
         sync: loads run inside the step that needs them, not between steps.
         by_layer: such a step waits for each layer when it comes to it.
         lease_s: `load.lease_s`.
+        wait_s: `load.lookup_wait_s`: the lookups between two steps wait so long together.
     """
 
     def __init__(
-        self, ranks: RankCoordinator, counters: Counters, sync: bool, by_layer: bool, lease_s: float
+        self,
+        ranks: RankCoordinator,
+        counters: Counters,
+        sync: bool,
+        by_layer: bool,
+        lease_s: float,
+        wait_s: float,
     ) -> None:
         self._ranks = ranks
         self._counters = counters
         self._sync = sync
         self._by_layer = by_layer
         self._lease_s = lease_s
+        self._wait_s = self._wait_left_s = wait_s
         self._planned: list[LoadJob] = []
         """Loads inside the next step, of which no rank was told."""
 
@@ -50,9 +62,9 @@ class Promises:
     def match(self, joined: Joined, request: Any, computed_tokens: int) -> int:
         """Tokens that can be loaded beyond `computed_tokens`.
 
-        Only what is verified in host memory. What lies on disk is promoted meanwhile, for whoever asks next: the
-        engine cannot be told to ask again. Nothing where ranks may have to do with an earlier load of the request yet:
-        see `Tracked.spent`.
+        Only what is verified in host memory. What lies behind it is read first, and waited for, because the engine
+        cannot be told to ask again; what has not come in time is there for whoever asks next. Nothing where ranks may
+        have to do with an earlier load of the request yet: see `Tracked.spent`.
         """
         tracked = joined.requests.of(request)
         # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
@@ -82,12 +94,30 @@ class Promises:
         if start >= end:
             return NO_BLOCKS
         keys = tracked.keys.of(tokens)[:end]
-        match = unit.manager.match(request_id, [keys], computed_tokens)
+        match = self._match(joined, request_id, keys, computed_tokens)
         self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
-        unit.poll()
         if not match.blocks:
             unit.manager.release(request_id)
         return range(start, start + match.blocks)
+
+    def _match(self, joined: Joined, request_id: str, keys: Keys, computed_tokens: int) -> MatchResult:
+        """What is in host memory when the tiers behind it have answered, or the time to wait is over.
+
+        All ranks stand still meanwhile, and with them the requests that run.
+        """
+        manager = joined.unit.manager
+        match = manager.match(request_id, [keys], computed_tokens)
+        joined.unit.poll()
+        ends_s = time.monotonic() + self._wait_left_s
+        while match.reads and (now_s := time.monotonic()) < ends_s:
+            while self._ranks.usable and manager.waits(request_id) and now_s < ends_s:
+                time.sleep(READ_LOOK_S)
+                self._ranks.poll()
+                now_s = time.monotonic()
+            match = manager.match(request_id, [keys], computed_tokens)
+            self._ranks.poll()
+            self._wait_left_s = max(0.0, ends_s - now_s)
+        return match
 
     # --- loads ---
 
@@ -158,7 +188,8 @@ class Promises:
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
-        """The loads inside the next step, once."""
+        """The loads inside the next step, once. The lookups after it may wait again."""
+        self._wait_left_s = self._wait_s
         planned, self._planned = tuple(self._planned), []
         return planned
 

@@ -20,7 +20,8 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. All methods are called by rank 0's executor thread; none waits for a copy.
+    """One ownership unit. All methods are called by rank 0's executor thread; none waits for a copy, and only
+    `match` for tiers behind host memory, for a bounded time.
 
     Attributes:
         sync: loads run inside the step that needs them.
@@ -33,7 +34,14 @@ class SchedulerSide:
         self.by_layer = config.load.mode == "layerwise" and _has_hooks(config, arguments)
         self.counters = Counters()
         self.ranks = RankCoordinator(config, arguments, self.counters)
-        self._promises = Promises(self.ranks, self.counters, self.sync, self.by_layer, config.load.lease_s)
+        self._promises = Promises(
+            self.ranks,
+            self.counters,
+            self.sync,
+            self.by_layer,
+            config.load.lease_s,
+            config.load.lookup_wait_s,
+        )
         self._prompt_only = config.store.tokens == "prompt"
         self._step = 0
 

@@ -202,7 +202,11 @@ def test_the_driver_sees_wrong_bytes(make_world: Make) -> None:
 
 
 def test_disk_tier_after_a_restart(make_world: Make, tmp_path: Path) -> None:
-    disk = {"FLEXKV_DISK_FOLDERS": str(tmp_path), "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB"}
+    disk = {
+        "FLEXKV_DISK_FOLDERS": str(tmp_path),
+        "FLEXKV_DISK_BYTES_PER_FOLDER": "4MiB",
+        "FLEXKV_LOAD_LOOKUP_WAIT_S": "1e-9",
+    }
     first = make_world(disk)
     first.warm_up()
     first.serve(PROMPT)
