@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flexkv.cache.base import Keys
+from flexkv.cache.tiers.remote import tier
 from flexkv.remote import breaker, process
 from tests.unit.remote.faulty_helper import PLAN_VARIABLE, REACHED
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit
@@ -54,9 +55,11 @@ def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
-    """Breakers of units that are built from now on: tests kill more often than machines."""
+    """Of units that are built from now on: tests kill more often than machines. What failed is soon asked for again."""
     patch.setattr(breaker, "FIRST_REST_S", 0.05)
     patch.setattr(breaker, "LONGEST_REST_S", longest_s)
+    patch.setattr(tier, "LIAR_S", 0.3)
+    patch.setattr(tier, "ABSENT_S", 0.3)
 
 
 def state_of(pid: int) -> str:
