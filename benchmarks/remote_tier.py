@@ -64,7 +64,9 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         runs = (PAGE_BYTES // 32,) * 32
-        self.unit = RemoteUnit(url, Shape(ranks=1, runs=runs), host_bytes=256 << 20, remote__probe_s=5.0)
+        self.unit = RemoteUnit(
+            url, Shape(ranks=1, runs=runs), host_bytes=256 << 20, host__huge_pages="auto", remote__probe_s=5.0
+        )
         self.unit.up()
         self.raw = open_store(StoreOptions((url,)))
         self.sent = np.random.default_rng(0).integers(0, 256, (PAGES, PAGE_BYTES), np.uint8)

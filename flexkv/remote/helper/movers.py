@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import StoreError
-from flexkv.observe import unix_now_s
+from flexkv.observe import name_this_thread, unix_now_s
 from flexkv.remote.base import Outcome, Part, Presence, Store
 from flexkv.remote.messages import Done, FromHelper, Get, Pages, Progress, Put, Remove, Setup
 from flexkv.remote.values import ValueFormat
@@ -53,15 +54,41 @@ def why_lost(store: Store) -> str:
     return store.alive(ALIVE_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pages of one call of the store.
+
+    Attributes:
+        part: their positions in the message.
+        names, values: in the store.
+        slots: of the host pool.
+    """
+
+    message: Pages
+    part: range
+    names: list[str]
+    values: list[list[Part]]
+    slots: list[NDArray[np.uint8]]
+
+
+Causes = Sequence[FailureCause | None]
+"""Of each page of a batch why it failed, or None. SOURCE: the store, or the way to it."""
+
+
 class Mover(ABC):
-    """Carries out messages of one kind, batch by batch, with a client and trailers of its own."""
+    """Carries out messages of one kind, batch by batch, with a client and trailers of its own.
+
+    While a batch is under way a second thread works on the bytes of another: it verifies the one before, or seals the
+    next.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.store = work.open()
         batch = work.setup.batch_pages
-        self._trailers = [np.zeros((batch, f.trailer_bytes), np.uint8) for f in work.formats]
+        self._trailers = [np.zeros((2, batch, form.trailer_bytes), np.uint8) for form in work.formats]
         self._registered_slots = 0
+        self.beside = ThreadPoolExecutor(1, initializer=name_this_thread, initargs=("flexkv-digest",))
         for trailers in self._trailers:
             self._register(trailers.reshape(-1))
 
@@ -83,34 +110,39 @@ class Mover(ABC):
         self._register_slots()
         done = Done(message.number, np.empty(0, np.int32), np.empty(0, np.uint8))
         causes = np.full(len(message.slots), FailureCause.NOT_EXECUTED, np.uint8)
-        ended = np.zeros(len(message.slots), np.bool_)
-        batch = self.work.setup.batch_pages
-        for first in range(0, len(message.slots), batch):
-            if message.number <= self.work.cancelled or done.lost:
-                done.reason = done.reason or done.lost or "cancelled"
-                break
-            part = range(first, min(first + batch, len(message.slots)))
-            self.pause(message, len(part) * self.work.formats[message.group].value_bytes)
-            for page, cause in zip(part, self._move_batch(message, part, done), strict=True):
-                ended[page], causes[page] = cause is None, cause or 0
-            self.work.tell(Progress(message.number))
-        done.failed = np.flatnonzero(~ended).astype(np.int32)
-        done.causes = causes[~ended]
+        arrived = np.zeros(len(message.slots), np.bool_)
+
+        def take(batch: Batch, of_pages: Causes) -> None:
+            for page, cause in zip(batch.part, of_pages, strict=True):
+                arrived[page], causes[page] = cause is None, cause or 0
+
+        self.carry(message, self._batches(message, done), done, take)
+        done.failed = np.flatnonzero(~arrived).astype(np.int32)
+        done.causes = causes[~arrived]
+        done.bytes = self.work.formats[message.group].value_bytes * done.outcomes["ok"]
         self.work.tell(done)
 
-    def _move_batch(self, message: Pages, part: range, done: Done) -> list[FailureCause | None]:
-        form, trailers = self.work.formats[message.group], self._trailers[message.group]
-        slots = [self.work.pool.slot(int(message.slots[page])) for page in part]
-        names = form.names(message.keys[part.start : part.stop])
-        values = [form.parts(slot, trailer) for slot, trailer in zip(slots, trailers, strict=False)]
-        begun_s, arrived = time.monotonic(), done.outcomes["ok"]
-        causes = self.call(message, part, names, values, slots, done)
-        if any(cause is FailureCause.SOURCE for cause in causes):
+    def _batches(self, message: Pages, done: Done) -> Iterator[Batch]:
+        """As far as they are to be begun: not those that were cancelled, nor any after the store was lost."""
+        form, size = self.work.formats[message.group], self.work.setup.batch_pages
+        for number, first in enumerate(range(0, len(message.slots), size)):
+            if message.number <= self.work.cancelled or done.lost:
+                done.reason = done.reason or done.lost or "cancelled"
+                return
+            part = range(first, min(first + size, len(message.slots)))
+            slots = [self.work.pool.slot(slot) for slot in message.slots[part.start : part.stop].tolist()]
+            trailers = self._trailers[message.group][number % 2]
+            values = [form.parts(slot, trailer) for slot, trailer in zip(slots, trailers, strict=False)]
+            yield Batch(message, part, form.names(message.keys[part.start : part.stop]), values, slots)
+
+    def called(self, batch: Batch, begun_s: float, failed: bool, done: Done) -> None:
+        """A call of the store has ended: is it there, where it failed?"""
+        self.work.tell(Progress(batch.message.number))
+        if failed:
             done.lost = why_lost(self.store)
-            if not done.lost and time.monotonic() - begun_s > self.work.setup.get_s + ALIVE_S:
-                done.lost = f"a call took {time.monotonic() - begun_s:.1f} s"
-        done.bytes += form.value_bytes * (done.outcomes["ok"] - arrived)
-        return causes
+            took_s = time.monotonic() - begun_s
+            if not done.lost and took_s > self.work.setup.get_s + ALIVE_S:
+                done.lost = f"a call took {took_s:.1f} s"
 
     def failed(self, done: Done, outcome: str, reason: str) -> None:
         """Counts a page that did not arrive."""
@@ -118,49 +150,50 @@ class Mover(ABC):
         done.reason = done.reason or reason or outcome
 
     @abstractmethod
-    def pause(self, message: Pages, value_bytes: int) -> None:
-        """Waits until so many bytes may be moved."""
-
-    @abstractmethod
-    def call(
-        self,
-        message: Pages,
-        part: range,
-        names: Sequence[str],
-        values: Sequence[Sequence[Part]],
-        slots: Sequence[NDArray[np.uint8]],
-        done: Done,
-    ) -> list[FailureCause | None]:
-        """Moves the pages of `part`; of each why it failed, or None. SOURCE: the store, or the way to it."""
+    def carry(
+        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
+    ) -> None:
+        """Moves the batches, and says of each how its pages fared."""
 
 
 class Getter(Mover):
     """Reads values into slots. What is not the page that was asked for never counts, and the store is to lose it."""
 
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self._bad: list[str] = []
+        """Names of values that are not what they should be."""
+
     def carry_out(self, message: Get) -> None:
         self.move(message)
 
-    def pause(self, message: Pages, value_bytes: int) -> None:
-        """Somebody waits for what is read."""
+    def carry(
+        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
+    ) -> None:
+        under_check: tuple[Batch, Future[Causes]] | None = None
+        for batch in batches:
+            begun_s = time.monotonic()
+            outcomes = self.store.get(batch.names, batch.values, self.work.setup.get_s)
+            why, failed = self.store.last_error, Outcome.FAILED in outcomes
+            if under_check is not None:
+                take(under_check[0], under_check[1].result())
+            under_check = batch, self.beside.submit(self._check, batch, outcomes, why, done)
+            self.called(batch, begun_s, failed, done)
+        if under_check is not None:
+            take(under_check[0], under_check[1].result())
+        if self._bad:
+            bad, self._bad = self._bad, []
+            self.store.remove(bad, REMOVE_S)
 
-    def call(
-        self,
-        message: Pages,
-        part: range,
-        names: Sequence[str],
-        values: Sequence[Sequence[Part]],
-        slots: Sequence[NDArray[np.uint8]],
-        done: Done,
-    ) -> list[FailureCause | None]:
-        outcomes = self.store.get(names, values, self.work.setup.get_s)
-        form, now = self.work.formats[message.group], unix_now_s()
+    def _check(self, batch: Batch, outcomes: Sequence[Outcome], why: str, done: Done) -> Causes:
+        message, now = batch.message, unix_now_s()
+        form = self.work.formats[message.group]
         causes: list[FailureCause | None] = []
-        bad: list[str] = []
-        for i, (page, outcome) in enumerate(zip(part, outcomes, strict=True)):
-            cause, miss, reason = FailureCause.CONTENT, outcome.name.lower(), self.store.last_error
+        for i, (page, outcome) in enumerate(zip(batch.part, outcomes, strict=True)):
+            cause, miss, reason = FailureCause.CONTENT, outcome.name.lower(), why
             if outcome is Outcome.OK:
-                tokens = int(message.tokens[page])
-                miss, reason = form.check(slots[i], values[i][-1], message.keys[page], tokens, now)
+                trailer, tokens = batch.values[i][-1], int(message.tokens[page])
+                miss, reason = form.check(batch.slots[i], trailer, message.keys[page], tokens, now)
             elif outcome is Outcome.FAILED:
                 cause = FailureCause.SOURCE
             if miss == "none":
@@ -168,11 +201,9 @@ class Getter(Mover):
                 causes.append(None)
                 continue
             if outcome in (Outcome.OK, Outcome.OTHER_SIZE):
-                bad.append(names[i])
+                self._bad.append(batch.names[i])
             self.failed(done, miss, reason)
             causes.append(cause)
-        if bad:
-            self.store.remove(bad, REMOVE_S)
         return causes
 
 
@@ -192,7 +223,53 @@ class Putter(Mover):
         else:
             self.move(message)
 
-    def pause(self, message: Pages, value_bytes: int) -> None:
+    def carry(
+        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
+    ) -> None:
+        batch = next(batches, None)
+        sealed = None if batch is None else self.beside.submit(self._seal, batch)
+        while batch is not None and sealed is not None:
+            sealed.result()
+            current, batch = batch, next(batches, None)
+            # Asked after the last call's outcome was seen, and sealed while this batch is sent.
+            sealed = None if batch is None else self.beside.submit(self._seal, batch)
+            take(current, self._put(current, done))
+            if done.lost:
+                if sealed is not None:
+                    sealed.result()
+                done.reason = done.reason or done.lost
+                return
+
+    def _seal(self, batch: Batch) -> None:
+        message, setup, now = batch.message, self.work.setup, unix_now_s()
+        form, expiry = self.work.formats[message.group], 0 if setup.ttl_s is None else now + setup.ttl_s
+        for i, page in enumerate(batch.part):
+            trailer, tokens = batch.values[i][-1], int(message.tokens[page])
+            form.seal(batch.slots[i], trailer, message.keys[page], tokens, expiry, now)
+
+    def _put(self, batch: Batch, done: Done) -> Causes:
+        get_s = self.work.setup.get_s
+        self._pause(batch)
+        begun_s = time.monotonic()
+        there = self.store.exists(batch.names, get_s)
+        new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
+        causes: list[FailureCause | None] = [None] * len(batch.names)
+        done.outcomes["known"] += len(batch.names) - len(new)
+        names, values = [batch.names[i] for i in new], [batch.values[i] for i in new]
+        outcomes = self.store.put(names, values, get_s) if new else []
+        why = self.store.last_error
+        for i, outcome in zip(new, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                done.outcomes["ok"] += 1
+                continue
+            full = outcome is Outcome.FULL
+            causes[i] = FailureCause.NOT_EXECUTED if full else FailureCause.SOURCE
+            self.failed(done, outcome.name.lower(), why)
+        self.called(batch, begun_s, FailureCause.SOURCE in causes, done)
+        return causes
+
+    def _pause(self, batch: Batch) -> None:
+        """Waits until the batch's bytes may be sent."""
         rate = self.work.setup.put_bytes_per_s
         if rate is None:
             return
@@ -201,39 +278,8 @@ class Putter(Mover):
             # A second's worth may be sent at once after a quiet time, and no more.
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
-            if self._allowance >= 0 or message.number <= self.work.cancelled:
-                self._allowance -= value_bytes
+            if self._allowance >= 0 or batch.message.number <= self.work.cancelled:
+                self._allowance -= len(batch.part) * self.work.formats[batch.message.group].value_bytes
                 return
             time.sleep(min(PAUSE_S, -self._allowance / rate))
-            self.work.tell(Progress(message.number))
-
-    def call(
-        self,
-        message: Pages,
-        part: range,
-        names: Sequence[str],
-        values: Sequence[Sequence[Part]],
-        slots: Sequence[NDArray[np.uint8]],
-        done: Done,
-    ) -> list[FailureCause | None]:
-        setup = self.work.setup
-        there = self.store.exists(names, setup.get_s)
-        new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
-        causes: list[FailureCause | None] = [None] * len(names)
-        done.outcomes["known"] += len(names) - len(new)
-        form, now = self.work.formats[message.group], unix_now_s()
-        expiry = 0 if setup.ttl_s is None else now + setup.ttl_s
-        for i in new:
-            page = part[i]
-            form.seal(slots[i], values[i][-1], message.keys[page], int(message.tokens[page]), expiry, now)
-        outcomes = (
-            self.store.put([names[i] for i in new], [values[i] for i in new], setup.get_s) if new else []
-        )
-        for i, outcome in zip(new, outcomes, strict=True):
-            if outcome is Outcome.OK:
-                done.outcomes["ok"] += 1
-                continue
-            full = outcome is Outcome.FULL
-            causes[i] = FailureCause.NOT_EXECUTED if full else FailureCause.SOURCE
-            self.failed(done, outcome.name.lower(), self.store.last_error)
-        return causes
+            self.work.tell(Progress(batch.message.number))
