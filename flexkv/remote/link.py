@@ -117,7 +117,7 @@ class HelperLink:
         while self._outgoing and process is not None and not self._killed and process.send(self._outgoing[0]):
             self._outgoing.popleft()
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """Takes what has come and sends what could not be sent before."""
         while self._process is not None and (message := self._process.receive()) is not None:
             self._take(message)
@@ -180,7 +180,7 @@ class HelperLink:
         """Ends what hangs, starts again what has ended, asks a store that was lost. Called a few times a second."""
         if self.closed:
             return
-        self.pump()
+        self.poll()
         now_s, process = self._clock(), self._process
         if process is None:
             if self.breaker.due(now_s):
@@ -246,7 +246,7 @@ class HelperLink:
         if not self.closed and not self._killed:
             self.post(Cancel(self.last_number))
             while self.user.silent_since() is not None and time.monotonic() < ends_s - deadline_s / 2:
-                self.pump()
+                self.poll()
                 if process.ended:
                     break
                 time.sleep(LOOK_S)

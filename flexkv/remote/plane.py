@@ -155,7 +155,7 @@ class RemotePlane:
 
     def poll(self) -> list[OpResult]:
         """The ops that have ended since the last call."""
-        self.link.pump()
+        self.link.poll()
         self._expire_questions()
         ended, self._ended = self._ended, []
         return ended

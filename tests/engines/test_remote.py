@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from demo.engine_process import SEPARATE_CORE
 from flexkv.remote.base import Outcome, Store, StoreOptions
 from flexkv.remote.stores import open_store
 from flexkv.remote.values import ValueFormat
@@ -32,6 +33,7 @@ from .remote_ops import HELPER
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 from .test_disk import SLAB_BYTES, wait_durable
 from .test_hybrid import WINDOW_PAGES
+from .test_parallel import TWO_RANKS
 
 HITS = "vllm:flexkv_hit_blocks_total{tier=remote}"
 HOST_HITS = "vllm:flexkv_hit_blocks_total{tier=host}"
@@ -369,6 +371,22 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
     # The same prompt: all but the token that is computed to sample from.
     lose_host(session)
     assert session.check_one(prompt).cached == 169
+
+
+def test_two_ranks_read_what_two_ranks_have_written(
+    engines: Engines, redis: RedisServer, stream: int
+) -> None:
+    """As deployed: the scheduler in a process of its own, whose child reads into memory that both ranks share."""
+    assert redis.ask("FLUSHALL") == b"+OK\r\n"
+    prompt = Prompt.of(TOKENS, stream)
+    pages = prompt.whole_blocks // BLOCK_TOKENS
+    for cached in (0, prompt.whole_blocks):
+        session = engines.another(
+            connector(**settings(redis)), {**SEPARATE_CORE, **TWO_RANKS}, tensor_parallel_size=2
+        )
+        assert session.check_one(prompt).cached == cached
+        until(session, lambda: redis.ask("DBSIZE") == b":%d\r\n" % pages, "not all pages were written")
+        engines.close_others()
 
 
 def test_an_engine_over_mooncake_serves_the_next_one(

@@ -30,10 +30,12 @@ READERS = {
     "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
     "flexkv/adapters/common/metric_report.py": "`FOLDER_VARIABLE`",
     "flexkv/remote/mooncake/client.py": "`CLIENT_ENVIRONMENT`",
+    "flexkv/remote/process.py": "all, for the process that it starts",
+    "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
 """Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md; the
-third one that prometheus_client reads as well, docs/metrics.md; the last whether those that Mooncake's library reads
-are there."""
+third one that prometheus_client reads as well, docs/metrics.md; the fourth whether those that Mooncake's library reads
+are there; the last two hand theirs on."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

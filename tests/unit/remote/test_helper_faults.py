@@ -14,7 +14,6 @@ import pytest
 
 from flexkv.errors import StoreError
 from flexkv.remote.base import Store
-from flexkv.remote.link import HelperLink
 from flexkv.remote.process import HelperProcess
 from tests.servers.redis import RedisServer
 from tests.unit.remote.helper_faults import (
@@ -136,41 +135,6 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
     assert watch_slots(unit, PAGES)
     plan.clear()
     heals(unit, KEYS)
-
-
-def end_at_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken link: what is under way ends when the process is killed, which the kernel may do later."""
-    monkeypatch.setattr(HelperProcess, "kill", lambda self: None)
-    lost = HelperLink.lost
-
-    def ends(self: HelperLink, reason: str) -> None:
-        lost(self, reason)
-        self.user.reaped(reason)
-
-    monkeypatch.setattr(HelperLink, "lost", ends)
-
-
-def test_control_slots_that_are_free_at_the_kill(
-    stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is read then may change under its reader: the process goes on where it was stopped."""
-    unit = stored()
-    with monkeypatch.context() as patch:
-        end_at_the_kill(patch)
-        plan.set("get", "stop")
-        begin_fetch(unit, KEYS)
-        pid = unit.helper_pid
-        assert not watch_slots(unit, PAGES)
-        # All slots, so that those that the process has the addresses of are among them.
-        slots = int(unit.manager.hub.index.up_slots(0))
-        others = chain("other", slots)
-        assert unit.store(others[: slots // 2]) == slots // 2
-        assert unit.store(others[slots // 2 :]) == slots - slots // 2
-        assert unit.load(others) == slots * BLOCK_TOKENS
-        plan.clear()
-        os.kill(pid, signal.SIGCONT)
-        with pytest.raises(AssertionError, match="a wrong byte"):
-            unit.poll_until(lambda: unit.load(others) == 0, "the late write shows", 10.0)
 
 
 def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(

@@ -22,23 +22,28 @@ def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, i
 
     def add(name: str, value: int, label: str = "", of: str = "") -> None:
         if value:
-            found[f"flexkv_remote_{name}_total", ((label, of),) if label else ()] += value
+            found[name, ((label, of),) if label else ()] += value
 
-    add("pages", totals.gets[OK], "direction", "read")
-    add("pages", totals.puts[OK], "direction", "write")
-    add("bytes", totals.bytes_got, "direction", "read")
-    add("bytes", totals.bytes_put, "direction", "write")
+    add("flexkv_remote_pages_total", totals.gets[OK], "direction", "read")
+    add("flexkv_remote_pages_total", totals.puts[OK], "direction", "write")
+    add("flexkv_remote_bytes_total", totals.bytes_got, "direction", "read")
+    add("flexkv_remote_bytes_total", totals.bytes_put, "direction", "write")
     for outcome, pages in totals.gets.items():
         if outcome != OK:
-            add("missed_pages", pages, "reason", MISSED.get(outcome, "content"))
+            add("flexkv_remote_missed_pages_total", pages, "reason", MISSED.get(outcome, "content"))
     for outcome, pages in totals.puts.items():
         if outcome != OK:
-            add("dropped_pages", pages, "reason", outcome if outcome in DROPPED else "failed")
-    add("dropped_pages", counts.dropped_writes, "reason", "busy")
+            add(
+                "flexkv_remote_dropped_pages_total",
+                pages,
+                "reason",
+                outcome if outcome in DROPPED else "failed",
+            )
+    add("flexkv_remote_dropped_pages_total", counts.dropped_writes, "reason", "busy")
     for outcome, lookups in totals.lookups.items():
-        add("lookups", lookups, "outcome", outcome)
-    add("lookups", counts.waits, "outcome", "waited")
-    add("lookups", counts.late, "outcome", "late")
-    add("lookups", counts.left, "outcome", "computed")
-    add("restarts", totals.restarts)
+        add("flexkv_remote_lookups_total", lookups, "outcome", outcome)
+    add("flexkv_remote_lookups_total", counts.waits, "outcome", "waited")
+    add("flexkv_remote_lookups_total", counts.late, "outcome", "late")
+    add("flexkv_remote_lookups_total", counts.left, "outcome", "computed")
+    add("flexkv_remote_restarts_total", totals.restarts)
     return found
