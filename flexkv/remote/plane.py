@@ -23,6 +23,9 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 logger = get_logger(__name__)
 
+NO_FAULT = frozenset({"ok", "absent", "expired"})
+"""Outcomes of a get that a store in good order has too."""
+
 Presences = Sequence[NDArray[np.uint8]]
 """Per group `Presence` of the leading keys that were asked for; empty where nobody answered."""
 
@@ -254,7 +257,8 @@ class RemotePlane:
         if not moving.waiting:
             self._end(moving)
         good = done.outcomes["ok"]
-        failed = sum(done.outcomes.values()) - good
+        # What was evicted or has expired since the store was asked says nothing of the store.
+        failed = sum(pages for outcome, pages in done.outcomes.items() if outcome not in NO_FAULT)
         if done.lost:
             self.link.lost(done.lost)
         elif is_get and (why := self.link.breaker.judge(good, failed)):

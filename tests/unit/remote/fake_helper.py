@@ -130,10 +130,16 @@ class PlayedPlane:
         return int(self.helper.all_of(Probe)[-1].number)
 
     def done(
-        self, number: int, failed: Sequence[int] = (), ok: int = 3, cause: int = 1, lost: str = ""
+        self,
+        number: int,
+        failed: Sequence[int] = (),
+        ok: int = 3,
+        cause: int = 1,
+        lost: str = "",
+        outcome: str = "content",
     ) -> None:
         causes = np.full(len(failed), cause, np.uint8)
-        outcomes = Counter(ok=ok - len(failed), content=len(failed))
+        outcomes = Counter({"ok": ok - len(failed), outcome: len(failed)})
         self.helper.says.append(
             Done(number, np.array(failed, np.int32), causes, outcomes, "why" if len(failed) else "", lost)
         )

@@ -235,6 +235,14 @@ def test_values_that_cannot_be_read_open_the_breaker(played: PlayedPlane) -> Non
     assert "12" in played.plane.down_reason
 
 
+@pytest.mark.parametrize("outcome", ["absent", "expired"])
+def test_values_evicted_or_expired_leave_the_breaker_alone(played: PlayedPlane, outcome: str) -> None:
+    for number in range(12):
+        played.done(played.get(number)[0], [0, 1, 2], outcome=outcome)
+        assert len(played.plane.poll()) == 1
+    assert played.link.usable
+
+
 def test_message_that_finds_no_room_is_sent_later_and_in_order(played: PlayedPlane) -> None:
     sent = len(played.helper.got)
     played.helper.room = False
