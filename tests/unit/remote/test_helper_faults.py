@@ -14,6 +14,7 @@ import pytest
 
 from flexkv.errors import StoreError
 from flexkv.remote.base import Store
+from flexkv.remote.link import HelperLink
 from flexkv.remote.process import HelperProcess
 from tests.servers.redis import RedisServer
 from tests.unit.remote.helper_faults import (
@@ -135,6 +136,24 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
     assert watch_slots(unit, PAGES)
     plan.clear()
     heals(unit, KEYS)
+
+
+def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken link does not wait for the kernel: slots are free while the process can write to them still."""
+    unit, lost = stored(), HelperLink.lost
+
+    def ends(self: HelperLink, reason: str) -> None:
+        lost(self, reason)
+        self.user.reaped(reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HelperProcess, "kill", lambda self: None)
+        patch.setattr(HelperLink, "lost", ends)
+        plan.set("get", "stop")
+        begin_fetch(unit, KEYS)
+        pid = unit.helper_pid
+        assert not watch_slots(unit, PAGES)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
