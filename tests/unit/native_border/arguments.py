@@ -165,6 +165,7 @@ BY_NAME: dict[str, Callable[[World], object]] = {
     "tag": lambda _: bytes(TAG_BYTES),
     "tiers_mask": lambda _: 3,
     "ticket": lambda world: world.ticket(),
+    "trailer": lambda world: bytearray(world.get("PageCodec").trailer_bytes),
     "tokens": lambda _: [1, 2, 3, 4],
     "written": lambda _: 1,
 }
