@@ -47,6 +47,13 @@ class Outcome(IntEnum):
     """The store, the way to it, or the deadline. The memory of a get may have been written to."""
 
 
+NO_VALUE = -1
+"""For a size: the store has no such name."""
+
+NOT_SAID = -2
+"""For a size: the store did not say; `last_error` has the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How a store is reached.
@@ -109,6 +116,11 @@ class Store(ABC):
     @abstractmethod
     def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
         """Stores values under names that the store is not known to have. Which of two writers wins is the store's."""
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
+        """Bytes of each name's value, or NO_VALUE, or NOT_SAID. For people, who do not know what they look at: it may
+        read the values to find out."""
 
     @abstractmethod
     def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:

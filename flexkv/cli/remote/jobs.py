@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from flexkv.cli.remote.bench import bench
-from flexkv.cli.remote.sizes import value_sizes
 from flexkv.cli.remote.stored_value import StoredValue, read_value
+from flexkv.errors import StoreError
 from flexkv.observe import unix_now_s
-from flexkv.remote.base import Outcome, Store, StoreOptions, masked_url
+from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Store, StoreOptions, masked_url
 from flexkv.remote.stores import open_store
 
 MOST_VALUE_BYTES = 1 << 30
@@ -65,26 +65,30 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """What each value says of itself; None: the store has no such name."""
-    sizes = value_sizes(options, names, deadline_s)
-    found: list[StoredValue | None] = []
+    """What each value says of itself; None: the store has no such name.
+
+    Raises:
+        StoreError: the store did not say what it has.
+    """
     with opened(options) as store:
-        for name, size in zip(names, sizes, strict=True):
-            if size is None:
-                found.append(None)
-            elif size > MOST_VALUE_BYTES:
-                found.append(StoredValue(name, size, f"it has more than {MOST_VALUE_BYTES >> 20} MiB"))
-            else:
-                value = np.zeros(size, np.uint8)
-                (outcome,) = store.get([name], [[value]], deadline_s)
-                if outcome is Outcome.ABSENT:
-                    found.append(None)
-                elif outcome is Outcome.OK:
-                    found.append(read_value(name, value, unix_now_s()))
-                else:
-                    why = store.last_error or outcome.name.lower()
-                    found.append(StoredValue(name, size, f"it cannot be read: {why}"))
-    return found
+        sizes = store.sizes(names, deadline_s)
+        if NOT_SAID in sizes:
+            raise StoreError(store.last_error or "the store did not answer")
+        return [_look_at(store, name, size, deadline_s) for name, size in zip(names, sizes, strict=True)]
+
+
+def _look_at(store: Store, name: str, size: int, deadline_s: float) -> StoredValue | None:
+    if size == NO_VALUE:
+        return None
+    if size > MOST_VALUE_BYTES:
+        return StoredValue(name, size, f"it has more than {MOST_VALUE_BYTES >> 20} MiB")
+    value = np.zeros(size, np.uint8)
+    (outcome,) = store.get([name], [[value]], deadline_s)
+    if outcome is Outcome.ABSENT:
+        return None
+    if outcome is Outcome.OK:
+        return read_value(name, value, unix_now_s())
+    return StoredValue(name, size, f"it cannot be read: {store.last_error or outcome.name.lower()}")
 
 
 def drop(options: StoreOptions, names: Sequence[str], deadline_s: float) -> tuple[list[bool], str]:

@@ -11,7 +11,17 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from flexkv.errors import ContractError, StoreError
-from flexkv.remote.base import Outcome, Part, Presence, Store, StoreOptions, Value, masked_url
+from flexkv.remote.base import (
+    NO_VALUE,
+    NOT_SAID,
+    Outcome,
+    Part,
+    Presence,
+    Store,
+    StoreOptions,
+    Value,
+    masked_url,
+)
 from flexkv.remote.mooncake.client import UNREACHABLE, Client
 
 BATCH_VALUES = 8
@@ -119,6 +129,16 @@ class MooncakeStore(Store):
         known = {0: Outcome.OK, EXISTS: Outcome.OK, NO_ROOM: Outcome.FULL}
         return [known.get(code, Outcome.FAILED) for code in codes]
 
+    def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
+        until_s = self._begin(deadline_s)
+        codes = [self._size(name, until_s) for name in names]
+        return [code if code >= 0 else NO_VALUE if code == ABSENT else NOT_SAID for code in codes]
+
+    def _size(self, name: str, until_s: float) -> int:
+        """Bytes of its value, or the library's code; -900 where it was not asked."""
+        client = self._client_until(until_s)
+        return -900 if client is None else self._heard([int(client.get_size(name))])[0]
+
     def alive(self, deadline_s: float) -> str:
         # A master whose machine has vanished does not end its connections: this asks for a new one.
         self._client.doubt()
@@ -210,10 +230,8 @@ class MooncakeStore(Store):
         fit and for a transfer that failed."""
         found = []
         for number in doubtful:
-            client = self._client_until(until_s)
-            stored = -900 if client is None else client.get_size(names[number])
+            stored = self._size(names[number], until_s)
             if stored < 0 and stored != ABSENT:
-                self._heard([stored])
                 break
             if stored >= 0 and stored != sizes[number]:
                 found.append(number)

@@ -76,6 +76,9 @@ class FaultyStore(Store):
         self.last_error = self._inner.last_error
         return outcomes
 
+    def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
+        return self._inner.sizes(names, deadline_s)
+
     def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
         return self._inner.remove(names, deadline_s)
 

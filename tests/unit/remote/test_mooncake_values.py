@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexkv.errors import ClosedError
-from flexkv.remote.base import Outcome, Presence
+from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence
 from tests.servers.mooncake import Master, mooncake
 from tests.servers.namespace import Namespace, network_namespace
 from tests.unit.remote.mooncake_child import GUARD, StoreChild, store_child
@@ -71,6 +71,15 @@ def test_value_of_another_size_writes_nothing(child: StoreChild, sizes: list[int
     assert parts[2] == value
     assert kept
     assert child.call("last_error") == ""
+
+
+def test_sizes_are_those_of_the_values(child: StoreChild) -> None:
+    sizes = [1, 4, 4097]
+    names = [f"of {size}" for size in sizes]
+    child.call("put", names, [random_value([size]) for size in sizes], DEADLINE_S)
+    assert child.ask("sizes", [names[0], "nothing", *names[1:]], DEADLINE_S) == [1, NO_VALUE, 4, 4097]
+    assert child.ask("sizes", names[:1], 0.0) == [NOT_SAID]
+    child.ask("remove", names, DEADLINE_S)
 
 
 def test_names_are_found_until_they_are_removed(child: StoreChild) -> None:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from flexkv.remote.base import Outcome, Presence, Store, StoreOptions
+from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence, Store, StoreOptions
 from flexkv.remote.redis.exchange import SKIP_BYTES
 from flexkv.remote.stores import open_store
 from tests.servers.redis import RedisServer
@@ -65,6 +65,17 @@ def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
     assert redis_store.last_error == ""
     assert redis_store.remove(names, DEADLINE_S) == [True] * 4
     assert redis_store.exists(names, DEADLINE_S) == [Presence.NO] * 4
+
+
+def test_sizes_are_those_of_the_values(redis_store: Store) -> None:
+    """Also one that would be a code, and one of many bytes between others."""
+    sizes = [0, 1, 4, 3_000_001, 7]
+    names = [f"of {size}" for size in sizes]
+    redis_store.put(names, [[drawn(size, size)] for size in sizes], DEADLINE_S)
+    asked = [*names[:3], "nothing", *names[3:]]
+    assert redis_store.sizes(asked, DEADLINE_S) == [0, 1, 4, NO_VALUE, 3_000_001, 7]
+    assert redis_store.sizes(asked[:2], 0.0) == [NOT_SAID] * 2
+    assert redis_store.last_error
 
 
 def test_nothing_is_asked_for_no_names(redis_store: Store) -> None:
