@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from enum import Enum
@@ -65,8 +66,11 @@ class Breaker:
 
     def judge(self, good: int, failed: int) -> str:
         """So many values were read, and so many not, of a store that is there: why it is lost all the same, or
-        nothing."""
-        self._recent.extend([True] * min(good, WATCHED) + [False] * min(failed, WATCHED))
+        nothing. In which order they came is not known: of more than WATCHED the same share counts."""
+        read = good + failed
+        watched = min(read, WATCHED)
+        bad_now = math.ceil(failed * watched / read) if read else 0
+        self._recent.extend([True] * (watched - bad_now) + [False] * bad_now)
         bad = self._recent.count(False)
         return f"of the last {WATCHED} values {bad} could not be read" if 2 * bad > WATCHED else ""
 

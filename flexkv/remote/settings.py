@@ -41,7 +41,7 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
 
 def client_environment(options: StoreOptions) -> dict[str, str]:
     """Variables that the client's library reads when it is loaded."""
-    if options.urls[0].startswith("mooncake:"):
+    if options.urls[0].lower().startswith("mooncake:"):
         from flexkv.remote.mooncake import CLIENT_ENVIRONMENT
 
         return dict(CLIENT_ENVIRONMENT)
@@ -70,13 +70,13 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def _readable(path: str, setting: str = "remote.ca_file") -> str:
+def _readable(path: str) -> str:
     try:
         with open(path, "rb"):
             return path
     except OSError as error:
         raise ConfigError(
-            f"{setting}={path!r}: {error.strerror}; needed is a file that can be read"
+            f"remote.ca_file={path!r}: {error.strerror}; needed is a file that can be read"
         ) from error
 
 

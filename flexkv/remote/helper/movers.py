@@ -28,8 +28,6 @@ REMOVE_S = 1.0
 PAUSE_S = 0.5
 """Longest wait for a share of the bandwidth between two signs of life."""
 
-NO_TICKET = -1
-
 
 @dataclass(slots=True)
 class Work:
@@ -250,8 +248,17 @@ class Putter(Mover):
     def _put(self, batch: Batch, done: Done) -> Causes:
         get_s = self.work.setup.get_s
         self._pause(batch)
+        if batch.message.number <= self.work.cancelled:
+            done.reason = done.reason or "cancelled"
+            return [FailureCause.NOT_EXECUTED] * len(batch.names)
         begun_s = time.monotonic()
         there = self.store.exists(batch.names, get_s)
+        if Presence.UNKNOWN in there:
+            # Of a store of several servers some may have answered.
+            self.called(batch, begun_s, True, done)
+            if done.lost:
+                return [FailureCause.NOT_EXECUTED] * len(batch.names)
+            begun_s = time.monotonic()
         new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
         causes: list[FailureCause | None] = [None] * len(batch.names)
         done.outcomes["known"] += len(batch.names) - len(new)

@@ -34,7 +34,8 @@ class RedisStore(Store):
     check is gone with the next put even where its removal failed.
 
     Raises:
-        StoreError: a URL is not allowed, `ca_file` cannot be used, or there is a user without a password.
+        StoreError: a URL is not allowed, `ca_file` cannot be used, there is a user without a password, or RDMA is asked
+            for.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -46,6 +47,8 @@ class RedisStore(Store):
             raise StoreError(
                 f"remote.ca_file={options.ca_file!r} needs rediss:// in remote.urls: redis:// is no TLS"
             )
+        if options.rdma_devices:
+            raise StoreError("Redis is reached over TCP alone: remote.rdma_devices must be empty")
         login = Login(options.user, options.password)
         self._servers = [Connection(address, login, tls, options.connect_s) for address in addresses]
         self._seeds = seeds_of([address.identity for address in addresses])

@@ -102,6 +102,14 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
     assert breaker.judge(0, half) == ""
 
 
+@pytest.mark.parametrize("pages", [WATCHED + 1, 101, 1011])
+def test_of_many_values_at_once_the_share_counts(pages: int) -> None:
+    """Not those that happened to be counted last."""
+    half = pages // 2
+    assert closed().judge(pages - half // 2, half // 2) == ""
+    assert closed().judge(pages - half - 1, half + 1)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = 5.0

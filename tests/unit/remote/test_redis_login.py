@@ -212,3 +212,8 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     for ca_file in ("empty", "absent"):
         with pytest.raises(StoreError, match="ca_file"):
             open_store(StoreOptions(("rediss://host",), ca_file=str(tmp_path / ca_file)))
+
+
+def test_what_redis_does_not_have_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"remote\.rdma_devices must be empty"):
+        open_store(StoreOptions(("redis://127.0.0.1",), rdma_devices=("mlx5_0",)))

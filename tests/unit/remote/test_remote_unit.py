@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -155,9 +156,29 @@ def test_a_prefetch_goes_on_when_the_store_has_answered(build: Build) -> None:
 
 def test_a_budget_slows_what_is_written_and_loses_nothing(build: Build) -> None:
     keys = chain("prompt", 64)
-    unit = build(remote__put_bytes_per_s=400_000)
+    rate = 200_000
+    unit = build(remote__put_bytes_per_s=rate)
+    begun_s = time.monotonic()
     written(unit, keys)
     assert unit.plane.totals.puts["ok"] == 64
+    # A second's worth may go at once, and the last batch ahead of its time.
+    batch = unit.plane.totals.bytes_put // 8
+    assert time.monotonic() - begun_s > (unit.plane.totals.bytes_put - batch) / rate - 1
+
+
+def test_what_waits_for_its_share_is_not_sent_after_the_store_was_lost(
+    build: Build, redis: RedisServer
+) -> None:
+    unit = build(remote__put_bytes_per_s=20_000)
+    unit.store(chain("prompt", 64))
+    unit.poll_until(lambda: redis.ask("DBSIZE") != b":0\r\n", "a batch is written")
+    unit.plane.link.lost("as the test says")
+    stored = redis.ask("DBSIZE")
+    unit.poll_until(lambda: not unit.plane._moving, "the write ends")
+    assert redis.ask("DBSIZE") == stored
+    assert unit.plane.totals.puts["ok"] == int(stored[1:]) < 64
+    unit.up()
+    unit.check_no_leaks()
 
 
 class Spoiler:
