@@ -78,7 +78,7 @@ class HelperLink:
         self.last_number = 0
         self._numbers = itertools.count(1)
         self._process: HelperProcess | None = None
-        self._ready = self._killed = self.closed = False
+        self._ready = self._killed = self._garbled = self.closed = False
         self._refused = ""
         self._began_s = 0.0
         self._alive = 0
@@ -119,9 +119,21 @@ class HelperLink:
 
     def poll(self) -> None:
         """Takes what has come and sends what could not be sent before."""
-        while self._process is not None and (message := self._process.receive()) is not None:
+        while (message := self._received()) is not None:
             self._take(message)
         self._flush()
+
+    def _received(self) -> FromHelper | None:
+        """The next message. A process that says what is none is killed: nothing that it says counts any more."""
+        if self._process is None or self._garbled:
+            return None
+        try:
+            return self._process.receive()
+        except StoreError as error:
+            self._garbled = True
+            self.lost(str(error))
+            self._kill(self._process)
+            return None
 
     def _take(self, message: FromHelper) -> None:
         if isinstance(message, Ready):
@@ -169,7 +181,8 @@ class HelperLink:
             time.sleep(LOOK_S)
 
     def _begin(self) -> None:
-        self._process, self._ready, self._killed, self._refused = self._launch(), False, False, ""
+        self._process, self._refused = self._launch(), ""
+        self._ready = self._killed = self._garbled = False
         self._began_s = self._clock()
         self.restarts += 1
         self._alive = 0
@@ -191,12 +204,15 @@ class HelperLink:
             return
         elif silent := self._silent(now_s):
             self.lost(silent)
-            process.kill()
-            self._killed = True
+            self._kill(process)
         elif self._ready and self.breaker.due(now_s):
             self.breaker.asked()
             self._alive_s = now_s
             self._alive = self.send(Alive)
+
+    def _kill(self, process: HelperProcess) -> None:
+        process.kill()
+        self._killed = True
 
     def _silent(self, now_s: float) -> str:
         """Why the process is taken for one that hangs, or nothing."""

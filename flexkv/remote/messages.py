@@ -6,6 +6,8 @@ Lists of pages are cut so that a packet fits the kernel's default buffer.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import socket
 from collections import Counter
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import KEY_BYTES, Keys
+from flexkv.errors import StoreError
 from flexkv.remote.base import StoreOptions
 from flexkv.remote.values import ValueOwner
 from flexkv.storage.base import DiskGroup
@@ -194,8 +197,19 @@ def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
     """
     Raises:
         OSError: the other end is gone; `BlockingIOError`: of a socket that does not block, there is no room.
+        StoreError: it is too long for a packet.
     """
-    sock.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    try:
+        if len(packet) > PACKET_BYTES:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        sock.send(packet)
+    except OSError as error:
+        if error.errno != errno.EMSGSIZE:
+            raise
+        raise StoreError(
+            f"{type(message).__name__} of {len(packet)} bytes for the process of the remote store is too long"
+        ) from None
 
 
 def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
@@ -203,6 +217,7 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
 
     Raises:
         BlockingIOError: of a socket that does not block, there is none.
+        StoreError: what came is no message: the other end has lost its mind.
     """
     try:
         packet = sock.recv(PACKET_BYTES)
@@ -210,5 +225,8 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
         return None
     if not packet:
         return None
-    message: ToHelper | FromHelper = pickle.loads(packet)
+    try:
+        message: ToHelper | FromHelper = pickle.loads(packet)
+    except Exception as error:  # whatever bytes can make of unpickling
+        raise StoreError(f"a packet that is no message: {type(error).__name__}: {error}") from error
     return message

@@ -5,7 +5,7 @@ Every op ends once, after its last byte has stopped moving: of a process that wa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +25,10 @@ logger = get_logger(__name__)
 
 NO_FAULT = frozenset({"ok", "absent", "expired"})
 """Outcomes of a get that a store in good order has too."""
+
+MOST_REMOVALS = 256
+"""Messages that wait for a store that is away. Of more the oldest are given up: the page is a miss, or damaged as it
+was, to whoever reads it next."""
 
 Presences = Sequence[NDArray[np.uint8]]
 """Per group `Presence` of the leading keys that were asked for; empty where nobody answered."""
@@ -82,7 +86,7 @@ class Moving:
 
 
 class RemotePlane:
-    """Driven by the manager's thread; no call waits but `start` and `close`.
+    """Driven by the manager's thread; no call waits but `close`.
 
     Args:
         link: to the process; the plane is its user.
@@ -109,6 +113,8 @@ class RemotePlane:
         self._answered_s = 0.0
         """When it last answered one, or had none before."""
         self._answers: list[tuple[OpId, Presences]] = []
+        self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
+        """For when the store can be reached."""
         link.join(self)
 
     @property
@@ -120,6 +126,7 @@ class RemotePlane:
         """As of `HelperLink`."""
         self.link.watch()
         self.totals.restarts = max(0, self.link.restarts)
+        self._post_removals()
         self._expire_questions()
 
     # --- ops ---
@@ -164,9 +171,14 @@ class RemotePlane:
         return ended
 
     def remove(self, group: int, keys: Keys) -> None:
-        """The store is to have these pages no more, if it can be reached."""
-        for first in range(0, len(keys) if self.link.usable else 0, MOST_PAGES):
-            self.link.post(Remove(group, keys[first : first + MOST_PAGES]))
+        """The store is to have these pages no more, as soon as it can be reached."""
+        for first in range(0, len(keys), MOST_PAGES):
+            self._removals.append(Remove(group, keys[first : first + MOST_PAGES]))
+        self._post_removals()
+
+    def _post_removals(self) -> None:
+        while self._removals and self.link.usable:
+            self.link.post(self._removals.popleft())
 
     def _end(self, moving: Moving) -> None:
         op = moving.op

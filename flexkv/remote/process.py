@@ -18,7 +18,7 @@ SOCKET_BYTES = 4 << 20
 
 
 class HelperProcess:
-    """One process. All calls but `reaped` and `kill` are for a process that was not killed.
+    """One process.
 
     Args:
         environment: variables that the client's library reads when it is loaded; those that are set already stay.
@@ -57,7 +57,11 @@ class HelperProcess:
         return self._process.pid
 
     def send(self, message: ToHelper) -> bool:
-        """False: there is no room now, or the process is gone, which `ended` tells."""
+        """False: there is no room now, or the process is gone, which `ended` tells.
+
+        Raises:
+            StoreError: it is too long for a packet.
+        """
         try:
             send(self._sock, message)
         except OSError:
@@ -65,13 +69,18 @@ class HelperProcess:
         return True
 
     def receive(self) -> FromHelper | None:
-        """The next message; None where there is none now."""
+        """The next message; None where there is none now.
+
+        Raises:
+            StoreError: what came is no message of a helper.
+        """
         try:
             message = receive(self._sock)
         except OSError:
             return None
-        assert message is None or not isinstance(message, ToHelper)
-        return message
+        if message is None or isinstance(message, FromHelper):
+            return message
+        raise StoreError(f"a packet that is no message of a helper: {type(message).__name__}")
 
     def fileno(self) -> int:
         """To wait for a message."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from flexkv.errors import StoreError
 from flexkv.remote.link import HelperLink
 from flexkv.remote.messages import (
     Alive,
@@ -37,13 +38,13 @@ class FakeHelper:
 
     Attributes:
         got: messages that the unit has sent.
-        says: what the unit has not taken yet.
+        says: what the unit has not taken yet; an error for what is no message.
         room: whether its socket takes anything.
     """
 
     def __init__(self) -> None:
         self.got: list[ToHelper] = []
-        self.says: deque[FromHelper] = deque()
+        self.says: deque[FromHelper | StoreError] = deque()
         self.ended = ""
         self.room = True
         self.was_killed = False
@@ -55,7 +56,10 @@ class FakeHelper:
         return self.room
 
     def receive(self) -> FromHelper | None:
-        return self.says.popleft() if self.says else None
+        said = self.says.popleft() if self.says else None
+        if isinstance(said, StoreError):
+            raise said
+        return said
 
     def kill(self) -> None:
         self.was_killed = True

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
+import socket
+
 import numpy as np
 import pytest
 
-from flexkv.errors import ContractError
+from flexkv.errors import ContractError, StoreError
 from flexkv.remote.base import Presence
 from flexkv.remote.breaker import BreakerState
 from flexkv.remote.link import ALIVE_S, START_S
-from flexkv.remote.messages import MOST_PAGES, Alive, Answer, Get, Put, Ready
+from flexkv.remote.messages import (
+    MOST_PAGES,
+    PACKET_BYTES,
+    Alive,
+    Answer,
+    Get,
+    Put,
+    Ready,
+    Refused,
+    Remove,
+    receive,
+    send,
+)
+from flexkv.remote.plane import MOST_REMOVALS
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpStatus
 from tests.unit.remote.fake_helper import STUCK_S, PlayedPlane, not_executed, op_of
 from tests.unit.remote.remote_unit import chain
@@ -83,7 +99,7 @@ def test_long_get_that_shows_progress_stays(played: PlayedPlane) -> None:
 
 @pytest.mark.parametrize("other", ["answers", "puts"])
 def test_silent_get_is_killed_though_others_show_life(played: PlayedPlane, other: str) -> None:
-    (number,) = played.get(1)
+    played.get(1)
     (busy,) = played.put(2)
     for asked in range(3):
         if other == "answers":
@@ -92,7 +108,6 @@ def test_silent_get_is_killed_though_others_show_life(played: PlayedPlane, other
         played.after(0.4 * STUCK_S)
     assert played.helper.was_killed
     assert not played.link.usable
-    assert number
 
 
 def test_control_get_that_just_began_is_not_silent(played: PlayedPlane) -> None:
@@ -206,6 +221,54 @@ def test_question_for_life_without_an_answer_ends_the_process(played: PlayedPlan
     assert played.helper.was_killed
 
 
+def test_process_that_says_what_is_no_message_is_killed_and_heard_no_more(played: PlayedPlane) -> None:
+    (number,) = played.get(1)
+    played.helper.says.append(StoreError("a packet that is no message"))
+    played.done(number)
+    assert played.plane.poll() == []
+    assert played.helper.was_killed
+    assert "no message" in played.plane.down_reason
+    assert played.plane.poll() == [], "what it says after it does not count"
+    played.end()
+    assert [result.status for result in played.plane.poll()] == [OpStatus.CANCELLED]
+    played.after(2.0)
+    played.answer_alive()
+
+
+@pytest.mark.parametrize("packet", [b"garbage", b"\x80\x05.", pickle.dumps(Ready())[:-3]])
+def test_bytes_that_are_no_message_are_an_error(packet: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.send(packet)
+        with pytest.raises(StoreError, match="no message"):
+            receive(ours)
+        send(theirs, Ready())
+        assert isinstance(receive(ours), Ready)
+
+
+def test_message_that_no_packet_holds_is_an_error() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        with pytest.raises(StoreError, match=r"Refused of .* is too long"):
+            send(ours, Refused("x" * PACKET_BYTES))
+        send(ours, Refused("x" * (PACKET_BYTES // 2)))
+        assert isinstance(receive(theirs), Refused)
+
+
+def test_what_is_to_be_removed_waits_for_the_store(played: PlayedPlane) -> None:
+    played.plane.remove(0, chain("now", 2))
+    played.link.lost("gone")
+    for number in range(MOST_REMOVALS + 1):
+        played.plane.remove(0, chain(number, 1))
+    assert len(played.helper.all_of(Remove)) == 1
+    played.after(1.5)
+    played.helper.says.append(Answer(played.helper.all_of(Alive)[-1].number))
+    played.after(0.1)
+    removed = played.helper.all_of(Remove)[1:]
+    assert len(removed) == MOST_REMOVALS
+    assert np.array_equal(removed[-1].keys, chain(MOST_REMOVALS, 1))
+
+
 def test_process_that_never_comes_up_is_killed(played: PlayedPlane) -> None:
     played.end()
     played.after(2.0)
@@ -288,5 +351,3 @@ def test_close_ends_what_was_under_way_once_the_process_is_reaped(played: Played
     assert played.plane.close(0.02)
     assert [result.status for result in played.plane.poll()] == [OpStatus.CANCELLED]
     assert played.plane.close(0.02)
-    assert played.helper.got
-    assert not any(isinstance(message, Ready) for message in played.helper.says)

@@ -181,6 +181,17 @@ def test_what_waits_for_its_share_is_not_sent_after_the_store_was_lost(
     unit.check_no_leaks()
 
 
+def test_what_is_forgotten_leaves_the_store_though_this_unit_did_not_know_of_it(
+    build: Build, redis: RedisServer
+) -> None:
+    keys = chain("prompt", 6)
+    written(build(), keys)
+    unit = build()
+    unit.manager.forget(0, keys[2:])
+    unit.poll_until(lambda: redis.ask("DBSIZE") == b":2\r\n", "the store has lost them")
+    assert unit.load(keys) == 8
+
+
 class Spoiler:
     """Damages values in the store, as a store that loses bytes or somebody who writes to it may."""
 

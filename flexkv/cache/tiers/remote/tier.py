@@ -268,10 +268,10 @@ class RemoteTier(Tier, Source, Sink, Prober):
         """Not served here for a while, and the store is asked to lose them; what other machines have read is theirs."""
         entries = self.presence.find(group, keys, ready_only=False)
         entries = entries[entries != NO_ENTRY]
-        known = self.presence.keys_of(entries)
-        if len(known):
-            self._liars.add(group, known)
-            self._lane.remove(group, known)
+        if len(keys) and not self._off:
+            # Also what is not remembered: the store may have it from here, or from anybody.
+            self._liars.add(group, keys)
+            self._lane.remove(group, keys)
         return int(np.count_nonzero(self.presence.remove(entries)))
 
     def begin_reset(self) -> None:
