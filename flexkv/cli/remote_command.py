@@ -147,7 +147,7 @@ def _print_bench(result: BenchResult) -> None:
 @_shared
 def get(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
     """Say what the values of these names are: size, key, tokens, age, expiry, and what of it can be verified here. Exit
-    code 1: one is not there, or would be a miss.
+    code 1: one is not there, or its trailer would be a miss.
 
     The trailer, key and KV group are verified. Which bytes belong to which of its digests only the engine knows: they
     are compared as runs of equal length, as most models' are, and otherwise not."""

@@ -137,8 +137,8 @@ class Mover(ABC):
         """A call of the store has ended: is it there, where it failed?"""
         self.work.tell(Progress(batch.message.number))
         if failed:
-            done.lost = why_lost(self.store)
             took_s = time.monotonic() - begun_s
+            done.lost = why_lost(self.store)
             if not done.lost and took_s > self.work.setup.get_s + ALIVE_S:
                 done.lost = f"a call took {took_s:.1f} s"
 
@@ -258,7 +258,7 @@ class Putter(Mover):
             self.called(batch, begun_s, True, done)
             if done.lost:
                 return [FailureCause.NOT_EXECUTED] * len(batch.names)
-            begun_s = time.monotonic()
+        begun_s = time.monotonic()
         new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
         causes: list[FailureCause | None] = [None] * len(batch.names)
         done.outcomes["known"] += len(batch.names) - len(new)

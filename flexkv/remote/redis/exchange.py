@@ -54,6 +54,11 @@ class Exchange:
         self.replies: list[Reply] = []
         self.reason = ""
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything was answered, if only by errors."""
+        return self._answered == len(self._commands)
+
     def steps(self) -> Steps:
         """Raises nothing for what the server does."""
         connection = self._connection

@@ -1,6 +1,7 @@
 """Redis as a store: one client of one or more independent servers.
 
-Each name lives on one server, by `placement`; a server that is away takes its own names along and no others. The user
+Each name lives on one server, by `placement`; a server that is away takes its own names along and no others, and is
+left alone for a while. The user
 that it logs in as needs `+ping +exists +get +set +unlink`, and `+select` where a URL names a database.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,13 +20,16 @@ from flexkv.remote.redis.connection import Connection, Login
 from flexkv.remote.redis.exchange import Command, Exchange
 from flexkv.remote.redis.placement import seeds_of, spread
 from flexkv.remote.redis.resp import Bulk, Refusal, Reply, command, command_a_name, set_frame
+from flexkv.remote.redis.server import Server
 from flexkv.remote.redis.turns import run_together
 
 NO_SPACE = "OOM"
 FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
-PONG = frozenset((b"+PONG",))
+RETRY_S = 0.25
+"""A call waits at most so long for a server that has rested to say that it is there."""
+
 PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
 
 
@@ -50,7 +54,8 @@ class RedisStore(Store):
         if options.rdma_devices:
             raise StoreError("Redis is reached over TCP alone: remote.rdma_devices must be empty")
         login = Login(options.user, options.password)
-        self._servers = [Connection(address, login, tls, options.connect_s) for address in addresses]
+        connections = [Connection(address, login, tls, options.connect_s) for address in addresses]
+        self._servers = [Server(connection, rests=len(addresses) > 1) for connection in connections]
         self._seeds = seeds_of([address.identity for address in addresses])
         self._ttl_s = options.ttl_s
 
@@ -95,15 +100,21 @@ class RedisStore(Store):
         return [reply in PRESENCE for reply in self._ask_flags(b"UNLINK", names, deadline_s)]
 
     def alive(self, deadline_s: float) -> str:
-        ping = [Command((command(b"PING"),), 0, PONG)]
         ends_s = time.monotonic() + deadline_s
-        exchanges = [Exchange(server, ping, ends_s) for server in self._servers]
-        self._run(exchanges)
-        return "" if any(exchange.replies == ["PONG"] for exchange in exchanges) else self.last_error
+        used = {number for number, server in enumerate(self._servers) if server.usable}
+        resting = set(range(len(self._servers))) - used
+        # Those that rest are asked for longer than in passing only where nobody else answers.
+        for numbers in filter(None, (used, resting)):
+            pings = {number: self._servers[number].ping(ends_s) for number in numbers}
+            self._run(pings)
+            if any(ping.replies == ["PONG"] for ping in pings.values()):
+                self.last_error = next((each.why_not for each in self._servers if each.why_not), "")
+                return ""
+        return self.last_error
 
     def close(self) -> None:
         for server in self._servers:
-            server.close()
+            server.connection.close()
 
     def _ask_flags(self, word: bytes, names: Sequence[str], deadline_s: float) -> list[Reply]:
         keys = [name.encode() for name in names]
@@ -127,23 +138,38 @@ class RedisStore(Store):
         numbers = {
             server: np.nonzero(servers == server)[0].tolist() for server in np.unique(servers).tolist()
         }
-        exchanges = [
-            Exchange(self._servers[server], commands(mine), ends_s) for server, mine in numbers.items()
-        ]
+        exchanges = {
+            server: Exchange(self._servers[server].connection, commands(mine), ends_s)
+            for server, mine in numbers.items()
+            if self._servers[server].usable
+        }
         self._run(exchanges)
         replies: list[Reply] = [Refusal("no answer")] * len(keys)
-        for exchange, mine in zip(exchanges, numbers.values(), strict=True):
-            for number, reply in zip(mine, exchange.replies, strict=False):
+        for server, mine in numbers.items():
+            if server not in exchanges:
+                self.last_error = self.last_error or self._servers[server].why_not
+                continue
+            for number, reply in zip(mine, exchanges[server].replies, strict=False):
                 replies[number] = reply
         return replies
 
-    def _run(self, exchanges: Sequence[Exchange]) -> None:
+    def _run(self, exchanges: Mapping[int, Exchange]) -> None:
+        """Asks the servers of these numbers, and in passing those that have rested if they are there."""
+        retry_s = time.monotonic() + RETRY_S
+        pings = {
+            number: server.ping(retry_s)
+            for number, server in enumerate(self._servers)
+            if server.due and number not in exchanges
+        }
+        asked = {**exchanges, **pings}
         try:
-            run_together(exchange.steps() for exchange in exchanges)
+            run_together(exchange.steps() for exchange in asked.values())
         except BaseException:
             self.close()  # whatever is under way on them is nobody's
             raise
-        self.last_error = next((exchange.reason for exchange in exchanges if exchange.reason), "")
+        for number, exchange in asked.items():
+            self._servers[number].heard(exchange)
+        self.last_error = next((each.reason for each in exchanges.values() if each.reason), "")
 
 
 def _got(reply: Reply, size: int) -> Outcome:

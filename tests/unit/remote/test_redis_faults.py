@@ -74,6 +74,45 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
     store.close()
 
 
+def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
+    servers: list[RedisServer],
+) -> None:
+    """Of three one is frozen: only the first call waits for it."""
+    store = open_store(StoreOptions(tuple(server.url for server in servers)))
+    fill(store)
+    servers[1].freeze()
+    mine = [place == 1 for place in places(servers)]
+    partly = [Presence.UNKNOWN if dead else Presence.YES for dead in mine]
+    assert store.exists(NAMES, SHORT_S) == partly
+    begun_s = time.monotonic()
+    for _ in range(20):
+        assert store.exists(NAMES, DEADLINE_S) == partly
+        assert store.alive(DEADLINE_S) == ""
+    assert time.monotonic() - begun_s < DEADLINE_S / 2, "no call has waited for its deadline"
+    assert f":{servers[1].port}: " in store.last_error
+    servers[1].thaw()
+    ends_s = time.monotonic() + DEADLINE_S
+    while store.exists(NAMES, DEADLINE_S) != [Presence.YES] * len(NAMES):
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+    assert store.last_error == ""
+    store.close()
+
+
+def test_all_servers_are_asked_again_where_none_is_used(servers: list[RedisServer]) -> None:
+    """No matter how long each is to be left alone: whoever asks has waited already."""
+    store = open_store(StoreOptions(tuple(server.url for server in servers)))
+    fill(store)
+    for server in servers:
+        server.freeze()
+    for _ in range(4):
+        assert store.alive(0.1)
+    for server in servers:
+        server.thaw()
+    assert store.alive(DEADLINE_S) == ""
+    store.close()
+
+
 def test_a_server_that_wakes_up_is_used_again(own_redis: RedisServer) -> None:
     store = open_store(StoreOptions((own_redis.url,)))
     fill(store)

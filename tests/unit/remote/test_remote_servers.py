@@ -98,6 +98,27 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
     heals(other, KEYS)
 
 
+def test_one_frozen_server_of_three_costs_its_own_pages(build: Build, tmp_path: Path) -> None:
+    """Prompts of one page each: those of the other servers are served, and the tier stays."""
+    with redis_server(tmp_path) as one, redis_server(tmp_path) as two, redis_server(tmp_path) as three:
+        urls = ",".join(server.url for server in (one, two, three))
+        prompts = [chain(f"prompt {number}", 1) for number in range(24)]
+        unit = build(urls, remote__probe_s=1.0)
+        for keys in prompts:
+            write_all(unit, keys)
+        lost = int(two.ask("DBSIZE")[1:])
+        assert 0 < lost < len(prompts)
+        reader = build(urls, remote__probe_s=1.0)
+        two.freeze()
+        served = [load_in_time(reader, keys) for keys in prompts]
+        assert sorted(served) == [0] * lost + [BLOCK_TOKENS] * (len(prompts) - lost)
+        assert not reader.tier.down
+        assert reader.plane.totals.restarts == 0
+        two.thaw()
+        for keys in prompts:
+            heals(reader, keys)
+
+
 def test_server_stopped_inside_gets(build: Build, plan: Plan, server: RedisServer) -> None:
     unit = build()
     write_all(unit, KEYS)
@@ -107,7 +128,7 @@ def test_server_stopped_inside_gets(build: Build, plan: Plan, server: RedisServe
     wait_for(plan.reached.exists, "the first values came")
     server.freeze()
     plan.clear()
-    assert load_in_time(unit, KEYS) <= PAGES * BLOCK_TOKENS
+    assert load_in_time(unit, KEYS) < PAGES * BLOCK_TOKENS
     unit.settle()
     assert unit.plane.totals.gets["failed"]
     server.thaw()
