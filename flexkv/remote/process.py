@@ -6,12 +6,10 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
-import flexkv
 from flexkv.errors import StoreError
 from flexkv.remote.messages import FromHelper, ToHelper, receive, send
+from flexkv.remote.own_program import own_program
 
 SOCKET_BYTES = 4 << 20
 """Of the socket's buffer, where the kernel allows it: for packets that come while the other end does something else."""
@@ -36,15 +34,13 @@ class HelperProcess:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         ours.setblocking(False)
         self._sock = ours
-        root = str(Path(flexkv.__file__).resolve().parent.parent)
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "flexkv.remote.helper", str(theirs.fileno()), str(os.getpid())]
+        command = [*own_program("flexkv.remote.helper"), str(theirs.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**environment, **os.environ, "PYTHONPATH": path},
+                env={**environment, **os.environ},
             )
         except OSError as error:
             ours.close()

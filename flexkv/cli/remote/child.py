@@ -1,7 +1,7 @@
 """A job in a process of its own where the store's library wants one: it reads its settings from the environment, once,
 and cannot be interrupted. Other stores are asked from here.
 
-The process is `python -m flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
+The process is `flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import flexkv
 from flexkv.cli.remote.jobs import JOBS
 from flexkv.errors import FlexKVError, StoreError
 from flexkv.remote.base import StoreOptions
+from flexkv.remote.own_program import own_program
 from flexkv.remote.settings import client_environment
 
 GRACE_S = 5.0
@@ -37,17 +36,15 @@ def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) 
     environment = client_environment(options)
     if not environment:
         return JOBS[job](options, *arguments)
-    root = str(Path(flexkv.__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as answer, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flexkv.cli.remote.child", str(writer)],
+            [*own_program("flexkv.cli.remote.child"), str(writer)],
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
             pass_fds=[writer],
-            env={**environment, **os.environ, "PYTHONPATH": path},
+            env={**environment, **os.environ},
         )
         os.close(writer)
         try:

@@ -29,7 +29,7 @@ set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
 AGAIN_S = 0.5
 """After a failed attempt to reach the master none is made for so many seconds: calls fail at once."""
 
-ADVICE = "pip install 'flexkv[mooncake]'; it needs the system's libibverbs1 too"
+ADVICE = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; it needs the system's libibverbs1 too"
 
 UNREACHABLE = frozenset({-900, -901})
 """The library's codes for a master that is not there, and one that does not answer."""

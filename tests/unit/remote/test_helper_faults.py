@@ -15,6 +15,7 @@ import pytest
 from flexkv.errors import StoreError
 from flexkv.remote.base import Store
 from flexkv.remote.link import HelperLink
+from flexkv.remote.own_program import own_program
 from flexkv.remote.process import HelperProcess
 from tests.servers.redis import RedisServer
 from tests.unit.remote.helper_faults import (
@@ -102,6 +103,21 @@ def test_control_a_helper_without_a_fault_is_not_started_again(stored: Build, pl
     assert not plan.reached.exists()
     unit.check_no_leaks()
     assert unit.plane.totals.restarts == 0
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_helper_is_of_this_package_whatever_the_current_folder_has(
+    stored: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
+) -> None:
+    """As in a clone whose package is installed elsewhere, and was not built."""
+    (tmp_path / "flexkv").mkdir()
+    (tmp_path / "flexkv" / "__init__.py").write_text("raise ImportError('another package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    unit = stored()
+    assert load_in_time(unit, KEYS) == PAGES * BLOCK_TOKENS
+    program = [*own_program("flexkv"), "--version"]
+    assert subprocess.run(program, check=True, capture_output=True).stdout.startswith(b"flexkv")
 
 
 def test_helper_killed_while_nothing_moves(stored: Build) -> None:

@@ -75,7 +75,7 @@ def test_absent_rdma_device_is_refused_with_those_there_are(
 @pytest.mark.usefixtures("environment")
 def test_missing_library_is_named_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(StoreError, match=r"pip install 'flexkv\[mooncake\]'.*libibverbs1"):
+    with pytest.raises(StoreError, match=r"pip install mooncake-transfer-engine-non-cuda.*libibverbs1"):
         MooncakeStore(StoreOptions((URL,)))
 
 

@@ -328,7 +328,7 @@ def test_absent_library_is_refused_with_advice(tmp_path: Path, monkeypatch: pyte
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    refused(StoreError, r"pip install 'flexkv\[mooncake\]'", "mooncake://127.0.0.1:50051")
+    refused(StoreError, r"pip install mooncake-transfer-engine-non-cuda", "mooncake://127.0.0.1:50051")
 
 
 def test_control_settings_that_can_be_had(tmp_path: Path) -> None:

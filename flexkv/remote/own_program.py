@@ -1,0 +1,21 @@
+"""How a process of this very package is started, from whatever folder and environment its parent has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import flexkv
+
+# `python -m` looks into the current folder first, which may hold another flexkv: a clone, say.
+START = (
+    "import runpy, sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; program = sys.argv[2]; "
+    "del sys.argv[1:3]; "
+    "runpy.run_module(program, run_name='__main__', alter_sys=True)"
+)
+
+
+def own_program(module: str) -> list[str]:
+    """The beginning of a command: this interpreter with `module` of this package, as `python -m` would. Its arguments
+    follow."""
+    return [sys.executable, "-c", START, str(Path(flexkv.__file__).resolve().parent.parent), module]
