@@ -67,9 +67,7 @@ class WriteQueue:
             self._enter(group, keys)
 
     def _enter(self, group: int, keys: Keys) -> None:
-        if self._tier.down:
-            return
-        if self._waiting_pages + len(keys) > self._facts.waiting_pages:
+        if self._tier.down or self._waiting_pages + len(keys) > self._facts.waiting_pages:
             self._tier.counts.dropped_writes += len(keys)
             return
         self._waiting.append((group, keys))
@@ -78,6 +76,7 @@ class WriteQueue:
     def poll(self, epoch: int) -> None:
         """Plans what may be written now. O(pages planned)."""
         if self._tier.down:
+            self._tier.counts.dropped_writes += self._waiting_pages
             self.reset()
             return
         if self._facts.write is WriteMode.BACK:

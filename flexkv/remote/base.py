@@ -23,6 +23,10 @@ Value = Sequence[Part]
 """One value: its parts follow one another in the store. Their lengths add up to the value's."""
 
 
+ALIVE_S = 1.0
+"""How long a store has, after a call that failed, to show that it is there."""
+
+
 class Presence(IntEnum):
     """What a store says of a name."""
 
@@ -45,6 +49,8 @@ class Outcome(IntEnum):
     """A put: the store has no room, or lets nothing in now. It is of no use to try again at once."""
     FAILED = 4
     """The store, the way to it, or the deadline. The memory of a get may have been written to."""
+    AWAY = 5
+    """The name's server, one of several, is known to be away and was not asked, which says nothing of the others."""
 
 
 NO_VALUE = -1

@@ -23,12 +23,14 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 logger = get_logger(__name__)
 
-NO_FAULT = frozenset({"ok", "absent", "expired"})
+NO_FAULT = frozenset({"ok", "absent", "expired", "away"})
 """Outcomes of a get that a store in good order has too."""
 
 MOST_REMOVALS = 256
 """Messages that wait for a store that is away. Of more the oldest are given up: the page is a miss, or damaged as it
 was, to whoever reads it next."""
+
+LOST = "lost"
 
 Presences = Sequence[NDArray[np.uint8]]
 """Per group `Presence` of the leading keys that were asked for; empty where nobody answered."""
@@ -39,7 +41,8 @@ class RemoteTotals:
     """Running totals.
 
     Attributes:
-        gets, puts: pages by outcome: "ok", "known" (a put of what was there), or why not.
+        gets, puts: pages by outcome: "ok", "known" (a put of what was there), or why not; LOST: nobody knows, or it was
+            not tried, as the store or the process was lost.
         lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
         bytes_got, bytes_put: of pages that arrived.
         restarts: of the process.
@@ -197,7 +200,16 @@ class RemotePlane:
     def _end_cancelled(self, moving: Moving, reason: str) -> None:
         """Of no page of it is known what became of it, and nothing moves any more."""
         del self._moving[moving.op.op_id]
+        ended = moving.op.pages
+        if moving.waiting:
+            ended = sum(min(MOST_PAGES, moving.op.pages - first) for first in moving.waiting.values())
+        self._count_lost(moving, ended)
         self._ended.append(OpResult.cancelled(moving.op.op_id, moving.op.pages, reason))
+
+    def _count_lost(self, moving: Moving, pages: int) -> None:
+        if pages > 0:
+            totals = self.totals.gets if moving.op.kind is OpKind.DISK_READ else self.totals.puts
+            totals[LOST] += pages
 
     # --- questions ---
 
@@ -257,11 +269,13 @@ class RemotePlane:
     def _take_done(self, moving: Moving, done: Done) -> None:
         del self._op_of[done.number]
         first = moving.waiting.pop(done.number)
+        is_get = moving.op.kind is OpKind.DISK_READ
+        totals = self.totals.gets if is_get else self.totals.puts
+        totals.update(done.outcomes)
+        self._count_lost(moving, min(MOST_PAGES, moving.op.pages - first) - done.outcomes.total())
         moving.failed += (done.failed + first).tolist()
         moving.causes += done.causes.tolist()
         moving.reason = moving.reason or done.reason
-        is_get = moving.op.kind is OpKind.DISK_READ
-        (self.totals.gets if is_get else self.totals.puts).update(done.outcomes)
         if is_get:
             self.totals.bytes_got += done.bytes
         else:

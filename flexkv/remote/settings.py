@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from flexkv.config import RemoteConfig
 from flexkv.errors import ConfigError
-from flexkv.remote.base import StoreOptions
+from flexkv.remote.base import ALIVE_S, StoreOptions, masked_url
 
 ENCRYPTED = frozenset({"rediss"})
 """Schemes whose servers prove who they are, and whose bytes nobody else reads or changes."""
@@ -23,10 +26,12 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
         ConfigError: a file cannot be used, or the network would have to be trusted; says what to do.
     """
     _check_network(remote)
-    if remote.stuck_s <= remote.get_s:
+    longest_s = max(remote.get_s, remote.probe_s) + ALIVE_S
+    if remote.stuck_s < longest_s:
         raise ConfigError(
-            f"remote.stuck_s={remote.stuck_s:g}: allowed is more than remote.get_s={remote.get_s:g}, which a call may "
-            "take"
+            f"remote.stuck_s={remote.stuck_s:g}: allowed is {longest_s:g} or more: a call may take "
+            f"remote.get_s={remote.get_s:g} or remote.probe_s={remote.probe_s:g}, and then the question "
+            f"whether the store is there {ALIVE_S:g} s"
         )
     return StoreOptions(
         urls=remote.urls,
@@ -52,13 +57,18 @@ def _check_network(remote: RemoteConfig) -> None:
     if remote.trusted_network:
         return
     for url in remote.urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ENCRYPTED and not _is_here(parts.hostname or ""):
-            raise ConfigError(
-                f"remote.urls: {parts.scheme}://{parts.hostname} is another machine, and sends plain text: whoever is "
-                "on the network may read and forge pages. Use rediss://, or set remote.trusted_network=true if all "
-                "of it is trusted"
-            )
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname or ""
+        except ValueError as error:
+            raise ConfigError(f"remote.urls={masked_url(url)}: it is no URL: {error}") from error
+        if parts.scheme in ENCRYPTED or _is_here(host) or not host:
+            continue  # without a host the store refuses it
+        encrypted = "use rediss://, or set" if parts.scheme == "redis" else "it has no TLS: set"
+        raise ConfigError(
+            f"remote.urls: {parts.scheme}://{host} is another machine, and sends plain text: whoever is on the network "
+            f"may read and forge pages; {encrypted} remote.trusted_network=true if all of it is trusted"
+        )
 
 
 def _is_here(host: str) -> bool:
@@ -70,31 +80,37 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def _readable(path: str) -> str:
+@contextmanager
+def _opened(setting: str, path: str, needed: str) -> Iterator[BinaryIO]:
+    """The file, which is one: opening a pipe would wait for somebody to write."""
     try:
-        with open(path, "rb"):
-            return path
-    except OSError as error:
-        raise ConfigError(
-            f"remote.ca_file={path!r}: {error.strerror}; needed is a file that can be read"
-        ) from error
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{setting}={path!r}: {why}; needed is {needed}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{setting}={path!r}: it is no file; needed is {needed}")
+    with open(descriptor, "rb") as file:
+        yield file
+
+
+def _readable(path: str) -> str:
+    with _opened("remote.ca_file", path, "a file that can be read"):
+        return path
 
 
 def _secret(path: str) -> str:
     """The first line of a file that only its owner can read."""
     setting = f"remote.password_file={path!r}"
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{setting}: it is no file")
-            if status.st_mode & 0o077:
-                raise ConfigError(
-                    f"{setting}: others may read it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 {path}"
-                )
+    with _opened("remote.password_file", path, "a file with the password") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & 0o077:
+            raise ConfigError(f"{setting}: others may read it (mode {mode:o}): chmod 600 {path}")
+        try:
             raw = file.read(MOST_SECRET_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{setting}: {error.strerror}; needed is a file with the password") from error
+        except OSError as error:
+            raise ConfigError(f"{setting}: {error.strerror}; needed is a file with the password") from error
     try:
         secret = raw.decode().split("\n", 1)[0].rstrip("\r")
     except UnicodeDecodeError as error:

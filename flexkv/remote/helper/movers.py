@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 
 from flexkv.errors import StoreError
 from flexkv.observe import name_this_thread, unix_now_s
-from flexkv.remote.base import Outcome, Part, Presence, Store
+from flexkv.remote.base import ALIVE_S, Outcome, Part, Presence, Store
 from flexkv.remote.messages import Done, FromHelper, Get, Pages, Progress, Put, Remove, Setup
 from flexkv.remote.values import ValueFormat
 from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
-
-ALIVE_S = 1.0
-"""How long a store has, after a call that failed, to show that it is there."""
 
 REMOVE_S = 1.0
 """A value that is not what it should be is removed by who found it; where that takes longer, by the next one."""
@@ -192,7 +189,7 @@ class Getter(Mover):
             if outcome is Outcome.OK:
                 trailer, tokens = batch.values[i][-1], int(message.tokens[page])
                 miss, reason = form.check(batch.slots[i], trailer, message.keys[page], tokens, now)
-            elif outcome is Outcome.FAILED:
+            elif outcome in (Outcome.FAILED, Outcome.AWAY):
                 cause = FailureCause.SOURCE
             if miss == "none":
                 done.outcomes["ok"] += 1
@@ -258,6 +255,7 @@ class Putter(Mover):
             self.called(batch, begun_s, True, done)
             if done.lost:
                 return [FailureCause.NOT_EXECUTED] * len(batch.names)
+        self.work.tell(Progress(batch.message.number))
         begun_s = time.monotonic()
         new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
         causes: list[FailureCause | None] = [None] * len(batch.names)
@@ -269,8 +267,8 @@ class Putter(Mover):
             if outcome is Outcome.OK:
                 done.outcomes["ok"] += 1
                 continue
-            full = outcome is Outcome.FULL
-            causes[i] = FailureCause.NOT_EXECUTED if full else FailureCause.SOURCE
+            tried = outcome not in (Outcome.FULL, Outcome.AWAY)
+            causes[i] = FailureCause.SOURCE if tried else FailureCause.NOT_EXECUTED
             self.failed(done, outcome.name.lower(), why)
         self.called(batch, begun_s, FailureCause.SOURCE in causes, done)
         return causes

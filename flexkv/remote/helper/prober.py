@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import KEY_BYTES, Keys
-from flexkv.remote.base import Presence
-from flexkv.remote.helper.movers import ALIVE_S, Work, why_lost
+from flexkv.remote.base import ALIVE_S, Presence
+from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256

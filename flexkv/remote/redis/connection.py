@@ -78,7 +78,13 @@ class Connection:
             # An address that swallows all packets must leave time for the next.
             now_s = time.monotonic()
             share_s = (until_s - now_s) / (len(found) - number)
-            stream = SocketStream(address, self._tls, self.address.host)
+            try:
+                stream = SocketStream(address, self._tls, self.address.host)
+            except OSError as error:
+                # No such family here, or no descriptor left.
+                if number == len(found) - 1:
+                    raise ConnectionFailed(f"no connection: {error.strerror}") from None
+                continue
             stream.begin(now_s + share_s)
             try:
                 yield from stream.connect()

@@ -30,6 +30,8 @@ OK = frozenset((b"+OK",))
 RETRY_S = 0.25
 """A call waits at most so long for a server that has rested to say that it is there."""
 
+AWAY = Refusal("its server is left alone for now")
+
 PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
 
 
@@ -147,6 +149,8 @@ class RedisStore(Store):
         replies: list[Reply] = [Refusal("no answer")] * len(keys)
         for server, mine in numbers.items():
             if server not in exchanges:
+                for number in mine:
+                    replies[number] = AWAY
                 self.last_error = self.last_error or self._servers[server].why_not
                 continue
             for number, reply in zip(mine, exchanges[server].replies, strict=False):
@@ -173,6 +177,8 @@ class RedisStore(Store):
 
 
 def _got(reply: Reply, size: int) -> Outcome:
+    if reply is AWAY:
+        return Outcome.AWAY
     if reply is None:
         return Outcome.ABSENT
     if isinstance(reply, Bulk):
@@ -189,6 +195,8 @@ def _size(reply: Reply) -> int:
 def _put(reply: Reply) -> Outcome:
     if reply == "OK":
         return Outcome.OK
+    if reply is AWAY:
+        return Outcome.AWAY
     return Outcome.FULL if isinstance(reply, Refusal) and reply.code == NO_SPACE else Outcome.FAILED
 
 

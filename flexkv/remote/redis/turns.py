@@ -27,6 +27,9 @@ class Wait(NamedTuple):
     until_s: float
 
 
+LONGEST_POLL_MS = 1 << 30
+"""`poll` takes no more than an int; who waits longer is asked again."""
+
 Turn = Wait | None
 """What is waited for, or None: nothing, but others may go first."""
 
@@ -58,6 +61,6 @@ def _ready(waits: list[Turn]) -> list[bool]:
             poll.register(wait.fd, wait.events)
     left_s = min(0.0 if wait is None else wait.until_s - time.monotonic() for wait in waits)
     # Rounded up: rounded down it would ask again and again in the last millisecond.
-    woken = {fd for fd, _ in poll.poll(math.ceil(max(left_s, 0.0) * 1000))}
+    woken = {fd for fd, _ in poll.poll(min(math.ceil(max(left_s, 0.0) * 1000), LONGEST_POLL_MS))}
     now_s = time.monotonic()
     return [wait is None or wait.fd in woken or wait.until_s <= now_s for wait in waits]

@@ -36,7 +36,7 @@ from tests.unit.remote.test_remote_unit import Spoiler
 
 PAGES = 20
 KEYS = chain("prompt", PAGES)
-FAST = {"remote__get_s": 0.5, "remote__stuck_s": 1.5}
+FAST = {"remote__get_s": 0.5, "remote__stuck_s": 3.0}
 ROOT = Path(__file__).resolve().parents[3]
 Build = Callable[..., RemoteUnit]
 

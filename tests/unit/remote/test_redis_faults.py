@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.remote.base import Outcome, Presence, Store, StoreOptions
+from flexkv.remote.base import NOT_SAID, Outcome, Presence, Store, StoreOptions
 from flexkv.remote.redis.placement import seeds_of, spread
 from flexkv.remote.stores import open_store
 from tests.servers.redis import RedisServer, free_port, redis_server
@@ -60,8 +60,16 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
         gone = store.remove(["no such name", *NAMES], SHORT_S)[1:]
         assert time.monotonic() - begun_s < 4 * SHORT_S + SLACK_S
         assert seen == [Presence.UNKNOWN if dead else Presence.YES for dead in mine]
-        assert got == [Outcome.FAILED if dead else Outcome.OK for dead in mine]
-        assert put == [Outcome.FAILED if dead else Outcome.OK for dead in mine]
+        assert {outcome for outcome, dead in zip(got, mine, strict=True) if dead} <= {
+            Outcome.FAILED,
+            Outcome.AWAY,
+        }
+        assert {outcome for outcome, dead in zip(put, mine, strict=True) if dead} <= {
+            Outcome.FAILED,
+            Outcome.AWAY,
+        }
+        alive = [number for number, dead in enumerate(mine) if not dead]
+        assert {got[number] for number in alive} == {put[number] for number in alive} == {Outcome.OK}
         assert gone == [not dead for dead in mine]
         assert store.last_error.startswith(f"127.0.0.1:{servers[1].port}: ")
         fill_up = [name for name, dead in zip(NAMES, mine, strict=True) if not dead]
@@ -96,6 +104,22 @@ def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
         assert time.monotonic() < ends_s
         time.sleep(0.05)
     assert store.last_error == ""
+    store.close()
+
+
+def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list[RedisServer]) -> None:
+    """After the first call, which fails them."""
+    store = open_store(StoreOptions(tuple(server.url for server in servers)))
+    fill(store)
+    servers[1].stop()
+    mine = [place == 1 for place in places(servers)]
+    for away in (Outcome.FAILED, Outcome.AWAY):
+        memory = [Guarded([1000]) for _ in NAMES]
+        got = store.get(NAMES, [value.parts for value in memory], DEADLINE_S)
+        assert got == [away if dead else Outcome.OK for dead in mine]
+    put = store.put(NAMES, [[drawn(1000, 1)]] * len(NAMES), DEADLINE_S)
+    assert put == [Outcome.AWAY if dead else Outcome.OK for dead in mine]
+    assert store.sizes(NAMES, DEADLINE_S) == [NOT_SAID if dead else 1000 for dead in mine]
     store.close()
 
 

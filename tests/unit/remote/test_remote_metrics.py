@@ -64,3 +64,17 @@ def test_a_store_that_comes_back_is_seen_without_traffic(redis: RedisServer) -> 
         assert counters.data["flexkv_remote_up"][""] == up
         assert not unit.unit.poll(), "told once"
     assert unit.close()
+
+
+def test_pages_that_an_outage_kept_from_the_store_are_counted(redis: RedisServer) -> None:
+    unit = RemoteUnit(redis.url)
+    unit.plane.link.lost("as if it were gone")
+    unit.poll_until(lambda: unit.tier.down, "the loss is seen")
+    # Far from the next question whether it is there.
+    unit.plane.link.breaker.lost("still", unit.plane.link.breaker._until_s + 1e6)
+    unit.store(chain("meanwhile", 6))
+    unit.settle()
+    counters = Counters()
+    unit.unit.count(counters)
+    assert counters.data["flexkv_remote_dropped_pages_total"]["busy"] == 6
+    assert unit.close()

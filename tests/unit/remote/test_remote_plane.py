@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from flexkv.remote.messages import (
     PACKET_BYTES,
     Alive,
     Answer,
+    Done,
     Get,
     Put,
     Ready,
@@ -25,7 +27,7 @@ from flexkv.remote.messages import (
     receive,
     send,
 )
-from flexkv.remote.plane import MOST_REMOVALS
+from flexkv.remote.plane import LOST, MOST_REMOVALS
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpStatus
 from tests.unit.remote.fake_helper import STUCK_S, PlayedPlane, not_executed, op_of
 from tests.unit.remote.remote_unit import chain
@@ -171,7 +173,23 @@ def test_messages_of_an_ended_process_are_ignored(played: PlayedPlane) -> None:
     played.helper.says.append(Answer(asked, (YES,)))
     assert played.plane.poll() == []
     assert played.plane.answers() == []
-    assert not played.plane.totals.gets
+    assert played.plane.totals.gets == {LOST: 3}
+
+
+def test_every_page_of_a_lost_process_is_counted_once(played: PlayedPlane) -> None:
+    """Of several messages one has ended, one has ended early, and one has not."""
+    first, second, _ = played.get(1, 3 * MOST_PAGES)
+    played.put(2, 5)
+    played.done(first, ok=MOST_PAGES)
+    early = np.arange(4, MOST_PAGES, dtype=np.int32)
+    played.helper.says.append(Done(second, early, not_executed(len(early)), Counter(ok=4), "cancelled"))
+    played.plane.poll()
+    played.end()
+    played.plane.poll()
+    assert played.plane.totals.gets == Counter({"ok": MOST_PAGES + 4, LOST: 2 * MOST_PAGES - 4})
+    assert played.plane.totals.puts == {LOST: 5}
+    played.submit(op_of(3, OpKind.DISK_READ))
+    assert played.plane.totals.gets[LOST] == 2 * MOST_PAGES - 1
 
 
 def test_cancel_ends_what_waits_and_what_moves_ends_by_itself(played: PlayedPlane) -> None:

@@ -28,7 +28,7 @@ from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 
 PAGES = 20
 KEYS = chain("prompt", PAGES)
-FAST = {"remote__get_s": 0.5, "remote__stuck_s": 1.5}
+FAST = {"remote__get_s": 0.5, "remote__stuck_s": 3.0}
 Build = Callable[..., RemoteUnit]
 
 
@@ -335,6 +335,6 @@ def test_control_settings_that_can_be_had(tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.write_bytes(b"secret\n")
     path.chmod(0o600)
-    unit = RemoteUnit(HERE, remote__password_file=str(path), remote__stuck_s=2.5)
+    unit = RemoteUnit(HERE, remote__password_file=str(path), remote__stuck_s=3.0)
     assert unit.tier.down
     assert unit.close()

@@ -12,6 +12,7 @@ from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.remote.base import Store
 from flexkv.remote.values import ValueFormat
 from tests.servers.redis import RedisServer
+from tests.unit.remote.helper_faults import leased
 from tests.unit.remote.remote_unit import TWO_GROUPS, RemoteUnit, Shape, chain
 
 Build = Callable[..., RemoteUnit]
@@ -190,6 +191,20 @@ def test_what_is_forgotten_leaves_the_store_though_this_unit_did_not_know_of_it(
     unit.manager.forget(0, keys[2:])
     unit.poll_until(lambda: redis.ask("DBSIZE") == b":2\r\n", "the store has lost them")
     assert unit.load(keys) == 8
+
+
+def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> None:
+    """However little is written, what comes next finds room."""
+    unit = build(remote__put_bytes_per_s=1)
+    slots = unit.manager.hub.index.up_slots(0)
+    for number in range(4 * slots):
+        unit.store(chain(f"prompt {number}", 1))
+        unit.unit.poll()
+    last = chain(f"prompt {4 * slots - 1}", 1)
+    assert unit.load(last) == 4, "the last one is there"
+    assert 0 < leased(unit) <= slots // 4
+    unit.plane.link.lost("what waits is given up")
+    unit.poll_until(lambda: unit.tier.down, "the loss is seen")
 
 
 class Spoiler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,11 @@ def options(**settings: object) -> object:
     [
         ({"urls": "redis://10.1.2.3:6379"}, "remote.trusted_network"),
         ({"urls": "mooncake://store.example:50051"}, "remote.trusted_network"),
-        ({"urls": "redis://127.0.0.1", "get_s": 5, "stuck_s": 5}, "allowed is more than remote.get_s=5"),
+        ({"urls": "redis://127.0.0.1", "get_s": 5, "stuck_s": 5}, "allowed is 6 or more"),
+        ({"urls": "redis://127.0.0.1", "probe_s": 4.5, "stuck_s": 5}, "allowed is 5.5 or more"),
+        ({"urls": "redis://[::1"}, "it is no URL"),
+        ({"urls": "redis://127.0.0.1", "password_file": "a\0b"}, "null byte"),
+        ({"urls": "rediss://127.0.0.1", "ca_file": "/tmp"}, "it is no file"),
         ({"urls": "redis://127.0.0.1", "password_file": "/nowhere/secret"}, "No such file"),
         ({"urls": "redis://127.0.0.1", "password_file": "/dev/null"}, "it is no file"),
         ({"urls": "rediss://127.0.0.1", "ca_file": "/nowhere/ca.pem"}, "remote.ca_file"),
@@ -33,6 +38,17 @@ def test_what_cannot_be_had_is_named(settings: dict[str, object], words: str) ->
         options(**settings)
     faults = start_faults(load_config({f"remote.{n}": v for n, v in settings.items()}, {}), 1, {})
     assert any(words in str(fault) for fault in faults)
+
+
+@pytest.mark.parametrize("setting", ["password_file", "ca_file"])
+def test_a_pipe_is_no_file_and_nothing_waits_for_it(tmp_path: Path, setting: str) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="it is no file"):
+        options(urls="rediss://127.0.0.1", **{setting: str(tmp_path / "pipe")})
+
+
+def test_control_the_longest_calls_that_are_allowed() -> None:
+    assert options(urls="redis://127.0.0.1", get_s=4, probe_s=4, stuck_s=5)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ QUESTIONS = 64
 """Requests that ask at once at most; the others go on without the store."""
 
 
+WRITE_SHARE = 8
+"""Of host memory one slot in so many may be held by pages on their way to the store."""
+
+
 class RemotePlan(TierPlan):
     """
     Raises:
@@ -75,16 +79,23 @@ class RemotePlan(TierPlan):
             )
         else:
             logger.info("remote tier: %s, written %s", where, remote.write)
-        return partial(RemoteTier, facts=remote_facts(self._unit), probe_s=remote.probe_s, plane=plane)
+        return partial(
+            RemoteTier, facts=remote_facts(self._unit, pool.slots), probe_s=remote.probe_s, plane=plane
+        )
 
 
-def remote_facts(unit: UnitFacts) -> TierFacts:
-    """The bounds of the unit's traffic with the store."""
+def remote_facts(unit: UnitFacts, slots: int) -> TierFacts:
+    """The bounds of the unit's traffic with the store.
+
+    Args:
+        slots: of its host pool. What is being written cannot leave it, however slow the store is.
+    """
     config, remote = unit.config, unit.config.remote
+    write_pages = min(remote.inflight_pages, max(remote.batch_pages, slots // WRITE_SHARE))
     return TierFacts(
         "remote",
         write=WriteMode(remote.write),
-        write_pages=remote.inflight_pages,
+        write_pages=write_pages,
         fetch_pages=remote.inflight_pages,
         waiting_pages=config.store.inflight_pages,
         fetch_ops=max(1, config.transfer.queue_ops // 2),

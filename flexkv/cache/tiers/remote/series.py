@@ -6,10 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 
 from flexkv.cache.tier import Series, TierCounts
-from flexkv.remote.plane import RemoteTotals
+from flexkv.remote.plane import LOST, RemoteTotals
 
 OK = "ok"
-MISSED = {"absent": "absent", "other_size": "size", "expired": "expired", "failed": "failed"}
+MISSED = {
+    "absent": "absent",
+    "other_size": "size",
+    "expired": "expired",
+    "failed": "failed",
+    "away": "failed",
+    LOST: "failed",
+}
 """Outcome of a get -> reason; every other one is a check that failed."""
 
 DROPPED = frozenset({"full", "known"})
