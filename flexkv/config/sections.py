@@ -352,7 +352,7 @@ class RemoteConfig(Section):
     stuck_s: Seconds = Field(
         5.0,
         description="The process with the store's client is killed and started again when it has shown no sign of life "
-        "for so long. More than `get_s`.",
+        "for so long. At least a second more than `get_s` and `probe_s`.",
     )
     batch_pages: Count = Field(8, le=1024, description="Values of one call of the store.")
     inflight_pages: Count = Field(
