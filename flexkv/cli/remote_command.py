@@ -208,12 +208,13 @@ def drop(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str |
     """Remove the values of these names, whoever uses them: engines then compute what they held. A store is never listed
     or cleared. Exit code 1: one could not be removed."""
     full = full_names(names, prefix)
-    gone, why = run_job(_options(extra), "drop", full, DEADLINE_S, most_s=DEADLINE_S + SPARE_S)
+    there, gone, why = run_job(_options(extra), "drop", full, DEADLINE_S, most_s=2 * DEADLINE_S + SPARE_S)
     if as_json:
         click.echo(json.dumps(dict(zip(full, gone, strict=True)), indent=2))
     else:
-        for name, is_gone in zip(full, gone, strict=True):
-            click.echo(f"{name}: {'not there any more' if is_gone else 'NOT REMOVED'}")
+        for name, was_there, is_gone in zip(full, there, gone, strict=True):
+            how = ("removed" if was_there else "was not there") if is_gone else "NOT REMOVED"
+            click.echo(f"{name}: {how}")
     if not all(gone):
         click.echo(f"not removed: {why or 'the store did not say why'}", err=True)
     return 0 if all(gone) else FAILED_EXIT_CODE

@@ -14,7 +14,7 @@ from flexkv.cli.remote.bench import bench
 from flexkv.cli.remote.stored_value import StoredValue, read_value
 from flexkv.errors import StoreError
 from flexkv.observe import unix_now_s
-from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Store, StoreOptions, masked_url
+from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence, Store, StoreOptions, masked_url
 from flexkv.remote.stores import open_store
 
 MOST_VALUE_BYTES = 1 << 30
@@ -68,18 +68,21 @@ def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list
     """What each value says of itself; None: the store has no such name.
 
     Raises:
-        StoreError: the store did not say what it has.
+        StoreError: the store is not there.
     """
     with opened(options) as store:
-        sizes = store.sizes(names, deadline_s)
-        if NOT_SAID in sizes:
-            raise StoreError(store.last_error or "the store did not answer")
-        return [_look_at(store, name, size, deadline_s) for name, size in zip(names, sizes, strict=True)]
+        return [_look_at(store, name, deadline_s) for name in names]
 
 
-def _look_at(store: Store, name: str, size: int, deadline_s: float) -> StoredValue | None:
+def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
+    (size,) = store.sizes([name], deadline_s)
     if size == NO_VALUE:
         return None
+    if size == NOT_SAID:
+        why = store.last_error or "it did not answer"
+        if store.alive(deadline_s):
+            raise StoreError(why)
+        return StoredValue(name, 0, f"the store did not say what it has: {why}")
     if size > MOST_VALUE_BYTES:
         return StoredValue(name, size, f"it has more than {MOST_VALUE_BYTES >> 20} MiB")
     value = np.zeros(size, np.uint8)
@@ -91,11 +94,14 @@ def _look_at(store: Store, name: str, size: int, deadline_s: float) -> StoredVal
     return StoredValue(name, size, f"it cannot be read: {store.last_error or outcome.name.lower()}")
 
 
-def drop(options: StoreOptions, names: Sequence[str], deadline_s: float) -> tuple[list[bool], str]:
-    """Of each name, whether the store does not have it any more; and why not."""
+def drop(
+    options: StoreOptions, names: Sequence[str], deadline_s: float
+) -> tuple[list[bool], list[bool], str]:
+    """Of each name, whether the store had it, and whether it does not have it any more; and why not."""
     with opened(options) as store:
+        there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)
-        return gone, store.last_error
+        return there, gone, store.last_error
 
 
 JOBS: dict[str, Callable[..., Any]] = {"ping": ping, "bench": bench, "look": look, "drop": drop}

@@ -19,6 +19,9 @@ HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
 """The first 96 bytes of a trailer (docs/disk-format.md)."""
 DIGEST_AT = 88
 
+MOST_RUNS = 1 << 17
+"""Of a value that an engine may have written: layers, K and V, ranks and groups stay far below."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
@@ -71,11 +74,12 @@ def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
 
 def _trailer_start(value: NDArray[np.uint8]) -> int | None:
     """Where a trailer begins whose runs end with the value; None for nowhere."""
-    raw = memoryview(value.data)
-    for runs in range(1, (len(value) - HEAD.size) // 8 + 1):
-        start = len(value) - HEAD.size - 8 * runs
-        if raw[start : start + 8] == MAGIC and struct.unpack_from("<I", raw, start + 12)[0] == runs:
-            return start
+    end = value[-(HEAD.size + 8 * MOST_RUNS) :].tobytes()
+    at = len(end) - HEAD.size - 8
+    while (at := end.rfind(MAGIC, 0, at + len(MAGIC))) >= 0:
+        if HEAD.size + 8 * struct.unpack_from("<I", end, at + 12)[0] == len(end) - at:
+            return len(value) - len(end) + at
+        at -= 1
     return None
 
 

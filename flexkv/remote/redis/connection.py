@@ -13,6 +13,8 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep, Refusal, comma
 from flexkv.remote.redis.socket_stream import SocketStream
 from flexkv.remote.redis.turns import Steps
 
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""In a terminal or a log it could be more than a text."""
 CODE = re.compile(r"[A-Z]{2,16}")
 
 
@@ -117,7 +119,7 @@ class Connection:
 
     def explain(self, text: str) -> str:
         """`text` with the server that it is about, and without secrets."""
-        return f"{self.address}: {self._login.mask(text)}"
+        return f"{self.address}: {UNPRINTABLE.sub('?', self._login.mask(text))}"
 
     def close(self) -> None:
         """The next call connects again. Idempotent."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from flexkv.cli.main import main
-from flexkv.cli.remote.bench import PREFIX, TTL_S
+from flexkv.cli.remote.bench import CALL_S, PREFIX, TTL_S
 from flexkv.cli.remote.stored_value import HEAD, NAME
 from flexkv.remote.base import Outcome, Presence, StoreOptions
 from flexkv.remote.stores import open_store
@@ -207,7 +208,18 @@ def test_bench_says_that_a_store_is_full(tmp_path: Path, capsys: pytest.CaptureF
         assert "OOM" in result["reason"]
         assert any(row["failed"] for row in result["rows"] if row["what"] == "put")
         assert result["left"] == []
+        assert result["removed"] == sum(row["good"] for row in result["rows"] if row["what"] == "put")
         assert server.ask("DBSIZE") == b":0\r\n"
+
+
+def test_bench_of_a_mute_store_ends_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with redis_server(tmp_path) as server:
+        server.freeze()
+        begun_s = time.monotonic()
+        code, _, err = Cli(capsys, server.url)("bench", "--seconds", "1")
+        assert time.monotonic() - begun_s < CALL_S, "no call had its whole time"
+        assert code == 1
+        assert "the store is not there" in err
 
 
 @pytest.mark.parametrize("size", ["1", "2GiB", "40G", "-3", "100MiB"])
@@ -301,6 +313,28 @@ def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> Non
     assert "all 2 match" in out
 
 
+def test_a_long_value_of_somebody_else_is_no_work(cli: Cli, redis: RedisServer) -> None:
+    """It has the word that a trailer begins with many times, and none is one."""
+    name = f"flexkv/1/{'0' * 32}/0/{'1' * 32}"
+    store = open_store(StoreOptions((redis.url,)))
+    value = np.frombuffer(b"FKVPAGE1" * (8 << 20), np.uint8)
+    assert store.put([name], [[value]], 60.0) == [Outcome.OK]
+    code, out, _ = cli("get", name)
+    assert code == 1
+    assert "no trailer ends it" in out
+    store.remove([name], 60.0)
+    store.close()
+
+
+def test_get_of_several_says_what_there_is(cli: Cli, redis: RedisServer) -> None:
+    one, other = stored(redis.url)
+    absent = f"flexkv/1/{'0' * 32}/0/{'1' * 32}"
+    code, out, _ = cli("get", one, absent, other)
+    assert code == 1
+    assert out.count("a whole value") == 2
+    assert f"{absent}: not in the store" in out
+
+
 # --- drop ---
 
 
@@ -308,7 +342,7 @@ def test_drop_removes_what_is_named_and_nothing_else(cli: Cli, redis: RedisServe
     one, other = stored(redis.url)
     assert redis.ask("SET", "somebody", "else") == b"+OK\r\n"
     code, out, _ = cli("drop", one)
-    assert (code, out) == (0, f"{one}: not there any more\n")
+    assert (code, out) == (0, f"{one}: removed\n")
     store = open_store(StoreOptions((redis.url,)))
     assert store.exists([one, other], 5.0) == [Presence.NO, Presence.YES]
     store.close()
@@ -317,7 +351,7 @@ def test_drop_removes_what_is_named_and_nothing_else(cli: Cli, redis: RedisServe
     assert "no name of a value" in err
     assert cli("drop", "flexkv/*")[0] == 2
     assert redis.ask("EXISTS", "somebody") == b":1\r\n"
-    assert cli("drop", one)[0] == 0
+    assert cli("drop", one)[:2] == (0, f"{one}: was not there\n")
 
 
 def test_drop_fails_where_the_store_is_away(capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,6 +347,15 @@ def test_errors_are_failures_with_a_reason(error: str) -> None:
             store.close()
 
 
+def test_what_a_server_says_is_no_more_than_a_text() -> None:
+    with FakeRedis(says(b"-ERR \x1b[31mred\x07\x9b\r\n" * 2)) as server:
+        store = open_store(StoreOptions((server.url,)))
+        store.exists(["a"], DEADLINE_S)
+        assert "red" in store.last_error
+        assert store.last_error.isprintable()
+        store.close()
+
+
 def test_nobody_listens() -> None:
     store = open_store(StoreOptions((f"redis://127.0.0.1:{free_port()}",)))
     assert "refused" in store.alive(DEADLINE_S)
