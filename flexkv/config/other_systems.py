@@ -22,7 +22,8 @@ ENGINE_BLOCK = (
 BLENDING = (
     "blending is a library of its own and no setting of an engine's cache: flexkv.blend, docs/blending.md"
 )
-NO_REMOTE = "flexkv keeps blocks in host memory and on local disks, not in remote stores or other engines"
+NO_PEERS = "flexkv moves nothing between engines; a store that they share does (docs/remote.md)"
+A_STORE = "mooncake://HOST:PORT or redis://HOST:PORT of a store (docs/remote.md)"
 NO_SERVER = "flexkv has no server: it lives in the engine's processes"
 EXACT_EVICTION = "flexkv evicts the blocks that it needs room for, when it needs it"
 OWN_LAYOUT = "flexkv's host pool and disks have one layout, a block in one piece"
@@ -74,10 +75,12 @@ OTHER_NAMES: Mapping[str, OtherName] = {
         OtherName(LMCACHE, how=BLENDING),
     ),
     **_all(
-        "remote_url remote_serde external_lookup_client p2p_host enable_pd pd_role transfer_channel",
-        OtherName(LMCACHE, how=NO_REMOTE),
+        "external_lookup_client p2p_host enable_pd pd_role transfer_channel",
+        OtherName(LMCACHE, how=NO_PEERS),
     ),
-    "enable_p2p": OtherName(f"{LMCACHE} and {TACO}", how=NO_REMOTE),
+    "remote_url": OtherName(LMCACHE, "remote.urls", A_STORE),
+    "remote_serde": OtherName(LMCACHE, how="values in a store are pages as they are in host memory"),
+    "enable_p2p": OtherName(f"{LMCACHE} and {TACO}", how=NO_PEERS),
     # The FlexKV of taco-project: as a variable with FLEXKV_ before it, or in its file
     "config_path": OtherName(TACO, "FLEXKV_CONFIG", "path of a YAML file with flexkv's own settings"),
     "cpu_cache_gb": OtherName(TACO, "host.bytes", "of one unit: a data-parallel rank", "GiB"),
@@ -106,8 +109,12 @@ OTHER_NAMES: Mapping[str, OtherName] = {
         OtherName(TACO, how=NO_SERVER),
     ),
     **_all(
-        "enable_kv_sharing enable_remote use_mooncake_store_backend mooncake_store_config_path remote_layout",
-        OtherName(TACO, how=NO_REMOTE),
+        "enable_kv_sharing remote_layout",
+        OtherName(TACO, how=NO_PEERS),
+    ),
+    **_all(
+        "enable_remote use_mooncake_store_backend mooncake_store_config_path",
+        OtherName(TACO, "remote.urls", A_STORE),
     ),
     **_all("enable_metrics py_metrics_port cpp_metrics_port", OtherName(TACO, how=ENGINE_METRICS)),
     # SGLang's HiCache

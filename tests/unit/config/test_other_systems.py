@@ -26,6 +26,22 @@ SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "numa_mode": ("manual", {"host.numa_node": 1}, 1),
     "gds_path": ("/mnt/a", {"disk.folders": "/mnt/a"}, ("/mnt/a",)),
     "cufile_buffer_size": (512, {"gds.max_staging_bytes": "512MiB"}, 512 << 20),
+    "remote_url": (
+        "redis://127.0.0.1:6379",
+        {"remote.urls": "redis://127.0.0.1:6379"},
+        ("redis://127.0.0.1:6379",),
+    ),
+    "enable_remote": (True, {"remote.urls": "redis://127.0.0.1:6379"}, ("redis://127.0.0.1:6379",)),
+    "use_mooncake_store_backend": (
+        True,
+        {"remote.urls": "redis://127.0.0.1:6379"},
+        ("redis://127.0.0.1:6379",),
+    ),
+    "mooncake_store_config_path": (
+        "/a.json",
+        {"remote.urls": "redis://127.0.0.1:6379"},
+        ("redis://127.0.0.1:6379",),
+    ),
     "cpu_cache_gb": (16, {"host.bytes": "16GiB"}, 16 * GIB),
     "ssd_cache_gb": (1024, {"disk.bytes_per_folder": "1024GiB"}, 1024 * GIB),
     "ssd_cache_dir": ("/a/;/b/", {"disk.folders": "/a/:/b/"}, ("/a/", "/b/")),
