@@ -19,6 +19,9 @@ from flexkv.remote.values import ValueFormat
 from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
+ASKED_AT_ONCE = 256
+"""Names of one question before a put: a master's work for it is by the call as much as by the name."""
+
 REMOVE_S = 1.0
 """A value that is not what it should be is removed by who found it; where that takes longer, by the next one."""
 
@@ -54,13 +57,13 @@ class Batch:
     """Pages of one call of the store.
 
     Attributes:
-        part: their positions in the message.
+        pages: their positions in the message.
         names, values: in the store.
         slots: of the host pool.
     """
 
     message: Pages
-    part: range
+    pages: Sequence[int]
     names: list[str]
     values: list[list[Part]]
     slots: list[NDArray[np.uint8]]
@@ -68,6 +71,9 @@ class Batch:
 
 Causes = Sequence[FailureCause | None]
 """Of each page of a batch why it failed, or None. SOURCE: the store, or the way to it."""
+
+Take = Callable[[Sequence[int], Causes], None]
+"""How pages at these positions of a message fared."""
 
 
 class Mover(ABC):
@@ -107,32 +113,32 @@ class Mover(ABC):
         causes = np.full(len(message.slots), FailureCause.NOT_EXECUTED, np.uint8)
         arrived = np.zeros(len(message.slots), np.bool_)
 
-        def take(batch: Batch, of_pages: Causes) -> None:
-            for page, cause in zip(batch.part, of_pages, strict=True):
+        def take(pages: Sequence[int], of_pages: Causes) -> None:
+            for page, cause in zip(pages, of_pages, strict=True):
                 arrived[page], causes[page] = cause is None, cause or 0
 
-        self.carry(message, self._batches(message, done), done, take)
+        self.carry(message, done, take)
         done.failed = np.flatnonzero(~arrived).astype(np.int32)
         done.causes = causes[~arrived]
         done.bytes = self.work.formats[message.group].value_bytes * done.outcomes["ok"]
         self.work.tell(done)
 
-    def _batches(self, message: Pages, done: Done) -> Iterator[Batch]:
-        """As far as they are to be begun: not those that were cancelled, nor any after the store was lost."""
+    def batches(self, message: Pages, pages: Sequence[int], done: Done) -> Iterator[Batch]:
+        """Of `pages`, as far as they are to be begun: not if they were cancelled, nor after the store was lost."""
         form, size = self.work.formats[message.group], self.work.setup.batch_pages
-        for number, first in enumerate(range(0, len(message.slots), size)):
+        for number, first in enumerate(range(0, len(pages), size)):
             if message.number <= self.work.cancelled or done.lost:
                 done.reason = done.reason or done.lost or "cancelled"
                 return
-            part = range(first, min(first + size, len(message.slots)))
-            slots = [self.work.pool.slot(slot) for slot in message.slots[part.start : part.stop].tolist()]
+            part = pages[first : first + size]
+            slots = [self.work.pool.slot(int(message.slots[page])) for page in part]
             trailers = self._trailers[message.group][number % 2]
             values = [form.parts(slot, trailer) for slot, trailer in zip(slots, trailers, strict=False)]
-            yield Batch(message, part, form.names(message.keys[part.start : part.stop]), values, slots)
+            yield Batch(message, part, form.names(message.keys[part]), values, slots)
 
-    def called(self, batch: Batch, begun_s: float, failed: bool, done: Done) -> None:
+    def called(self, message: Pages, begun_s: float, failed: bool, done: Done) -> None:
         """A call of the store has ended: is it there, where it failed?"""
-        self.work.tell(Progress(batch.message.number))
+        self.work.tell(Progress(message.number))
         if failed:
             took_s = time.monotonic() - begun_s
             done.lost = why_lost(self.store)
@@ -145,10 +151,8 @@ class Mover(ABC):
         done.reason = done.reason or reason or outcome
 
     @abstractmethod
-    def carry(
-        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
-    ) -> None:
-        """Moves the batches, and says of each how its pages fared."""
+    def carry(self, message: Pages, done: Done, take: Take) -> None:
+        """Moves the pages, and says of each how it fared; of what it does not say, nothing was done."""
 
 
 class Getter(Mover):
@@ -162,20 +166,18 @@ class Getter(Mover):
     def carry_out(self, message: Get) -> None:
         self.move(message)
 
-    def carry(
-        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
-    ) -> None:
+    def carry(self, message: Pages, done: Done, take: Take) -> None:
         under_check: tuple[Batch, Future[Causes]] | None = None
-        for batch in batches:
+        for batch in self.batches(message, range(len(message.slots)), done):
             begun_s = time.monotonic()
             outcomes = self.store.get(batch.names, batch.values, self.work.setup.get_s)
             why, failed = self.store.last_error, Outcome.FAILED in outcomes
             if under_check is not None:
-                take(under_check[0], under_check[1].result())
+                take(under_check[0].pages, under_check[1].result())
             under_check = batch, self.beside.submit(self._check, batch, outcomes, why, done)
-            self.called(batch, begun_s, failed, done)
+            self.called(message, begun_s, failed, done)
         if under_check is not None:
-            take(under_check[0], under_check[1].result())
+            take(under_check[0].pages, under_check[1].result())
         if self._bad:
             bad, self._bad = self._bad, []
             self.store.remove(bad, REMOVE_S)
@@ -184,7 +186,7 @@ class Getter(Mover):
         message, now = batch.message, unix_now_s()
         form = self.work.formats[message.group]
         causes: list[FailureCause | None] = []
-        for i, (page, outcome) in enumerate(zip(batch.part, outcomes, strict=True)):
+        for i, (page, outcome) in enumerate(zip(batch.pages, outcomes, strict=True)):
             cause, miss, reason = FailureCause.CONTENT, outcome.name.lower(), why
             if outcome is Outcome.OK:
                 trailer, tokens = batch.values[i][-1], int(message.tokens[page])
@@ -218,9 +220,8 @@ class Putter(Mover):
         else:
             self.move(message)
 
-    def carry(
-        self, message: Pages, batches: Iterator[Batch], done: Done, take: Callable[[Batch, Causes], None]
-    ) -> None:
+    def carry(self, message: Pages, done: Done, take: Take) -> None:
+        batches = self.batches(message, self._unknown(message, done, take), done)
         batch = next(batches, None)
         sealed = None if batch is None else self.beside.submit(self._seal, batch)
         while batch is not None and sealed is not None:
@@ -228,17 +229,36 @@ class Putter(Mover):
             current, batch = batch, next(batches, None)
             # Asked after the last call's outcome was seen, and sealed while this batch is sent.
             sealed = None if batch is None else self.beside.submit(self._seal, batch)
-            take(current, self._put(current, done))
+            take(current.pages, self._put(current, done))
             if done.lost:
                 if sealed is not None:
                     sealed.result()
                 done.reason = done.reason or done.lost
                 return
 
+    def _unknown(self, message: Pages, done: Done, take: Take) -> list[int]:
+        """The pages that the store is not known to have."""
+        form, get_s, unknown = self.work.formats[message.group], self.work.setup.get_s, []
+        for first in range(0, len(message.slots), ASKED_AT_ONCE):
+            if message.number <= self.work.cancelled or done.lost:
+                done.reason = done.reason or done.lost or "cancelled"
+                break
+            begun_s, pages = time.monotonic(), range(len(message.slots))[first : first + ASKED_AT_ONCE]
+            there = self.store.exists(form.names(message.keys[first : first + ASKED_AT_ONCE]), get_s)
+            known = [page for page, presence in zip(pages, there, strict=True) if presence is Presence.YES]
+            done.outcomes["known"] += len(known)
+            take(known, [None] * len(known))
+            unknown += [
+                page for page, presence in zip(pages, there, strict=True) if presence is not Presence.YES
+            ]
+            # Of a store of several servers some may have answered.
+            self.called(message, begun_s, Presence.UNKNOWN in there, done)
+        return unknown
+
     def _seal(self, batch: Batch) -> None:
         message, setup, now = batch.message, self.work.setup, unix_now_s()
         form, expiry = self.work.formats[message.group], 0 if setup.ttl_s is None else now + setup.ttl_s
-        for i, page in enumerate(batch.part):
+        for i, page in enumerate(batch.pages):
             trailer, tokens = batch.values[i][-1], int(message.tokens[page])
             form.seal(batch.slots[i], trailer, message.keys[page], tokens, expiry, now)
 
@@ -249,28 +269,17 @@ class Putter(Mover):
             done.reason = done.reason or "cancelled"
             return [FailureCause.NOT_EXECUTED] * len(batch.names)
         begun_s = time.monotonic()
-        there = self.store.exists(batch.names, get_s)
-        if Presence.UNKNOWN in there:
-            # Of a store of several servers some may have answered.
-            self.called(batch, begun_s, True, done)
-            if done.lost:
-                return [FailureCause.NOT_EXECUTED] * len(batch.names)
-        self.work.tell(Progress(batch.message.number))
-        begun_s = time.monotonic()
-        new = [i for i, presence in enumerate(there) if presence is not Presence.YES]
         causes: list[FailureCause | None] = [None] * len(batch.names)
-        done.outcomes["known"] += len(batch.names) - len(new)
-        names, values = [batch.names[i] for i in new], [batch.values[i] for i in new]
-        outcomes = self.store.put(names, values, get_s) if new else []
+        outcomes = self.store.put(batch.names, batch.values, get_s)
         why = self.store.last_error
-        for i, outcome in zip(new, outcomes, strict=True):
+        for i, outcome in enumerate(outcomes):
             if outcome is Outcome.OK:
                 done.outcomes["ok"] += 1
                 continue
             tried = outcome not in (Outcome.FULL, Outcome.AWAY)
             causes[i] = FailureCause.SOURCE if tried else FailureCause.NOT_EXECUTED
             self.failed(done, outcome.name.lower(), why)
-        self.called(batch, begun_s, FailureCause.SOURCE in causes, done)
+        self.called(batch.message, begun_s, FailureCause.SOURCE in causes, done)
         return causes
 
     def _pause(self, batch: Batch) -> None:
@@ -284,7 +293,7 @@ class Putter(Mover):
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
             if self._allowance >= 0 or batch.message.number <= self.work.cancelled:
-                self._allowance -= len(batch.part) * self.work.formats[batch.message.group].value_bytes
+                self._allowance -= len(batch.pages) * self.work.formats[batch.message.group].value_bytes
                 return
             time.sleep(min(PAUSE_S, -self._allowance / rate))
             self.work.tell(Progress(batch.message.number))

@@ -111,6 +111,18 @@ def test_what_the_store_has_is_not_written_again(build: Build) -> None:
     assert second.plane.totals.puts == {"known": 6}
 
 
+def test_what_the_store_lacks_is_written_from_between_what_it_has(build: Build) -> None:
+    """More than one question, and batches of pages that do not follow one another."""
+    keys = chain("prompt", 700)
+    there = np.arange(700) % 3 == 1
+    first = build(host_bytes=16 << 20)
+    written(first, keys[there])
+    second = build(host_bytes=16 << 20)
+    written(second, keys)
+    assert second.plane.totals.puts == {"known": there.sum(), "ok": (~there).sum()}
+    assert build(host_bytes=16 << 20).load(keys) == 4 * 700
+
+
 def test_a_request_asks_once_and_absence_is_remembered(build: Build) -> None:
     unit = build()
     assert unit.load(chain("prompt", 6)) == 0
