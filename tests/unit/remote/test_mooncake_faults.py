@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.remote.base import Outcome, Presence
+from flexkv.remote.base import NOT_SAID, Outcome, Presence
 from tests.servers.mooncake import Master, Owner, mooncake
 from tests.servers.namespace import Namespace, network_namespace
 from tests.unit.remote.mooncake_child import StoreChild, store_child
@@ -180,3 +180,37 @@ def test_control_store_without_its_owner_does_not_work(
     servers[1].pause()
     assert not works(child)
     servers[1].resume()
+
+
+def test_value_whose_writer_was_killed_is_never_given(namespace: Namespace, tmp_path: Path) -> None:
+    """The owner stands still, so that the writer dies inside its put. Another put of the name is a success, says the
+    library, and changes nothing until the master has given the first one up."""
+    value, size = [bytes(8 << 20)], [8 << 20]
+    master = Master(namespace, tmp_path / "master.log")
+    owner = Owner(namespace, master, tmp_path / "owner.log", 64)
+    master.start("--put_start_discard_timeout_sec=8", "--put_start_release_timeout_sec=16")
+    try:
+        owner.start()
+        with (
+            store_child(namespace, tmp_path, master.url) as child,
+            store_child(namespace, tmp_path, master.url) as writer,
+        ):
+            assert child.ask("alive", DEADLINE_S) == writer.ask("alive", DEADLINE_S) == ""
+            owner.pause()
+            writer.begin("put", ["half"], [value], HEALED_S)
+            until(lambda: child.ask("sizes", ["half"], DEADLINE_S) == [NOT_SAID])
+            writer.kill_now()
+            owner.resume()
+            for put in ([], [Outcome.OK]):
+                assert not put or child.call("put", ["half"], [value], DEADLINE_S) == put
+                assert child.call("get", ["half"], [size], DEADLINE_S)[0] == [Outcome.FAILED]
+                assert "never written to its end" in child.call("last_error")
+
+            def given() -> bool:
+                child.call("put", ["half"], [value], DEADLINE_S)
+                return child.call("get", ["half"], [size], DEADLINE_S) == ([Outcome.OK], [value], True)
+
+            until(given)
+    finally:
+        owner.kill()
+        master.kill()
