@@ -45,6 +45,8 @@ KINDS = {
     "window": (full(4), window(4, 9)),
     "windows of other blocks": (full(4), window(8, 13), window(16, 5)),
     "window alone": (window(4, 9),),
+    "two full, of other blocks": (full(4), full(8), window(4, 9)),
+    "two full": (full(4), full(4), window(8, 9)),
     "chunk": (full(4), chunk(4, 16)),
     "state": (full(4), state(4)),
     "state and window": (full(4), state(4), window(4, 6)),
