@@ -16,7 +16,8 @@ SOCKET_BYTES = 4 << 20
 
 
 class HelperProcess:
-    """One process.
+    """One process. It ends with the thread that started it, as Linux has it for a parent's death: that thread is to
+    live as long as the unit.
 
     Args:
         environment: variables that the client's library reads when it is loaded; those that are set already stay.

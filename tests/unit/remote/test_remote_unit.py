@@ -111,6 +111,17 @@ def test_what_the_store_has_is_not_written_again(build: Build) -> None:
     assert second.plane.totals.puts == {"known": 6}
 
 
+@pytest.mark.parametrize(("write", "tokens"), [("through", 80), ("reuse", 0)])
+def test_at_the_end_what_waits_is_written_and_nothing_else(
+    redis: RedisServer, build: Build, write: str, tokens: int
+) -> None:
+    keys = chain("prompt", 20)
+    unit = RemoteUnit(redis.url, remote__write=write)
+    unit.store(keys)
+    assert unit.close()
+    assert build().load(keys) == tokens
+
+
 def test_what_the_store_lacks_is_written_from_between_what_it_has(build: Build) -> None:
     """More than one question, and batches of pages that do not follow one another."""
     keys = chain("prompt", 700)
