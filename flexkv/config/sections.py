@@ -18,6 +18,7 @@ from flexkv.config.values import (
     OptionalNode,
     OptionalSeconds,
     OptionalSizeBytes,
+    OptionalWholeSeconds,
     Seconds,
     Share,
     SizeBytes,
@@ -241,7 +242,7 @@ class DiskConfig(Section):
         description="When a block is written: `through` as soon as it is in host memory; `back` when the disks are "
         "quiet, and before it leaves host memory; `evict` only then, which writes least and keeps least over a crash.",
     )
-    ttl_s: OptionalSeconds = Field(
+    ttl_s: OptionalWholeSeconds = Field(
         None,
         description="Blocks are a miss so many seconds after they were written, for data that must not be kept longer.",
     )
@@ -349,10 +350,10 @@ class RemoteConfig(Section):
     get_s: Seconds = Field(
         2.0, description="A call that reads or writes a few values is given up after so long."
     )
-    stuck_s: Seconds = Field(
-        5.0,
+    stuck_s: OptionalSeconds = Field(
+        None,
         description="The process with the store's client is killed and started again when it has shown no sign of life "
-        "for so long. At least a second more than `get_s` and `probe_s`.",
+        "for so long; at least a second more than `get_s` and `probe_s`. Unset: 5 s, or what these demand.",
     )
     batch_pages: Count = Field(8, le=1024, description="Values of one call of the store.")
     inflight_pages: Count = Field(
@@ -364,7 +365,7 @@ class RemoteConfig(Section):
         description="What this unit writes a second at most, for networks that others need too. Unset: as fast as it "
         "goes.",
     )
-    ttl_s: OptionalSeconds = Field(
+    ttl_s: OptionalWholeSeconds = Field(
         None,
         description="Blocks are a miss so many seconds after they were written, whatever the store keeps.",
     )

@@ -18,6 +18,7 @@ ENCRYPTED = frozenset({"rediss"})
 """Schemes whose servers prove who they are, and whose bytes nobody else reads or changes."""
 
 MOST_SECRET_BYTES = 4096
+USUAL_STUCK_S = 5.0
 
 
 def store_options(remote: RemoteConfig) -> StoreOptions:
@@ -26,10 +27,9 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
         ConfigError: a file cannot be used, or the network would have to be trusted; says what to do.
     """
     _check_network(remote)
-    longest_s = max(remote.get_s, remote.probe_s) + ALIVE_S
-    if remote.stuck_s < longest_s:
+    if remote.stuck_s is not None and remote.stuck_s < _longest_s(remote):
         raise ConfigError(
-            f"remote.stuck_s={remote.stuck_s:g}: allowed is {longest_s:g} or more: a call may take "
+            f"remote.stuck_s={remote.stuck_s:g}: allowed is {_longest_s(remote):g} or more: a call may take "
             f"remote.get_s={remote.get_s:g} or remote.probe_s={remote.probe_s:g}, and then the question "
             f"whether the store is there {ALIVE_S:g} s"
         )
@@ -42,6 +42,17 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
         ttl_s=remote.ttl_s or 0,
         rdma_devices=remote.rdma_devices,
     )
+
+
+def stuck_s(remote: RemoteConfig) -> float:
+    """Seconds without a sign of life, after which the process with the store's client is killed: `remote.stuck_s`, or
+    where that is unset the usual, or as long as the longest call that the other settings allow."""
+    return max(USUAL_STUCK_S, _longest_s(remote)) if remote.stuck_s is None else remote.stuck_s
+
+
+def _longest_s(remote: RemoteConfig) -> float:
+    """How long a healthy process may be silent: one call, and then the question whether the store is there."""
+    return max(remote.get_s, remote.probe_s) + ALIVE_S
 
 
 def client_environment(options: StoreOptions) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
-from flexkv.remote.settings import store_options
+from flexkv.remote.settings import store_options, stuck_s
 from flexkv.unit.start_check import start_faults
 
 
@@ -49,6 +49,15 @@ def test_a_pipe_is_no_file_and_nothing_waits_for_it(tmp_path: Path, setting: str
 
 def test_control_the_longest_calls_that_are_allowed() -> None:
     assert options(urls="redis://127.0.0.1", get_s=4, probe_s=4, stuck_s=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [({}, 5.0), ({"probe_s": 10}, 11.0), ({"get_s": 7.5}, 8.5), ({"stuck_s": 3.5}, 3.5)],
+)
+def test_one_longer_call_needs_no_second_setting(settings: dict[str, object], seconds: float) -> None:
+    assert options(urls="redis://127.0.0.1", **settings)
+    assert stuck_s(load_config({f"remote.{n}": v for n, v in settings.items()}, {}).remote) == seconds
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from flexkv.remote.link import HelperLink
 from flexkv.remote.messages import Setup
 from flexkv.remote.plane import PlaneLimits, RemotePlane
 from flexkv.remote.process import HelperProcess
-from flexkv.remote.settings import client_environment, store_options
+from flexkv.remote.settings import client_environment, store_options, stuck_s
 from flexkv.remote.values import ValueOwner
 from flexkv.transfer.host_pool import HostPool
 
@@ -67,7 +67,7 @@ class RemotePlan(TierPlan):
             ttl_s=remote.ttl_s,
         )
         environment = client_environment(self._options)
-        link = HelperLink(setup, lambda: HelperProcess(environment), remote.stuck_s, time.monotonic)
+        link = HelperLink(setup, lambda: HelperProcess(environment), stuck_s(remote), time.monotonic)
         limits = PlaneLimits(config.transfer.queue_ops, QUESTIONS, remote.probe_s, bool(remote.rdma_devices))
         plane = RemotePlane(link, limits, time.monotonic)
         on_error.callback(plane.close, config.transfer.close_s)
