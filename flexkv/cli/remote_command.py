@@ -76,7 +76,7 @@ def ping(as_json: bool, extra: str | None) -> int:
     else:
         for server in found:
             if server.why_not:
-                click.echo(f"{server.url}: NOT REACHED: {server.why_not}")
+                click.echo(f"{server.url}: not usable: {server.why_not}")
             else:
                 click.echo(
                     f"{server.url}: reached, round trip {server.round_trip_ms:.2f} ms "
