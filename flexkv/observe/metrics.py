@@ -83,7 +83,8 @@ _TABLE = (
         MetricKind.COUNTER,
         "blocks",
         "Whole blocks that the engine took of what was promised, by the tier that they came from; what was read from "
-        "disk, or from the store that machines share, for the request counts for that.",
+        "disk, or from the store that machines share, for the request counts for that. Where KV groups need other "
+        "pages each, a tier's blocks are reckoned by its share of the pages.",
         (("tier", ("host", "disk", "peers", "remote")),),
     ),
     Metric(
