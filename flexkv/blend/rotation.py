@@ -12,6 +12,7 @@ from flexkv.blend.rope import Frequencies, RopeSpec
 from flexkv.c_ext import check_rotation, rotate_rows
 from flexkv.errors import GeometryError
 from flexkv.transfer.layerwise.base import Array, LayerDevice
+from flexkv.transfer.stream import StreamLike, stream_address
 
 ZERO_ROW = -1
 """In place of a turn: zeros are written."""
@@ -118,7 +119,7 @@ class KeyRotation:
         target_places: RowPlaces,
         table: TurnTable,
         *,
-        stream: int = 0,
+        stream: StreamLike = 0,
     ) -> None:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
@@ -129,7 +130,7 @@ class KeyRotation:
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),
             **self._geometry(source_places, target_places),
-            stream=stream,
+            stream=stream_address(stream),
         )
 
     def check(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
+from flexkv.transfer.stream import StreamLike
 
 Ticket = NewType("Ticket", int)
 """Number of an accepted graph, counting from 1 within one transfer engine."""
@@ -64,14 +65,16 @@ class DataPlane(ABC):
     """Runs transfer graphs. Every method may be called from any thread; only the waits block, each with a deadline."""
 
     @abstractmethod
-    def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
+    def submit(
+        self, graph: TransferGraph, stream: StreamLike | None = None, gated: bool = False
+    ) -> Ticket | None:
         """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
 
         A queue entry is held from here until the op's result has been polled.
 
         Args:
-            stream: the engine's device stream (`cudaStream_t` as an integer; 0 is torch's default), where the engine's
-                pool lies on a device. Copies start after what it was given until now: a store sees what was written, a
+            stream: the engine's device stream (see `StreamLike`; 0 is torch's default), where the engine's pool lies on
+                a device. Copies start after what it was given until now: a store sees what was written, a
                 load overwrites nothing that is still to be read.
             gated: a store of blocks that are not written yet, of layerwise D2H ops only: each layer is copied once
                 `open_layers` has named it. Until then the graph keeps its places; `cancel` ends it too.
@@ -79,14 +82,14 @@ class DataPlane(ABC):
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
             ContractError: unknown group, a kind without a lane, an edge that does not lead forward, other counts of
-                blocks and slots, arrays that are not int32 C-contiguous, an op id in flight, a block that two pages
-                of a load are to fill or a slot that two of a store are, another op than a layerwise D2H in a gated
-                graph. Nothing was queued.
+                blocks and slots, arrays that are not int32 C-contiguous, a `stream` that is none, an op id in flight,
+                a block that two pages of a load are to fill or a slot that two of a store are, another op than a
+                layerwise D2H in a gated graph. Nothing was queued.
             ClosedError: the transfer engine or the pool was closed, or this is a forked child of its process.
         """
 
     @abstractmethod
-    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
+    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
         """Layers 0 to `layers` - 1 of these gated graphs have been written and may be copied. Never blocks.
 
         Saying so again, or of a graph that has ended, does nothing.
@@ -95,7 +98,7 @@ class DataPlane(ABC):
             stream: as for `submit`: what it was given until now has written them.
 
         Raises:
-            ContractError: a ticket was never given. No layer was opened.
+            ContractError: a ticket was never given, or `stream` is none. No layer was opened.
             BlockRangeError: fewer than 0 layers, or more than such a graph has. No layer was opened.
         """
 
@@ -118,7 +121,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def wait_layer(
-        self, ticket: Ticket, layer: int, deadline_s: float, stream: int | None = None
+        self, ticket: Ticket, layer: int, deadline_s: float, stream: StreamLike | None = None
     ) -> LayerResult:
         """Waits until layer `layer` of all the graph's loads is in place, or has failed.
 
@@ -128,7 +131,7 @@ class DataPlane(ABC):
         it names them and adds no wait. What fails later is in the op's `OpResult`, as always.
 
         Raises:
-            ContractError: the ticket was never given, or its results were polled many graphs ago.
+            ContractError: the ticket was never given, or its results were polled many graphs ago; `stream` is none.
             BlockRangeError: no load of the graph has such a layer.
         """
 

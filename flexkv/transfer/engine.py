@@ -16,6 +16,7 @@ from flexkv.errors import ContractError, GeometryError
 from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
 from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.stream import StreamLike, optional_stream
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class TransferEngine(DataPlane):
         device: int | None = None,
         batch_copies: bool = True,
         copy_kernel: bool = True,
-        current_stream: Callable[[], int] | None = None,
+        current_stream: Callable[[], StreamLike] | None = None,
     ) -> None:
         if device is not None and mover is not None:
             raise ContractError("a mover serves plain memory: none beside a CUDA device")
@@ -163,16 +164,18 @@ class TransferEngine(DataPlane):
         # What the owners do when they are freed is done without the lock.
         released.clear()
 
-    def submit(self, graph: TransferGraph, stream: int | None = None, gated: bool = False) -> Ticket | None:
+    def submit(
+        self, graph: TransferGraph, stream: StreamLike | None = None, gated: bool = False
+    ) -> Ticket | None:
         if stream is None and self._current_stream is not None:
             stream = self._current_stream()
-        ticket = self._native.submit(graph.ops, graph.edges, stream, gated)
+        ticket = self._native.submit(graph.ops, graph.edges, optional_stream(stream), gated)
         return None if ticket is None else Ticket(ticket)
 
-    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: int | None = None) -> None:
+    def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
         if stream is None and self._current_stream is not None:
             stream = self._current_stream()
-        self._native.open_layers(tickets, layers, stream)
+        self._native.open_layers(tickets, layers, optional_stream(stream))
 
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         if max_results < 1:
@@ -205,9 +208,9 @@ class TransferEngine(DataPlane):
         return self._native.wait(ticket, deadline_s)
 
     def wait_layer(
-        self, ticket: Ticket, layer: int, deadline_s: float, stream: int | None = None
+        self, ticket: Ticket, layer: int, deadline_s: float, stream: StreamLike | None = None
     ) -> LayerResult:
-        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, stream)
+        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, optional_stream(stream))
         return LayerResult(in_time, {OpId(op_id): pages for op_id, pages in failed})
 
     def cancel(self, ticket: Ticket) -> int:

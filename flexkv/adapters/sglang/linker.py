@@ -21,6 +21,7 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import FlexKVConfig, load_config
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.transfer.stream import stream_address
 from flexkv.unit.build import share_of_node
 
 logger = get_logger(__name__)
@@ -231,7 +232,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         """The stream whose work writes the pool's pages: stores read after it, loads overwrite after it."""
         if not self._on_device:
             return None
-        return int(self.forward_stream.cuda_stream) if self.forward_stream is not None else self._stream()
+        return stream_address(self.forward_stream) if self.forward_stream is not None else self._stream()
 
 
 def _check(params: Any, components: Collection[ComponentType]) -> None:

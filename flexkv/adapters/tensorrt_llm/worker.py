@@ -26,6 +26,7 @@ from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, FailedOps, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
+from flexkv.transfer.stream import stream_address
 from flexkv.unit.ranks import GroupFacts, PoolGrant
 
 logger = get_logger(__name__)
@@ -154,9 +155,9 @@ class WorkerSide(RankWorker):
         """The forward is about to read this layer: returns when the step's loads have filled it, or will not.
 
         Args:
-            stream: the engine's (`torch.cuda.Stream`), where the pool lies on a device.
+            stream: the engine's, where the pool lies on a device.
         """
-        self._layer_loads.wait(layer, None if self.device is None else int(stream.cuda_stream))
+        self._layer_loads.wait(layer, None if self.device is None else stream_address(stream))
 
     def forward_ended(self) -> None:
         """The iteration's forward was run (or enqueued), and nothing was sampled from it yet.

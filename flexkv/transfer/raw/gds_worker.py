@@ -18,6 +18,7 @@ from flexkv.config import GdsConfig, IoBackend, load_config
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import get_logger
 from flexkv.transfer.staging_limits import staging_cut
+from flexkv.transfer.stream import StreamLike, stream_address
 
 Ids = Sequence[int] | NDArray[np.int64]
 
@@ -75,11 +76,12 @@ class GDSTransferWorker:
     Args:
         config: None takes the settings of this process: FLEXKV_CONFIG's file, then FLEXKV_GDS_* and FLEXKV_DISK_IO.
         use_staged_transfer, max_staging_blocks: win over `config` where given.
-        engine_stream: the engine's cudaStream_t as a number; transfers start after what is enqueued there.
+        engine_stream: the engine's; transfers start after what is enqueued there.
         io: of plain memory, and of copies from it where a GPU has no other way; None: `disk.io` where there is no
             `config`, else "auto".
 
     Raises:
+        ContractError: `engine_stream` is no stream.
         ConfigError: a setting or option that is not allowed, a file that cannot be opened, or `io` that the kernel
             refuses.
         CapacityError: the staging is not there; says what to set.
@@ -94,7 +96,7 @@ class GDSTransferWorker:
         round_robin: int = 1,
         use_staged_transfer: bool | None = None,
         max_staging_blocks: int | None = None,
-        engine_stream: int = 0,
+        engine_stream: StreamLike = 0,
         io: IoBackend | None = None,
     ) -> None:
         if config is None:
@@ -118,7 +120,7 @@ class GDSTransferWorker:
             max_staging_blocks=self.max_staging_blocks,
             max_staging_bytes=gds.max_staging_bytes,
             gpu_device_id=pool.gpu_device_id,
-            engine_stream=engine_stream,
+            engine_stream=stream_address(engine_stream),
             io=io,
         )
         log = get_logger("gds")

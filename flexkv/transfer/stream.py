@@ -1,0 +1,78 @@
+"""Whatever a caller has for a CUDA stream, as the `cudaStream_t` that the native core takes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Protocol, SupportsIndex, TypeAlias
+
+from flexkv.errors import ContractError
+
+PROTOCOL_VERSION = 0
+"""Of `__cuda_stream__`, the one that is specified (cuda.core, "Interoperability")."""
+LARGEST_ADDRESS = (1 << 64) - 1
+
+
+class HasCudaStreamMethod(Protocol):
+    """An object of any library that speaks the protocol: cuda.core, cuda.bindings, torch."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class HasCudaStream(Protocol):
+    """A stream of a torch that is older than the protocol."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
+"""A `cudaStream_t` as a whole number (0 is the default stream), or an object that has one."""
+
+
+def stream_address(stream: StreamLike) -> int:
+    """The `cudaStream_t` of `stream`. Where an object has the protocol and the attribute too, the protocol counts.
+
+    Raises:
+        ContractError: no stream; names the value.
+    """
+    if (method := getattr(stream, "__cuda_stream__", None)) is not None:
+        return _address(_of_protocol(method, stream), stream)
+    return _address(getattr(stream, "cuda_stream", stream), stream)
+
+
+def optional_stream(stream: StreamLike | None) -> int | None:
+    """The same, and None for none."""
+    return None if stream is None else stream_address(stream)
+
+
+def _of_protocol(method: Any, stream: object) -> object:
+    if not callable(method):
+        raise ContractError(f"{stream!r:.80}: its __cuda_stream__ is {method!r:.80}, not a method")
+    answer = method()
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ContractError(
+            f"{stream!r:.80}: __cuda_stream__() gave {answer!r:.80}, not (version, address of a cudaStream_t)"
+        )
+    version, address = answer
+    if isinstance(version, bool) or version != PROTOCOL_VERSION:
+        raise ContractError(
+            f"{stream!r:.80}: __cuda_stream__() speaks version {version!r:.80} of its protocol, "
+            f"and {PROTOCOL_VERSION} is understood"
+        )
+    return address
+
+
+def _address(value: Any, stream: object) -> int:
+    # A bool is a whole number to Python; as a stream it is a mistake.
+    try:
+        address = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        address = None
+    if address is None:
+        raise ContractError(
+            f"{stream!r:.80} is no stream: a cudaStream_t as a whole number is needed, or an object with "
+            f"__cuda_stream__ or cuda_stream; found {value!r:.80}"
+        )
+    if not 0 <= address <= LARGEST_ADDRESS:
+        raise ContractError(f"{stream!r:.80} is no stream: {address} is not in [0, 2**64)")
+    return address
