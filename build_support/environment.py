@@ -83,7 +83,8 @@ def steps(engine: str, tests: bool) -> list[Step]:
     build = (str(ROOT / "setup.py"), "--quiet", "build_ext", "--inplace")
     plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs, before=build))
     if tests:
-        plan += [requirements("mooncake", "--no-deps"), requirements("test"), requirements("lint")]
+        plan += [requirements("mooncake", "--no-deps"), requirements("gpu")]
+        plan += [requirements("test"), requirements("lint")]
     return plan
 
 

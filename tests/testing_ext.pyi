@@ -94,3 +94,9 @@ def rotate_rows(
     dst_head_stride: int,
 ) -> None:
     """What `flexkv.c_ext.rotate_rows` does, in host memory, by the GPU's function: one lane after the other."""
+
+def cuda_layouts() -> dict[str, dict[str, tuple[int, int]]]:
+    """Structures that go to the CUDA driver and to cuFile: offset and size of each field, bytes; the whole under ""."""
+
+def cuda_constants() -> dict[str, int]:
+    """Numbers that go there, by their names in cuda.h."""

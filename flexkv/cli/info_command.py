@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from flexkv.cli.gpu_facts import words as device_words
 from flexkv.cli.package_facts import Facts, package_facts
 from flexkv.cli.tables import print_table
 from flexkv.config import load_config
@@ -74,6 +75,7 @@ def rows(facts: Facts) -> dict[str, str]:
         "cuda": f"{cuda['devices']} device(s), driver {cuda['driver']}"
         if cuda["devices"]
         else f"not used: {cuda['reason']}",
+        **_gpu_rows(facts["gpu"]),
         "cpus": f"{facts['cpus']['usable']} usable of {facts['cpus']['total']}",
         "memory": f"{format_size(memory['usable_bytes'])} usable ({memory['limited_by']}) of "
         f"{format_size(memory['total_bytes'])}",
@@ -96,6 +98,14 @@ def rows(facts: Facts) -> dict[str, str]:
             f"{of['prompt_tokens']} tokens ({format_size(of['prompt_bytes'])} each)"
         )
     return found | {f"disk {folder['path']}": _folder_words(folder) for folder in disk["folders"]}
+
+
+def _gpu_rows(gpu: Facts) -> dict[str, str]:
+    versions = [f"{name} {version}" for name, version in gpu["packages"].items() if version]
+    said = "; ".join([*versions, *([gpu["reason"]] if gpu["reason"] else [])])
+    return {"gpu extra": said} | {
+        f"gpu {number}": device_words(device) for number, device in enumerate(gpu["devices"])
+    }
 
 
 def _folder_words(folder: Facts) -> str:

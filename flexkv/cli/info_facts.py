@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexkv import c_ext
+from flexkv.cli.gpu_facts import gpu_facts
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
 from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
@@ -35,7 +36,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     memory = read_memory()
     # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
     lost = folder_faults(config, held_bytes)
-    facts = package_facts() | machine_facts(memory) | tier_facts(config, memory, lost)
+    facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     refused = start_faults(config, 1, lost)
     facts["problems"] = [str(fault) for fault in refused]
     if not any(isinstance(fault, DiskError) for fault in refused):

@@ -10,6 +10,7 @@ namespace flexkv {
 
 void bind_io_faults(py::module_& m);
 void bind_lanes(py::module_& m);
+void bind_layouts(py::module_& m);
 void bind_movers(py::module_& m);
 
 }  // namespace flexkv
@@ -21,5 +22,6 @@ PYBIND11_MODULE(testing_ext, m) {
   flexkv::bind_movers(m);
   flexkv::bind_io_faults(m);
   flexkv::bind_lanes(m);
+  flexkv::bind_layouts(m);
   flexkv::guard_calls(m);
 }

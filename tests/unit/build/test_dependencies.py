@@ -42,6 +42,11 @@ def test_the_test_extra_is_what_the_tests_install() -> None:
     assert re.findall(r'"([^"]+)"', extra) == (ROOT / "requirements" / "test.txt").read_text().split()
 
 
+def test_the_gpu_extra_is_what_the_tests_install() -> None:
+    (extra,) = re.findall(r"^gpu = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert re.findall(r'"([^"]+)"', extra) == (ROOT / "requirements" / "gpu.txt").read_text().split()
+
+
 def third_party(*folders: str) -> dict[str, set[str]]:
     """Top-level modules from elsewhere -> files that import them."""
     found: dict[str, set[str]] = {}

@@ -222,6 +222,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "native_core": {"variant", "compiler", "with_cuda"},
     "cuda": {"devices", "driver", "reason"},
     "cpus": {"usable", "total"},
+    "gpu": {"packages", "devices", "reason"},
     "memory": {"usable_bytes", "total_bytes", "limited_by", "numa_nodes"},
     "huge_pages": {"private", "shared", "page_bytes", "free_pages"},
     "host_tier": {"bytes", "ranks", "numa_node"},
@@ -356,6 +357,7 @@ def test_info_shows_the_same_as_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{facts['flexkv']['version']} from {ROOT / 'flexkv'}" in shown
     for row in (
         "native core",
+        "gpu extra",
         "cpus",
         "memory",
         "host tier",

@@ -1,0 +1,103 @@
+// Where the fields lie in the structures that go to the CUDA driver and to cuFile, for a comparison with
+// NVIDIA's own bindings.
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+
+#include "cuda/driver.h"
+#include "gds/cufile_shim.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+namespace {
+
+// Field -> (offset, size), bytes; the whole structure under the empty name.
+#define FLEXKV_FIELD(type, field) layout[#field] = py::make_tuple(offsetof(type, field), sizeof(type::field))
+
+py::dict whole(size_t bytes) {
+  py::dict layout;
+  layout[""] = py::make_tuple(0, bytes);
+  return layout;
+}
+
+py::dict copy_2d() {
+  using cuda::Copy2D;
+  py::dict layout = whole(sizeof(Copy2D));
+  FLEXKV_FIELD(Copy2D, src_x);
+  FLEXKV_FIELD(Copy2D, src_y);
+  FLEXKV_FIELD(Copy2D, src_type);
+  FLEXKV_FIELD(Copy2D, src_host);
+  FLEXKV_FIELD(Copy2D, src_device);
+  FLEXKV_FIELD(Copy2D, src_pitch);
+  FLEXKV_FIELD(Copy2D, dst_x);
+  FLEXKV_FIELD(Copy2D, dst_y);
+  FLEXKV_FIELD(Copy2D, dst_type);
+  FLEXKV_FIELD(Copy2D, dst_host);
+  FLEXKV_FIELD(Copy2D, dst_device);
+  FLEXKV_FIELD(Copy2D, dst_pitch);
+  FLEXKV_FIELD(Copy2D, width);
+  FLEXKV_FIELD(Copy2D, height);
+  return layout;
+}
+
+py::dict batch_attributes() {
+  using cuda::BatchAttributes;
+  py::dict layout = whole(sizeof(BatchAttributes));
+  FLEXKV_FIELD(BatchAttributes, order);
+  FLEXKV_FIELD(BatchAttributes, source_hint);
+  FLEXKV_FIELD(BatchAttributes, destination_hint);
+  FLEXKV_FIELD(BatchAttributes, flags);
+  return layout;
+}
+
+py::dict file_description() {
+  py::dict layout = whole(sizeof(CufileDescription));
+  FLEXKV_FIELD(CufileDescription, type);
+  FLEXKV_FIELD(CufileDescription, file);
+  FLEXKV_FIELD(CufileDescription, file_system_ops);
+  return layout;
+}
+
+#undef FLEXKV_FIELD
+
+py::dict cuda_layouts() {
+  py::dict all;
+  all["Copy2D"] = copy_2d();
+  all["BatchAttributes"] = batch_attributes();
+  all["CufileDescription"] = file_description();
+  return all;
+}
+
+// By the names of cuda.h.
+py::dict cuda_constants() {
+  py::dict all;
+  all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;
+  all["CU_EVENT_BLOCKING_SYNC"] = cuda::kEventBlockingSync;
+  all["CU_EVENT_DISABLE_TIMING"] = cuda::kEventDisableTiming;
+  all["CU_MEMHOSTREGISTER_PORTABLE"] = cuda::kHostRegisterPortable;
+  all["CU_MEMHOSTREGISTER_DEVICEMAP"] = cuda::kHostRegisterDeviceMap;
+  all["CU_MEMHOSTALLOC_PORTABLE"] = cuda::kHostAllocPortable;
+  all["CU_MEMHOSTALLOC_DEVICEMAP"] = cuda::kHostAllocDeviceMap;
+  all["CU_DEVICE_ATTRIBUTE_MAX_PITCH"] = cuda::kAttributeMaxPitch;
+  all["CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"] = cuda::kAttributeMultiprocessors;
+  all["CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"] =
+      cuda::kAttributeHostPointerIsDevicePointer;
+  all["CU_MEMORYTYPE_HOST"] = cuda::kMemoryTypeHost;
+  all["CU_MEMORYTYPE_DEVICE"] = cuda::kMemoryTypeDevice;
+  all["CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"] = static_cast<int>(cuda::SourceOrder::kStream);
+  all["CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL"] = static_cast<int>(cuda::SourceOrder::kDuringApiCall);
+  all["CU_MEMCPY_SRC_ACCESS_ORDER_ANY"] = static_cast<int>(cuda::SourceOrder::kAny);
+  all["CUDA_SUCCESS"] = cuda::kSuccess;
+  all["CUDA_ERROR_NOT_READY"] = cuda::kErrorNotReady;
+  return all;
+}
+
+}  // namespace
+
+void bind_layouts(py::module_& m) {
+  m.def("cuda_layouts", &cuda_layouts);
+  m.def("cuda_constants", &cuda_constants);
+}
+
+}  // namespace flexkv

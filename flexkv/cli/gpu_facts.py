@@ -1,0 +1,107 @@
+"""What NVIDIA's own bindings say of the GPUs of this machine, where the extra `flexkv[gpu]` is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from flexkv.cli.package_facts import Facts
+
+PACKAGES = ("cuda-bindings", "cuda-pathfinder")
+"""Of the extra."""
+HOW = "pip install cuda-bindings cuda-pathfinder (the extra flexkv[gpu])"
+NAME_BYTES, ADDRESS_BYTES = 256, 32
+
+ATTRIBUTES = {
+    "multiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
+    "compute_major": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
+    "compute_minor": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+    "copy_engines": "CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT",
+    "max_pitch_bytes": "CU_DEVICE_ATTRIBUTE_MAX_PITCH",
+    "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
+    "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
+}
+"""Key in the facts -> attribute of the driver; each decides something of how flexkv copies there."""
+
+
+class DriverRefused(Exception):
+    """A call of the driver did not succeed; names it and the code."""
+
+
+def gpu_facts() -> Facts:
+    """Versions of the extra's packages, and each device's attributes.
+
+    `reason` says why `devices` is empty: the extra is missing, there is no driver, or what the driver said. The extra
+    is not loaded before this is called.
+    """
+    versions = {name: _version(name) for name in PACKAGES}
+    facts: Facts = {"packages": versions, "devices": [], "reason": ""}
+    if missing := [name for name, version in versions.items() if version is None]:
+        return facts | {"reason": f"{' and '.join(missing)} not installed: {HOW}"}
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        return facts | {"reason": f"cuda-bindings cannot be loaded: {error}"}
+    try:
+        return facts | {"devices": devices(driver)}
+    except (DriverRefused, RuntimeError) as error:  # RuntimeError: the bindings found no libcuda
+        return facts | {"reason": str(error).strip()}
+
+
+def devices(driver: Any) -> list[Facts]:
+    """Name, memory, PCI address and ATTRIBUTES of every device. An attribute that the driver does not know is None.
+
+    Args:
+        driver: `cuda.bindings.driver`.
+
+    Raises:
+        DriverRefused: a call did not succeed. RuntimeError: there is no driver.
+    """
+    _done(driver.cuInit(0), "cuInit")
+    found = []
+    for number in range(_done(driver.cuDeviceGetCount(), "cuDeviceGetCount")):
+        device = _done(driver.cuDeviceGet(number), "cuDeviceGet")
+        facts: Facts = {
+            "name": _text(_done(driver.cuDeviceGetName(NAME_BYTES, device), "cuDeviceGetName")),
+            "bytes": int(_done(driver.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
+            "pci": _text(_done(driver.cuDeviceGetPCIBusId(ADDRESS_BYTES, device), "cuDeviceGetPCIBusId")),
+        }
+        for key, attribute in ATTRIBUTES.items():
+            facts[key] = None
+            if (number_of := getattr(driver.CUdevice_attribute, attribute, None)) is not None:
+                code, value = driver.cuDeviceGetAttribute(number_of, device)
+                facts[key] = int(value) if code == 0 else None
+        found.append(facts)
+    return found
+
+
+def words(facts: Facts) -> str:
+    """One device in a line."""
+
+    def known(key: str) -> object:
+        return "?" if facts[key] is None else facts[key]
+
+    return (
+        f"{facts['name']}, {facts['bytes'] / (1 << 30):.1f} GiB, compute {known('compute_major')}."
+        f"{known('compute_minor')}, {known('multiprocessors')} multiprocessors, {known('copy_engines')} copy engines, "
+        f"PCI {facts['pci']}"
+    )
+
+
+def _done(answer: tuple[Any, ...], call: str) -> Any:
+    """What a call gave behind its code."""
+    code, *values = answer
+    if code != 0:
+        raise DriverRefused(f"{call}: {code!r}")
+    return values[0] if values else None
+
+
+def _text(value: bytes) -> str:
+    return value.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,153 @@
+"""`flexkv info` with the extra `gpu`, without it, and with a driver that refuses; the driver here is a stand-in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import types
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.cli import gpu_facts
+from flexkv.cli.gpu_facts import DriverRefused, devices, words
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NO_DEVICE = 100
+
+
+class Attribute(IntEnum):
+    """Of a driver that is older than `numa_node`; one attribute is refused."""
+
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT = 40
+    CU_DEVICE_ATTRIBUTE_MAX_PITCH = 11
+    CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+
+
+class StandIn:
+    """The shape of `cuda.bindings.driver`: every call gives a tuple that starts with its code."""
+
+    CUdevice_attribute = Attribute
+
+    def __init__(self, init: Result = Result.CUDA_SUCCESS) -> None:
+        self.init = init
+
+    def cuInit(self, flags: int) -> tuple[Result]:
+        return (self.init,)
+
+    def cuDeviceGetCount(self) -> tuple[Result, int]:
+        return Result.CUDA_SUCCESS, 1
+
+    def cuDeviceGet(self, number: int) -> tuple[Result, int]:
+        return Result.CUDA_SUCCESS, number
+
+    def cuDeviceGetName(self, size: int, device: int) -> tuple[Result, bytes]:
+        return Result.CUDA_SUCCESS, b"A stand-in".ljust(size, b"\0")
+
+    def cuDeviceTotalMem(self, device: int) -> tuple[Result, int]:
+        return Result.CUDA_SUCCESS, 8 << 30
+
+    def cuDeviceGetPCIBusId(self, size: int, device: int) -> tuple[Result, bytes]:
+        return Result.CUDA_SUCCESS, b"0000:0A:00.0\0"
+
+    def cuDeviceGetAttribute(self, attribute: Attribute, device: int) -> tuple[Result, int]:
+        if attribute is Attribute.CU_DEVICE_ATTRIBUTE_MAX_PITCH:
+            return Result.CUDA_ERROR_INVALID_VALUE, 0
+        return Result.CUDA_SUCCESS, int(attribute)
+
+
+def give(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
+    """Puts a stand-in where the extra's packages would be."""
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(gpu_facts, "_version", lambda package: "13.0.0")
+
+
+def test_a_device_has_its_attributes_and_unknown_ones_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, StandIn())
+    facts = gpu_facts.gpu_facts()
+    assert facts["reason"] == ""
+    (device,) = facts["devices"]
+    assert device == {
+        "name": "A stand-in",
+        "bytes": 8 << 30,
+        "pci": "0000:0A:00.0",
+        "multiprocessors": 16,
+        "compute_major": 75,
+        "compute_minor": 76,
+        "copy_engines": 40,
+        "max_pitch_bytes": None,
+        "host_pointer_is_device_pointer": 91,
+        "numa_node": None,
+    }
+    assert "A stand-in, 8.0 GiB, compute 75.76, 16 multiprocessors" in words(device)
+    assert "compute ?.76" in words(device | {"compute_major": None})
+
+
+def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = StandIn(Result.CUDA_ERROR_NO_DEVICE)
+    with pytest.raises(DriverRefused, match=r"cuInit: .*NO_DEVICE"):
+        devices(refused)
+    give(monkeypatch, refused)
+    facts = gpu_facts.gpu_facts()
+    assert facts["devices"] == []
+    assert "cuInit" in facts["reason"]
+
+
+def test_without_the_extra_info_says_what_is_missing_and_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    facts = gpu_facts.gpu_facts()
+    assert facts["packages"] == {"cuda-bindings": None, "cuda-pathfinder": None}
+    assert facts["reason"].startswith(
+        "cuda-bindings and cuda-pathfinder not installed: pip install cuda-bindings"
+    )
+
+
+LOADED = """
+import sys, flexkv, flexkv.adapters.tensorrt_llm, flexkv.transfer.engine, flexkv.cli.main, flexkv.cli.info_command
+{more}
+print(sorted(name for name in sys.modules if name.split('.')[0] in ('cuda', 'nvtx')))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "loads"), [("", False), ("import cuda.pathfinder", True)], ids=["flexkv", "control"]
+)
+def test_flexkv_loads_nothing_of_the_extra(more: str, loads: bool) -> None:
+    if loads:
+        pytest.importorskip("cuda.pathfinder", reason="the extra flexkv[gpu] is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(more=more)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ("cuda" in done.stdout) is loads, done.stdout
+
+
+def test_the_real_bindings_answer_here_too() -> None:
+    """On any machine: devices, or a reason."""
+    pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
+    facts = gpu_facts.gpu_facts()
+    assert all(facts["packages"].values())
+    assert bool(facts["devices"]) is not bool(facts["reason"])

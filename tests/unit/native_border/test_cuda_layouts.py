@@ -1,0 +1,108 @@
+"""What NVIDIA's own Python bindings say of the structures and numbers that the native core hands to its libraries."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.testing_ext import cuda_constants, cuda_layouts
+
+driver = pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
+cufile = pytest.importorskip("cuda.bindings.cufile", reason="these bindings have no cuFile")
+
+HOST = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+ANY_ORDER = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
+Layout = dict[str, tuple[int, int]]
+
+COPY_2D: dict[str, tuple[str, Any]] = {
+    "src_x": ("srcXInBytes", 0x1122334455667788),
+    "src_y": ("srcY", 0x2122334455667788),
+    "src_type": ("srcMemoryType", HOST),
+    "src_host": ("srcHost", 0x3122334455667788),
+    "src_device": ("srcDevice", 0x4122334455667788),
+    "src_pitch": ("srcPitch", 0x5122334455667788),
+    "dst_x": ("dstXInBytes", 0x6122334455667788),
+    "dst_y": ("dstY", 0x7122334455667788),
+    "dst_type": ("dstMemoryType", HOST),
+    "dst_host": ("dstHost", 0x1222334455667788),
+    "dst_device": ("dstDevice", 0x1322334455667788),
+    "dst_pitch": ("dstPitch", 0x1422334455667788),
+    "width": ("WidthInBytes", 0x1522334455667788),
+    "height": ("Height", 0x1622334455667788),
+}
+"""Field of ours -> theirs, and a value of its full width."""
+BATCH: dict[str, tuple[str, Any]] = {
+    "order": ("srcAccessOrder", ANY_ORDER),
+    "source_hint": ("srcLocHint", (2, 0x71223344)),
+    "destination_hint": ("dstLocHint", (2, 0x61223344)),
+    "flags": ("flags", 0x51223344),
+}
+
+
+def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], layout: Layout) -> list[str]:
+    """Fields that their object keeps elsewhere, or in another width, than our structure does."""
+    _, total = layout[""]
+    wrong = []
+    for ours, (theirs, value) in fields.items():
+        given = make()
+        if isinstance(value, tuple):  # a location: a kind, and a number
+            place = getattr(given, theirs)
+            place.type, place.id = driver.CUmemLocationType(value[0]), value[1]
+            expected = value[0].to_bytes(4, "little") + value[1].to_bytes(4, "little")
+        else:
+            setattr(given, theirs, value)
+            expected = int(value).to_bytes(layout[ours][1], "little")
+        offset, size = layout[ours]
+        wanted = bytes(offset) + expected + bytes(total - offset - size)
+        if len(expected) != size or ctypes.string_at(int(given.getPtr()), total) != wanted:
+            wrong.append(ours)
+    return wrong
+
+
+def test_a_pitched_copy_lies_as_theirs() -> None:
+    layout = cuda_layouts()["Copy2D"]
+    assert set(layout) - {""} == set(COPY_2D)
+    assert differences(driver.CUDA_MEMCPY2D, COPY_2D, layout) == []
+    assert layout["height"] == (layout[""][1] - 8, 8)
+
+
+def test_the_attributes_of_a_batch_lie_as_theirs() -> None:
+    layout = cuda_layouts()["BatchAttributes"]
+    assert set(layout) - {""} == set(BATCH)
+    assert differences(driver.CUmemcpyAttributes, BATCH, layout) == []
+    assert layout["flags"] == (layout[""][1] - 4, 4)
+
+
+@pytest.mark.parametrize("moved", [{"dst_x": (64, 8)}, {"src_type": (20, 4)}, {"width": (104, 8)}], ids=str)
+def test_a_field_elsewhere_is_found(moved: Layout) -> None:
+    assert differences(driver.CUDA_MEMCPY2D, COPY_2D, cuda_layouts()["Copy2D"] | moved) == list(moved)
+
+
+def test_the_description_of_a_file_lies_as_theirs() -> None:
+    layout, theirs = cuda_layouts()["CufileDescription"], cufile.descr_dtype
+    assert layout[""] == (0, theirs.itemsize)
+    names = {"type": "type", "file": "handle", "file_system_ops": "fs_ops"}
+    for ours, name in names.items():
+        dtype, offset = theirs.fields[name]
+        assert layout[ours] == (offset, dtype.itemsize), ours
+
+
+def numbers_of_theirs() -> dict[str, int]:
+    """Every number of the driver's bindings: constants, and members of their enumerations."""
+    found: dict[str, int] = {}
+    for name in dir(driver):
+        value = getattr(driver, name)
+        if isinstance(value, int):
+            found[name] = int(value)
+        elif hasattr(value, "__members__"):
+            found |= {member: int(number) for member, number in value.__members__.items()}
+    return found
+
+
+def test_every_number_is_theirs() -> None:
+    ours, theirs = cuda_constants(), numbers_of_theirs()
+    assert {name: theirs.get(name) for name in ours} == ours
+    assert theirs["CU_MEMORYTYPE_HOST"] != theirs["CU_MEMORYTYPE_DEVICE"]
