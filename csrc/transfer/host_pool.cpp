@@ -132,13 +132,14 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
 HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached,
                    const PoolOptions& options)
     : table_(geometry),
+      pieces_(table_),
       mapping_(std::move(mapping)),
       attached_(attached),
       home_(getpid()),
       huge_pages_(options.huge_pages),
       numa_node_(options.numa_node),
       memory_(options.memory),
-      registered_(new std::atomic<bool>[static_cast<size_t>(table_.count)]()) {
+      registered_(new std::atomic<bool>[static_cast<size_t>(pieces_.count)]()) {
   if (!shared()) {
     own_header_ = std::make_unique<PoolHeader>();
     own_arrivals_ = std::make_unique<SlotArrivals::Word[]>(static_cast<size_t>(geometry.slots));
@@ -175,9 +176,7 @@ HostPool::~HostPool() {
     new std::thread(std::move(pin_thread_));
     return;
   }
-  for (const ExtentReport& extent : reports_) {
-    if (extent.registered) registrar_->remove(extent_base(extent.index));
-  }
+  unregister_all();
 }
 
 bool HostPool::forked() const { return getpid() != home_; }

@@ -15,6 +15,7 @@
 
 #include "transfer/memory_limit.h"
 #include "transfer/numa_node.h"
+#include "transfer/pin_pieces.h"
 #include "transfer/pool_geometry.h"
 #include "transfer/pool_header.h"
 #include "transfer/pool_mapping.h"
@@ -43,7 +44,7 @@ struct ExtentReport {
                            // creator knows
   int64_t huge_bytes = 0;
   double bring_up_s = 0;
-  bool registered = false;
+  bool registered = false;       // all of it
   int32_t numa_node = kAnyNode;  // of its first page
 };
 
@@ -87,17 +88,18 @@ class HostPool {
   // Of an attached pool: whether the process that made it has ended or closed it. The memory stays.
   bool creator_gone() const;
 
-  // From now on extents are registered through `registrar`, in the background, as they are mapped. Only
-  // processes whose devices copy need it. Once a pool; later calls change nothing.
-  void pin(std::shared_ptr<Registrar> registrar);
-  // Slots [0, pinned_slots()) lie in extents whose registration was tried; 0 without pin().
+  // From now on memory is registered through `registrar`, in the background, in pieces of at most
+  // kPinPieceBytes (or of one slot) as extents are mapped. Only processes whose devices copy need it. Once a
+  // pool; later calls change nothing.
+  void pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries = {});
+  // The registration of slots [0, pinned_slots()) was tried; 0 without pin().
   int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
   // Whether the device knows this slot's memory. Only then may a kernel touch it.
-  bool registered(int64_t slot) const {
-    return registered_[static_cast<size_t>(table_.extent_of(slot))].load(std::memory_order_acquire);
-  }
-  // The first extent that could not be registered with the device, and why: only the copy engine can use such
-  // an extent (`registered` in the report is false). Empty while there is none.
+  bool registered(int64_t slot) const { return piece_registered(pieces_.piece_of(slot)); }
+  // Which slots are registered together: no copy may have bytes of two such pieces.
+  const PinPieces& pieces() const { return pieces_; }
+  // The first slots that could not be registered with the device, however often it was tried, and why: only
+  // the copy engine can use them. Empty while there are none.
   std::string registration_error() const;
 
   // Throws BlockRangeError unless 0 <= slot < ready_slots(), ClosedError when closed or in a forked child.
@@ -127,9 +129,17 @@ class HostPool {
   void bring_up_extent(int64_t index, int64_t& huge_so_far);
   void require_headroom(int64_t index) const;
   void describe_extent(int64_t index, int64_t huge_bytes, double bring_up_s);
-  void register_extents();
-  void register_extent(int64_t index);
   void publish(int64_t ready);
+  static void lower_own_priority();
+  // pool_pinning.cpp
+  void rest(double seconds) const;
+  bool await_slots(int64_t end) const;
+  void register_all(PinRetries retries);
+  std::string register_piece(int64_t piece);
+  void unregister_all();
+  bool piece_registered(int64_t piece) const {
+    return registered_[static_cast<size_t>(piece)].load(std::memory_order_acquire);
+  }
 
   bool forked() const;
   // Throws ClosedError in a forked child: another thread may hold its locks for ever there.
@@ -137,6 +147,7 @@ class HostPool {
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 
   const ExtentTable table_;
+  const PinPieces pieces_;
   PoolMapping mapping_;
   const bool attached_;
   const pid_t home_;  // the process whose threads and registrations these are
@@ -149,7 +160,7 @@ class HostPool {
   PoolHeader* header_ = nullptr;
   SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;
-  std::unique_ptr<std::atomic<bool>[]> registered_;  // an extent
+  std::unique_ptr<std::atomic<bool>[]> registered_;  // a piece
   std::atomic<int64_t> pinned_slots_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};

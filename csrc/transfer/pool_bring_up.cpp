@@ -1,5 +1,4 @@
-// How a host pool gets its memory, and how that is made known to a device: the work of its two threads.
-#include <pthread.h>
+// How a host pool gets its memory: the work of its first thread.
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,14 +21,12 @@ constexpr int64_t kPopulateStepBytes = kHugePageBytes;
 // Unit: bytes. How often the memory left is looked at: 20 us of reading /proc for 10-300 ms of touching, and
 // far less than kHeadroomBytes.
 constexpr int64_t kMemoryLookBytes = int64_t{64} << 20;
-// Unit: seconds. How often a thread that waits for extents looks whether their creator still lives.
-constexpr double kFollowerWaitS = 0.25;
-
-void lower_own_priority() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // best effort
-}
 
 }  // namespace
+
+void HostPool::lower_own_priority() {
+  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // best effort
+}
 
 void HostPool::publish(int64_t ready) {
   header_->ready_slots.store(ready, std::memory_order_release);
@@ -106,44 +103,6 @@ void HostPool::describe_extent(int64_t index, int64_t huge_bytes, double bring_u
                       : huge_bytes >= report.bytes ? "huge"
                       : huge_bytes > 0             ? "mixed"
                                                    : "4k";
-}
-
-void HostPool::pin(std::shared_ptr<Registrar> registrar) {
-  require_home("pin");
-  const std::lock_guard lock(mutex_);
-  if (registrar_ || closed()) return;
-  registrar_ = std::move(registrar);
-  pin_thread_ = std::thread(&HostPool::register_extents, this);
-  pthread_setname_np(pin_thread_.native_handle(), "flexkv-pin");
-}
-
-void HostPool::register_extents() {
-  lower_own_priority();
-  for (int64_t i = 0; i < table_.count && !stopping_; ++i) {
-    const int64_t end = i * table_.slots_per_extent + table_.slots_of(i);
-    for (;;) {
-      const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-      // Asked first: bring-up may end, with this extent, between the two questions.
-      const bool over = settled();
-      if (stopping_ || header_->ready_slots.load(std::memory_order_acquire) >= end) break;
-      if (over) return;
-      await_change(*header_, seen, kFollowerWaitS);
-    }
-    if (stopping_) return;
-    register_extent(i);
-    pinned_slots_.store(end, std::memory_order_release);
-    announce(*header_);
-  }
-}
-
-void HostPool::register_extent(int64_t index) {
-  const std::string reason = registrar_->add(extent_base(index), table_.bytes_of(index));
-  registered_[static_cast<size_t>(index)].store(reason.empty(), std::memory_order_release);
-  const std::lock_guard lock(mutex_);
-  reports_[static_cast<size_t>(index)].registered = reason.empty();
-  if (!reason.empty() && registration_error_.empty()) {
-    registration_error_ = "extent " + std::to_string(index) + ": " + reason;
-  }
 }
 
 }  // namespace flexkv

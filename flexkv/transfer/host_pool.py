@@ -33,7 +33,7 @@ class ExtentReport:
             `attached` in a process that did not create the pool.
         huge_bytes: of `bytes`, how many the kernel maps by huge pages.
         bring_up_s: seconds from the first touch to ready.
-        registered: known to the GPU; without it only the copy engine can be used.
+        registered: all of it is known to the GPU; without it only the copy engine can be used.
         numa_node: that holds the extent's first page; -1 where the kernel does not say.
     """
 
@@ -140,7 +140,9 @@ class HostPool:
         return ready
 
     def pin(self, device: int) -> None:
-        """Registers the memory with a GPU in the background, extent by extent as it is mapped, for this process.
+        """Registers the memory with a GPU in the background, as it is mapped, for this process: in pieces of at most
+        128 MiB (or one slot), with a rest after each, so that the driver's locks are free for the engine in between.
+        What is refused is tried again for a minute.
 
         Only a process whose GPU copies needs it. Later calls change nothing: registered memory is known to all GPUs.
 
@@ -151,7 +153,7 @@ class HostPool:
 
     @property
     def pinned_slots(self) -> int:
-        """Slots [0, pinned_slots) lie in extents that the GPU took or refused; 0 without `pin`."""
+        """Slots [0, pinned_slots) were taken or refused by the GPU; 0 without `pin`."""
         pinned = self.native.pinned_slots
         self._log_once()
         return pinned
@@ -240,8 +242,8 @@ class HostPool:
         if not self._warned and native.registration_error:
             self._warned = True
             logger.warning(
-                "host pool: the GPU did not take %s; such an extent is left to the copy engine, which is slower for "
-                "short runs (report() lists all)",
+                "host pool: the GPU did not take %s; such memory is left to the copy engine, which is slower for "
+                "short runs (report() lists the extents)",
                 native.registration_error,
             )
         if not self._creator_missed and native.creator_gone:

@@ -1,7 +1,9 @@
 // Host pools with a device that takes extents, or does not.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -18,55 +20,134 @@ constexpr double kGenerousS = 60;
 constexpr int64_t kSlotBytes = int64_t{1} << 20;
 constexpr int64_t kExtentBytes = int64_t{4} << 20;
 
+// Refuses the tries of these numbers, counted from 0.
 class FakeRegistrar : public Registrar {
  public:
   explicit FakeRegistrar(std::set<int> refused) : refused_(std::move(refused)) {}
-  std::string add(void* base, int64_t) override {
+  std::string add(void* base, int64_t bytes) override {
     const std::lock_guard lock(mutex_);
     const int number = added_++;
     if (refused_.count(number) != 0) return "out of memory";
-    held_.insert(base);
+    held_[static_cast<std::byte*>(base)] = bytes;
     return {};
   }
   void remove(void* base) override {
     const std::lock_guard lock(mutex_);
-    CHECK_MESSAGE(held_.erase(base) == 1, "removed what was not registered");
+    CHECK_MESSAGE(held_.erase(static_cast<std::byte*>(base)) == 1, "removed what was not registered");
   }
-  size_t held() const {
+  std::map<std::byte*, int64_t> held() const {
     const std::lock_guard lock(mutex_);
-    return held_.size();
+    return held_;
+  }
+  int tries() const {
+    const std::lock_guard lock(mutex_);
+    return added_;
   }
 
  private:
   mutable std::mutex mutex_;
   const std::set<int> refused_;
-  std::set<void*> held_;
+  std::map<std::byte*, int64_t> held_;
   int added_ = 0;
 };
+
+template <typename Condition>
+bool comes_true(Condition condition) {
+  const auto deadline = deadline_in(kGenerousS);
+  while (!condition() && seconds_until(deadline) > 0) std::this_thread::yield();
+  return condition();
+}
+
+std::shared_ptr<HostPool> ready_pool() {
+  auto pool = HostPool::create({kSlotBytes, 16, kExtentBytes}, {});
+  REQUIRE(pool->wait_ready(16, kGenerousS));
+  return pool;
+}
 
 }  // namespace
 
 TEST_CASE("a refused extent is named and works; the others are registered, and let go at the end") {
-  const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2});
-  auto pool = HostPool::create({kSlotBytes, 16, kExtentBytes}, {});
-  REQUIRE(pool->wait_ready(16, kGenerousS));
+  // Twice each of the second and third extent: at first, and with the one retry.
+  const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2, 4, 5});
+  auto pool = ready_pool();
   CHECK(pool->pinned_slots() == 0);  // nobody asked: a process that does not copy pins nothing
-  CHECK(registrar->held() == 0);
-  pool->pin(registrar);
-  const auto deadline = deadline_in(kGenerousS);
-  while (pool->pinned_slots() < 16 && seconds_until(deadline) > 0) std::this_thread::yield();
-  REQUIRE(pool->pinned_slots() == 16);
+  CHECK(registrar->held().empty());
+  pool->pin(registrar, {.tries = 1, .first_pause_s = 0.001});
+  REQUIRE(comes_true([&] { return !pool->registration_error().empty(); }));
+  CHECK(pool->pinned_slots() == 16);
   std::vector<bool> registered;
   for (const ExtentReport& extent : pool->report()) registered.push_back(extent.registered);
   CHECK(registered == std::vector<bool>{true, false, false, true});
   CHECK(pool->registered(0));
   CHECK_FALSE(pool->registered(4));
-  CHECK(pool->registration_error() == "extent 1: out of memory");
+  CHECK(pool->registration_error() == "slots 4 to 7 and others (2 tries): out of memory");
   *pool->slot(5) = std::byte{7};
   pool->pin(std::make_shared<FakeRegistrar>(std::set<int>{0}));  // a second time changes nothing
-  CHECK(registrar->held() == 2);
+  CHECK(registrar->held().size() == 2);
   pool.reset();
-  CHECK(registrar->held() == 0);
+  CHECK(registrar->held().empty());
+}
+
+TEST_CASE("memory that is refused for a while is registered in the end") {
+  const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{0, 2, 4});
+  auto pool = ready_pool();
+  pool->pin(registrar, {.tries = 3, .first_pause_s = 0.001});
+  REQUIRE(comes_true([&] { return registrar->tries() == 7; }));
+  REQUIRE(comes_true([&] { return pool->registered(0); }));
+  for (int64_t slot = 0; slot < 16; ++slot) CHECK(pool->registered(slot));
+  CHECK(pool->registration_error().empty());
+  // The pause before a retry does not hold up a close.
+  const auto refusing = std::make_shared<FakeRegistrar>(std::set<int>{0});
+  auto closed = ready_pool();
+  closed->pin(refusing, {.tries = 1, .first_pause_s = 1e6});
+  REQUIRE(comes_true([&] { return closed->pinned_slots() == 16; }));
+  closed.reset();
+  CHECK(refusing->tries() == 4);
+  CHECK(refusing->held().empty());
+}
+
+TEST_CASE("memory is registered in pieces of bounded size that split no slot, and let go piece by piece") {
+  const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{});
+  constexpr int64_t kMib = int64_t{1} << 20;
+  constexpr int64_t kOdd = 7 * kMib + 4096;
+  auto pool = HostPool::create({kOdd, 25, kMaxExtentBytes}, {});
+  REQUIRE(pool->wait_ready(25, kGenerousS));
+  pool->pin(registrar);
+  REQUIRE(comes_true([&] { return pool->pinned_slots() == 25; }));
+  std::vector<int64_t> sizes;
+  for (const auto& [base, bytes] : registrar->held()) {
+    sizes.push_back(bytes);
+    CHECK((base - pool->slot_address(0)) % kOdd == 0);
+  }
+  CHECK(sizes == std::vector<int64_t>{18 * kOdd, 7 * kOdd});
+  CHECK(pool->report().front().registered);
+  pool.reset();
+  CHECK(registrar->held().empty());
+}
+
+TEST_CASE("pieces of every geometry cover each slot once, within one extent, and are bounded") {
+  for (const int64_t slot_bytes :
+       {int64_t{4096}, int64_t{3} << 20, (int64_t{64} << 20) + 4096, int64_t{1} << 29}) {
+    for (const int64_t extent_bytes : {slot_bytes, 5 * slot_bytes, kMaxExtentBytes}) {
+      if (extent_bytes > kMaxExtentBytes) continue;
+      for (const int64_t slots : {1, 2, 43, 1000}) {
+        const ExtentTable table(PoolGeometry{slot_bytes, slots, extent_bytes});
+        const PinPieces pieces(table);
+        int64_t next = 0;
+        for (int64_t piece = 0; piece < pieces.count; ++piece) {
+          CHECK(pieces.first_slot(piece) == next);
+          REQUIRE(pieces.slots_of(piece) > 0);
+          CHECK(pieces.bytes_of(piece) <= std::max(kPinPieceBytes, slot_bytes));
+          for (int64_t slot = next; slot < next + pieces.slots_of(piece); ++slot) {
+            if (pieces.piece_of(slot) != piece || table.extent_of(slot) != pieces.extent_of(piece))
+              FAIL(slot);
+          }
+          next += pieces.slots_of(piece);
+        }
+        CHECK(next == slots);
+      }
+    }
+  }
 }
 
 TEST_CASE("bring-up stops, with a reason, before it takes the last free memory") {

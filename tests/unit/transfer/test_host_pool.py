@@ -76,7 +76,7 @@ def test_what_was_got_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pool.close()
 
 
-def test_an_extent_that_the_gpu_refused_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_the_gpu_refused_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(4096, 16)
     assert pool.wait_ready(16, GENEROUS_S)
     native = pool.native
@@ -85,11 +85,11 @@ def test_an_extent_that_the_gpu_refused_is_warned_of_once(caplog: pytest.LogCapt
         ready_slots=16,
         settled=False,
         creator_gone=False,
-        registration_error="extent 3: cuMemHostRegister: out of memory",
+        registration_error="slots 4 to 7 (7 tries): cuMemHostRegister: out of memory",
     )
     assert [pool.ready_slots for _ in range(3)] == [16, 16, 16]
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "extent 3: cuMemHostRegister: out of memory" in line
+    assert "slots 4 to 7 (7 tries): cuMemHostRegister: out of memory" in line
     native.close()
 
 

@@ -1,0 +1,115 @@
+// How a host pool's memory is made known to a device: the work of its second thread.
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "transfer/deadline.h"
+#include "transfer/host_pool.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: seconds. How often a thread that waits for extents looks whether their creator still lives.
+constexpr double kFollowerWaitS = 0.25;
+// Unit: seconds. The thread rests after each piece for as long as that took, so that the engine's calls get
+// the driver's locks half of the time; a registration that hung is no reason to rest for longer than this.
+constexpr double kMostRestS = 0.1;
+
+}  // namespace
+
+void HostPool::pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries) {
+  require_home("pin");
+  const std::lock_guard lock(mutex_);
+  if (registrar_ || closed()) return;
+  registrar_ = std::move(registrar);
+  pin_thread_ = std::thread(&HostPool::register_all, this, retries);
+  pthread_setname_np(pin_thread_.native_handle(), "flexkv-pin");
+}
+
+// Sleeps for so long, or until the pool is closed.
+void HostPool::rest(double seconds) const {
+  const auto deadline = deadline_in(seconds);
+  for (;;) {
+    const uint32_t seen = header_->generation.load(std::memory_order_acquire);
+    const double left_s = seconds_until(deadline);
+    if (stopping_ || left_s <= 0) return;
+    await_change(*header_, seen, left_s);
+  }
+}
+
+// Whether slots [0, end) came up; false where they will not.
+bool HostPool::await_slots(int64_t end) const {
+  for (;;) {
+    const uint32_t seen = header_->generation.load(std::memory_order_acquire);
+    // Asked first: bring-up may end, with these slots, between the two questions.
+    const bool over = settled();
+    if (stopping_) return false;
+    if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;
+    if (over) return false;
+    await_change(*header_, seen, kFollowerWaitS);
+  }
+}
+
+void HostPool::register_all(PinRetries retries) {
+  lower_own_priority();
+  std::vector<int64_t> refused;
+  std::string why;  // the first of them was
+  const auto attempt = [&](int64_t piece, std::vector<int64_t>& left) {
+    const auto start = Clock::now();
+    const std::string reason = register_piece(piece);
+    if (!reason.empty()) {
+      if (left.empty()) why = reason;
+      left.push_back(piece);
+    }
+    rest(std::min(seconds_since(start), kMostRestS));
+  };
+  for (int64_t piece = 0; piece < pieces_.count; ++piece) {
+    const int64_t end = pieces_.first_slot(piece) + pieces_.slots_of(piece);
+    if (!await_slots(end)) break;
+    attempt(piece, refused);
+    pinned_slots_.store(end, std::memory_order_release);
+    announce(*header_);
+  }
+  double pause_s = retries.first_pause_s;
+  for (int32_t i = 0; i < retries.tries && !refused.empty(); ++i, pause_s *= 2) {
+    rest(pause_s);
+    std::vector<int64_t> left;
+    for (const int64_t piece : refused) {
+      if (stopping_) return;
+      attempt(piece, left);
+    }
+    refused = std::move(left);
+  }
+  if (refused.empty() || stopping_) return;
+  const int64_t first = pieces_.first_slot(refused.front());
+  const std::lock_guard lock(mutex_);
+  registration_error_ = "slots " + std::to_string(first) + " to " +
+                        std::to_string(first + pieces_.slots_of(refused.front()) - 1) +
+                        (refused.size() > 1 ? " and others" : "") + " (" + std::to_string(retries.tries + 1) +
+                        " tries): " + why;
+}
+
+// Empty, or why the device refused it.
+std::string HostPool::register_piece(int64_t piece) {
+  std::string reason = registrar_->add(slot_address(pieces_.first_slot(piece)), pieces_.bytes_of(piece));
+  registered_[static_cast<size_t>(piece)].store(reason.empty(), std::memory_order_release);
+  if (!reason.empty()) return reason;
+  const int64_t extent = pieces_.extent_of(piece);
+  const int64_t end = std::min(pieces_.count, (extent + 1) * pieces_.per_extent);
+  for (int64_t other = extent * pieces_.per_extent; other < end; ++other) {
+    if (!piece_registered(other)) return {};
+  }
+  const std::lock_guard lock(mutex_);
+  reports_[static_cast<size_t>(extent)].registered = true;
+  return {};
+}
+
+// The same pieces again: the driver's locks are as short at the end.
+void HostPool::unregister_all() {
+  for (int64_t piece = 0; piece < pieces_.count; ++piece) {
+    if (piece_registered(piece)) registrar_->remove(slot_address(pieces_.first_slot(piece)));
+  }
+}
+
+}  // namespace flexkv
