@@ -154,7 +154,7 @@ class HostPool:
     def pinned_slots(self) -> int: ...
     @property
     def registration_error(self) -> str:
-        """The first extent that the GPU did not take, and why; empty if there is none."""
+        """The first slots that the GPU did not take, however often it was tried, and why; empty if there are none."""
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
         """pid, fd, token, file_bytes."""
@@ -198,6 +198,9 @@ class CudaLane(Lane):
     @property
     def notes(self) -> str:
         """What is not used and why; empty when everything is."""
+    @property
+    def failed_launches(self) -> int:
+        """Copy kernels that could not be started after their self-test, which ends their use: 0 or 1."""
     def counts(self) -> list[tuple[str, int, int, int]]:
         """path, pieces, bytes, driver calls of each path."""
 

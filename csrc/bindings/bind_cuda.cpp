@@ -39,6 +39,8 @@ void bind_cuda(py::module_& m) {
   NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
       .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"))
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
+      .def_property_readonly("failed_launches",
+                             [](const cuda::CudaLane& lane) { return lane.copier().failed_launches(); })
       .def("counts", &counts);
   NativeBinding<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
       .def(py::init([](int device, size_t bytes) {
@@ -51,8 +53,8 @@ void bind_cuda(py::module_& m) {
       .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
            py::arg("calls"), py::call_guard<py::gil_scoped_release>());
   py::dict thresholds;
-  thresholds["kernel_below_bytes"] = cuda::kKernelBelowBytes;
-  thresholds["kernel_below_bytes_with_batch"] = cuda::kKernelBelowBytesWithBatch;
+  thresholds["kernel_up_to_bytes"] = cuda::kKernelUpToBytes;
+  thresholds["kernel_up_to_bytes_with_batch"] = cuda::kKernelUpToBytesWithBatch;
   thresholds["most_batch_copies"] = cuda::kMostBatchCopies;
   thresholds["kernel_multiprocessors"] = cuda::kKernelMultiprocessors;
   thresholds["transform_multiprocessors"] = kTransformBlocks;

@@ -10,9 +10,12 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes, copies. The self-test's copies: odd sizes at odd distances, more than one.
-constexpr size_t kTestBytes = 12'288;
-constexpr size_t kTestCopies = 5;
+// Unit: bytes, runs, pages. The self-tests' copies: odd sizes at odd distances, more than one of each.
+constexpr int64_t kTestRunBytes = 1237;
+constexpr int64_t kTestRunStep = 1536;
+constexpr int32_t kTestRuns = 4;
+constexpr int64_t kTestPages = 2;
+constexpr int64_t kTestBytes = kTestRuns * kTestPages * kTestRunStep;
 // Unit: bytes. Of a table at the start: for 8,000 runs of a page, fifty times what 80 layers of K and V have.
 // Allocating more later may wait for other streams.
 constexpr size_t kTableBytes = 256 << 10;
@@ -51,72 +54,125 @@ struct Copier::Staging {
 Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches)
     : device_(std::move(device)), launcher_(launcher) {
   capabilities_.max_pitch_bytes = device_->max_pitch();
-  const auto note = [&](const std::string& text) { notes_ += (notes_.empty() ? "" : "; ") + text; };
-  capabilities_.kernel = switches.kernel && launcher_ != nullptr && device_->host_addresses_work();
-  if (!switches.kernel) {
-    note("the copy kernel is switched off");
-  } else if (launcher_ == nullptr) {
-    note("no copy kernel: built without CUDA");
-  } else if (!capabilities_.kernel) {
-    note("no copy kernel: the device has other addresses for host memory");
-  }
+  for (auto& staging : stagings_) staging = std::make_unique<Staging>(device_);
   if (!switches.batch) {
     note("batched copies are switched off");
   } else if (!device_->driver().has_batch()) {
     note("no batched copies: the driver is older than CUDA 12.8");
-  } else if (const std::string failure = self_test(); !failure.empty()) {
-    note("no batched copies: self-test: " + failure);
   } else {
-    capabilities_.batch = true;
+    const auto move = [&](Direction direction, auto segments, auto pages, StreamHandle stream) {
+      int64_t calls = 0;
+      return by_batch(direction, list_copies(segments, pages), stream, calls);
+    };
+    const std::string failure = self_test(move);
+    capabilities_.batch = failure.empty();
+    if (!failure.empty()) note("no batched copies: self-test: " + failure);
   }
-  for (auto& staging : stagings_) {
-    staging = std::make_unique<Staging>(device_);
-    if (!capabilities_.kernel) continue;
-    if (const std::string error = staging->reserve(kTableBytes); !error.empty()) throw CapacityError(error);
+  if (!switches.kernel) {
+    note("the copy kernel is switched off");
+  } else if (launcher_ == nullptr) {
+    note("no copy kernel: built without CUDA");
+  } else if (!device_->host_addresses_work()) {
+    note("no copy kernel: the device has other addresses for host memory");
+  } else {
+    for (auto& staging : stagings_) {
+      if (const std::string error = staging->reserve(kTableBytes); !error.empty()) throw CapacityError(error);
+    }
+    // A build for other devices, or for a later driver, shows here: a launch is the first that needs its
+    // image.
+    const auto move = [&](Direction direction, auto segments, auto pages, StreamHandle stream) {
+      return by_kernel(direction, segments, pages, 0, stream);
+    };
+    const std::string failure = self_test(move);
+    capabilities_.kernel = failure.empty();
+    if (!failure.empty()) note("no copy kernel: self-test: " + failure);
   }
 }
 
 Copier::~Copier() = default;
+
+Capabilities Copier::capabilities() const {
+  const std::lock_guard lock(mutex_);
+  return capabilities_;
+}
+
+std::string Copier::notes() const {
+  const std::lock_guard lock(mutex_);
+  return notes_;
+}
+
+void Copier::note(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  notes_ += (notes_.empty() ? "" : "; ") + text;
+}
+
+void Copier::give_up_kernel(const std::string& why) {
+  ++failed_launches_;
+  {
+    const std::lock_guard lock(mutex_);
+    capabilities_.kernel = false;
+  }
+  note("the copy kernel is not used any more: " + why);
+}
 
 PathCount Copier::count(Path path) const {
   const Cell& cell = counts_[static_cast<size_t>(path)];
   return {cell.pieces, cell.bytes, cell.calls};
 }
 
+void Copier::add(Path path, std::span<const Segment> segments, size_t pages, int64_t calls) {
+  Cell& cell = counts_[static_cast<size_t>(path)];
+  int64_t bytes = 0;
+  for (const Segment& segment : segments) bytes += segment.run_bytes;
+  ++cell.pieces;
+  cell.bytes += bytes * static_cast<int64_t>(pages);
+  cell.calls += calls;
+}
+
 std::string Copier::enqueue(Direction direction, std::span<const Segment> segments,
                             std::span<const PageEnds> pages, bool registered, int staging,
                             StreamHandle stream) {
   if (pages.empty() || segments.empty()) return {};
-  Capabilities usable = capabilities_;
+  Capabilities usable = capabilities();
   usable.kernel = usable.kernel && registered;
   // The driver stages pageable memory itself; what batches do with it is not documented.
   usable.batch = usable.batch && registered;
-  Path path = choose_path(mean_run_bytes(segments), usable);
+  const SplitRuns split = split_runs(segments, longest_kernel_run(usable));
+  if (!split.by_kernel.empty()) {
+    const std::string failure = by_kernel(direction, split.by_kernel, pages, staging, stream);
+    if (!failure.empty()) {
+      give_up_kernel(failure);
+      return by_engine(direction, segments, pages, usable, stream);
+    }
+    add(Path::kKernel, split.by_kernel, pages.size(), 1);
+  }
+  if (split.by_engine.empty()) return {};
+  return by_engine(direction, split.by_engine, pages, usable, stream);
+}
+
+std::string Copier::by_engine(Direction direction, std::span<const Segment> segments,
+                              std::span<const PageEnds> pages, const Capabilities& usable,
+                              StreamHandle stream) {
+  const std::vector<Copy> copies = list_copies(segments, pages);
+  if (copies.empty()) return {};
+  Path path = engine_path(usable);
   std::string error;
   int64_t calls = 0;
-  if (path == Path::kKernel) {
-    error = by_kernel(direction, segments, pages, staging, stream);
+  if (copies.size() == 1) {
+    path = Path::kSingle;
+    error = single(direction, copies.front(), stream);
     calls = 1;
+  } else if (path == Path::kBatch) {
+    error = by_batch(direction, copies, stream, calls);
   } else {
-    const std::vector<Copy> copies = list_copies(segments, pages);
-    if (copies.size() == 1) {
-      path = Path::kSingle;
-      error = single(direction, copies.front(), stream);
-      calls = 1;
-    } else if (path == Path::kBatch) {
-      error = by_batch(direction, copies, stream, calls);
-    } else {
-      error = by_rows(direction, copies, stream, calls);
-    }
+    error = by_rows(direction, copies, stream, calls);
   }
-  Cell& cell = counts_[static_cast<size_t>(path)];
-  cell.calls += calls;
-  if (!error.empty()) return error;
-  ++cell.pieces;
-  int64_t bytes = 0;
-  for (const Segment& segment : segments) bytes += segment.run_bytes;
-  cell.bytes += bytes * static_cast<int64_t>(pages.size());
-  return {};
+  if (error.empty()) {
+    add(path, segments, pages.size(), calls);
+  } else {
+    counts_[static_cast<size_t>(path)].calls += calls;
+  }
+  return error;
 }
 
 std::string Copier::by_kernel(Direction direction, std::span<const Segment> segments,
@@ -219,46 +275,59 @@ std::string Copier::by_rows(Direction direction, std::span<const Copy> copies, S
   return {};
 }
 
-// Some odd copies there and back by batches, compared. Empty if they arrived.
-std::string Copier::self_test() {
+// Some odd runs there and back by `move`, compared. Empty if they arrived and nothing else changed.
+std::string Copier::self_test(const Mover& move) {
   const Driver& driver = device_->driver();
   Stream stream(device_);
   void* host = nullptr;
   DeviceAddress device = 0;
-  if (const Code code = driver.host_alloc(&host, 2 * kTestBytes, kHostAllocPortable); code != kSuccess) {
+  constexpr auto kBytes = static_cast<size_t>(kTestBytes);
+  if (const Code code = driver.host_alloc(&host, 2 * kBytes, kHostAllocPortable | kHostAllocDeviceMap);
+      code != kSuccess) {
     return driver.error_text(code, "cuMemHostAlloc");
   }
   std::string failure;
-  if (const Code code = driver.mem_alloc(&device, kTestBytes); code != kSuccess) {
+  if (const Code code = driver.mem_alloc(&device, kBytes); code != kSuccess) {
     failure = driver.error_text(code, "cuMemAlloc");
   } else {
     auto* sent = static_cast<std::byte*>(host);
-    std::byte* back = sent + kTestBytes;
-    for (size_t i = 0; i < kTestBytes; ++i) sent[i] = static_cast<std::byte>(i * 131 + (i >> 8));
-    std::memset(back, 0, kTestBytes);
-    std::vector<Copy> there;
-    std::vector<Copy> home;
-    for (size_t i = 0; i < kTestCopies; ++i) {
-      const size_t at = i * (kTestBytes / kTestCopies);
-      const size_t bytes = kTestBytes / kTestCopies - 7 * i;
-      there.push_back({static_cast<uintptr_t>(device) + at, sent + at, bytes});
-      home.push_back({static_cast<uintptr_t>(device) + at, back + at, bytes});
+    std::byte* back = sent + kBytes;
+    std::vector<std::byte> wanted(kBytes);
+    for (size_t i = 0; i < kBytes; ++i) {
+      sent[i] = static_cast<std::byte>(i * 131 + (i >> 8));
+      const bool in_run = static_cast<int64_t>(i) % kTestRunStep < kTestRunBytes;
+      wanted[i] = in_run ? sent[i] : std::byte{};
     }
-    int64_t calls = 0;
-    failure = by_batch(Direction::kToDevice, there, stream.handle(), calls);
-    if (failure.empty()) failure = by_batch(Direction::kToHost, home, stream.handle(), calls);
-    // Waited for also after a failure: some of it may be under way.
-    std::string ended;
-    try {
-      ended = Event(device_, stream.handle()).wait();
-    } catch (const CapacityError& error) {
-      ended = error.what();
+    std::memset(back, 0, kBytes);
+    // Layer-first on the device: the rows of all pages of a run, then of the next.
+    std::vector<Segment> segments;
+    for (int32_t run = 0; run < kTestRuns; ++run) {
+      segments.push_back(
+          {static_cast<uintptr_t>(device) + static_cast<uintptr_t>(run * kTestPages * kTestRunStep),
+           kTestRunStep, kTestRunBytes, run * kTestRunStep, run});
     }
-    if (failure.empty()) failure = ended;
-    for (size_t i = 0; failure.empty() && i < kTestCopies; ++i) {
-      const auto at = static_cast<size_t>(home[i].host - back);
-      if (std::memcmp(sent + at, back + at, home[i].bytes) != 0) failure = "other bytes came back";
+    std::vector<PageEnds> there, home;
+    for (int64_t page = 0; page < kTestPages; ++page) {
+      there.push_back({page, sent + page * kTestRuns * kTestRunStep});
+      home.push_back({page, back + page * kTestRuns * kTestRunStep});
     }
+    failure = move(Direction::kToDevice, segments, there, stream.handle());
+    // Waited for also after a failure, some of it may be under way; and before the tables are written again.
+    const auto await_end = [&] {
+      std::string ended;
+      try {
+        ended = Event(device_, stream.handle()).wait();
+      } catch (const CapacityError& error) {
+        ended = error.what();
+      }
+      if (failure.empty()) failure = ended;
+    };
+    await_end();
+    if (failure.empty()) {
+      failure = move(Direction::kToHost, segments, home, stream.handle());
+      await_end();
+    }
+    if (failure.empty() && std::memcmp(wanted.data(), back, kBytes) != 0) failure = "other bytes came back";
     driver.mem_free(device);
   }
   driver.host_free(host);

@@ -2,7 +2,9 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,22 +31,27 @@ struct PathCount {
 // Made with the device current; used by one thread.
 class Copier {
  public:
-  // Runs the self-test of batched copies; what fails it is not used, and `notes()` says why.
+  // Runs the self-tests of batched copies and of the kernel; what fails its test is not used, and `notes()`
+  // says why. Throws CapacityError.
   Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
   ~Copier();
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
 
-  // Copies `segments` of `pages`. `registered`: all host bytes are known to the device, else no kernel.
+  // Copies `segments` of `pages`. A kernel that cannot be started is not tried again: its runs, and from then
+  // on all, go by the copy engine. `registered`: all host bytes are known to the device, else no kernel.
   // `staging` names the kernel's tables, of which a direction may have kStagings in use. Empty, or why it
   // failed: then some copies may be under way all the same, and only an event after them says when they have
   // ended.
   std::string enqueue(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
                       bool registered, int staging, StreamHandle stream);
 
-  const Capabilities& capabilities() const { return capabilities_; }
+  // The next two: by any thread.
+  Capabilities capabilities() const;
   // What is not used and why, in words; empty when everything is.
-  const std::string& notes() const { return notes_; }
+  std::string notes() const;
+  // Kernels that could not be started after their self-test: 0 or 1, as none follows it.
+  int64_t failed_launches() const { return failed_launches_; }
   PathCount count(Path path) const;
 
   // Pieces of one direction whose tables may be read at once.
@@ -56,7 +63,14 @@ class Copier {
   };
   struct Staging;
 
-  std::string self_test();
+  using Mover = std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>,
+                                          StreamHandle)>;
+  std::string self_test(const Mover& move);
+  void note(const std::string& text);
+  void give_up_kernel(const std::string& why);
+  void add(Path path, std::span<const Segment> segments, size_t pages, int64_t calls);
+  std::string by_engine(Direction direction, std::span<const Segment> segments,
+                        std::span<const PageEnds> pages, const Capabilities& usable, StreamHandle stream);
   std::string by_kernel(Direction direction, std::span<const Segment> segments,
                         std::span<const PageEnds> pages, int staging, StreamHandle stream);
   std::string by_batch(Direction direction, std::span<const Copy> copies, StreamHandle stream,
@@ -67,8 +81,10 @@ class Copier {
 
   const std::shared_ptr<Device> device_;
   const KernelLauncher launcher_;
+  mutable std::mutex mutex_;  // of the next two, which the copying thread alone changes
   Capabilities capabilities_;
   std::string notes_;
+  std::atomic<int64_t> failed_launches_{0};
   std::array<Cell, kPaths> counts_;
   std::vector<DeviceAddress> dsts_, srcs_;
   std::vector<size_t> sizes_;

@@ -13,7 +13,8 @@ std::vector<PitchedCopy> group_in_order(std::span<const Copy> copies, size_t max
       PitchedCopy& group = groups.back();
       const uintptr_t device_end = group.first.device + (group.rows - 1) * group.device_step;
       const std::byte* host_end = group.first.host + (group.rows - 1) * group.host_step;
-      if (copy.bytes == group.first.bytes && copy.device > device_end && copy.host > host_end) {
+      if (copy.piece == group.first.piece && copy.bytes == group.first.bytes && copy.device > device_end &&
+          copy.host > host_end) {
         const size_t device_step = copy.device - device_end;
         const auto host_step = static_cast<size_t>(copy.host - host_end);
         const bool first_step = group.rows == 1 && device_step >= copy.bytes && host_step >= copy.bytes &&
@@ -41,17 +42,22 @@ const char* to_string(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-Path choose_path(int64_t run_bytes, const Capabilities& capabilities) {
-  const int64_t kernel_below = capabilities.batch ? kKernelBelowBytesWithBatch : kKernelBelowBytes;
-  if (capabilities.kernel && run_bytes < kernel_below) return Path::kKernel;
+int64_t longest_kernel_run(const Capabilities& capabilities) {
+  if (!capabilities.kernel) return -1;
+  return capabilities.batch ? kKernelUpToBytesWithBatch : kKernelUpToBytes;
+}
+
+Path engine_path(const Capabilities& capabilities) {
   if (capabilities.batch) return Path::kBatch;
   return capabilities.max_pitch_bytes > 0 ? Path::kPitched : Path::kSingle;
 }
 
-int64_t mean_run_bytes(std::span<const Segment> segments) {
-  int64_t total = 0;
-  for (const Segment& segment : segments) total += segment.run_bytes;
-  return segments.empty() ? 0 : total / static_cast<int64_t>(segments.size());
+SplitRuns split_runs(std::span<const Segment> segments, int64_t longest_kernel_run) {
+  SplitRuns split;
+  for (const Segment& segment : segments) {
+    (segment.run_bytes <= longest_kernel_run ? split.by_kernel : split.by_engine).push_back(segment);
+  }
+  return split;
 }
 
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes) {
@@ -81,8 +87,9 @@ std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const
     for (const Segment& segment : segments) {
       if (segment.run_bytes <= 0) continue;
       const Copy copy{run_address(segment, page.block), page.stripe + segment.page_offset,
-                      static_cast<size_t>(segment.run_bytes)};
-      if (!copies.empty() && copies.back().device + copies.back().bytes == copy.device &&
+                      static_cast<size_t>(segment.run_bytes), page.piece};
+      if (!copies.empty() && copies.back().piece == copy.piece &&
+          copies.back().device + copies.back().bytes == copy.device &&
           copies.back().host + copies.back().bytes == copy.host) {
         copies.back().bytes += copy.bytes;
       } else {

@@ -18,15 +18,16 @@ enum class Path {
 inline constexpr int kPaths = 4;
 const char* to_string(Path path);
 
-// Unit: bytes. Where calls are single, views of shorter runs (the mean) go by kernel: one copy-engine call
+// Unit: bytes. Where calls are single, runs up to this length go by kernel: one copy-engine call
 // costs about 2 us whatever its length, which is the time PCIe 5 takes for 100 KiB. Source: published
 // block-copy rates on an H100 (PCIe 5), where 64 KiB runs reach 14.5 GB/s by single calls and 42 by kernel,
 // and 512 KiB runs 39.5 and 47. Not measured on our own hardware.
-inline constexpr int64_t kKernelBelowBytes = 256 << 10;
+inline constexpr int64_t kKernelUpToBytes = 256 << 10;
 // The same where calls come in batches, which pay the call once: the kernel takes multiprocessors from the
-// engine (6 % of its throughput in the same source), so the copy engine is preferred early. A choice, not a
-// measurement.
-inline constexpr int64_t kKernelBelowBytesWithBatch = 32 << 10;
+// engine (6 % of its throughput in the same source), so the copy engine is preferred early. 32 KiB itself, a
+// common length, is the kernel's: vLLM's block swapper found its kernel ahead there, and switches at 28 KiB
+// for the multiprocessors' sake. Not measured on our own hardware.
+inline constexpr int64_t kKernelUpToBytesWithBatch = 32 << 10;
 // Unit: descriptors. Batches of 51,828 crashed a driver (vllm-project/vllm#49276).
 inline constexpr size_t kMostBatchCopies = 4096;
 // Unit: multiprocessors. What the kernel may take. vLLM's block swapper uses 12 on the same kind of GPU; the
@@ -40,10 +41,18 @@ struct Capabilities {
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
 
-// By the coalesced view: `run_bytes` is the mean length of the segments.
-Path choose_path(int64_t run_bytes, const Capabilities& capabilities);
+// Unit: bytes. The longest run that goes by kernel; -1 where there is none.
+int64_t longest_kernel_run(const Capabilities& capabilities);
 
-int64_t mean_run_bytes(std::span<const Segment> segments);
+// What the copy engine is given for all other runs.
+Path engine_path(const Capabilities& capabilities);
+
+// The segments of each way, in order. A view may have both: short rows of an index beside long ones of a
+// cache.
+struct SplitRuns {
+  std::vector<Segment> by_kernel, by_engine;
+};
+SplitRuns split_runs(std::span<const Segment> segments, int64_t longest_kernel_run);
 
 // The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes);
@@ -53,16 +62,18 @@ struct Copy {
   uintptr_t device = 0;
   std::byte* host = nullptr;
   size_t bytes = 0;
+  int64_t piece = 0;  // of host memory; see PinPieces
 };
 
 // A page to copy: a block of the engine's pool and its stripe.
 struct PageEnds {
   int64_t block = 0;
   std::byte* stripe = nullptr;
+  int64_t piece = 0;  // that the stripe's slot was registered with
 };
 
-// All runs of `pages`, page by page; neighbours that continue each other at both ends are one copy, empty
-// runs none.
+// All runs of `pages`, page by page; neighbours in one piece that continue each other at both ends are one
+// copy, empty runs none.
 std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages);
 
 // `rows` copies of equal length, each `device_step` and `host_step` bytes after the one before.
@@ -74,7 +85,7 @@ struct PitchedCopy {
 };
 
 // The same bytes in as few pitched copies as two orders give: along the pages' runs, or along each run's
-// pages. Steps are at most `max_pitch_bytes` and at least a row.
+// pages. Steps are at most `max_pitch_bytes` and at least a row; rows are of one piece.
 std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes);
 
 }  // namespace flexkv::cuda

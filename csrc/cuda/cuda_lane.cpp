@@ -129,7 +129,7 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
       issuing.results[i] = check_digests(view, page.slot, item.layer_lo(), item.layer_hi());
       if (issuing.results[i].status != Status::kOk) continue;
     }
-    issuing.pages.push_back({page.block, view.stripe(page.slot)});
+    issuing.pages.push_back({page.block, view.stripe(page.slot), view.pool().pieces().piece_of(page.slot)});
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
   const std::span<const Segment> segments = view.segments(item.layer_lo(), item.layer_hi());
@@ -245,13 +245,12 @@ void CudaLane::wake() {
   shared_->to_issue.notify_one();
 }
 
-std::shared_ptr<StreamEvent> CudaLane::record(StreamId stream) {
-  const Current here(*device_);
-  return std::make_shared<Event>(device_, reinterpret_cast<StreamHandle>(stream));
-}
+std::shared_ptr<StreamEvent> CudaLane::record(StreamId stream) { return record_engine(device_, stream); }
 
 void CudaLane::make_wait(StreamEvent& event, StreamId stream) {
   const Current here(*device_);
+  const std::string captured = capture_refusal(*device_, reinterpret_cast<StreamHandle>(stream));
+  if (!captured.empty()) throw ContractError(captured);
   if (const std::string error = event.make_wait(stream); !error.empty()) throw CapacityError(error);
 }
 

@@ -60,15 +60,26 @@ std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
   device->max_pitch_ = static_cast<size_t>(attribute(kAttributeMaxPitch));
   device->multiprocessors_ = attribute(kAttributeMultiprocessors);
   device->host_addresses_work_ = attribute(kAttributeHostPointerIsDevicePointer) != 0;
+  const RelaxedCapture relaxed(driver);  // a context that is made now allocates
   require(driver.primary_context_retain(&device->context_, device->number_), "cuDevicePrimaryCtxRetain");
   return device;
 }
 
 Device::~Device() {
-  if (context_ != nullptr) driver_.primary_context_release(number_);
+  if (context_ == nullptr) return;
+  const RelaxedCapture relaxed(driver_);
+  driver_.primary_context_release(number_);
 }
 
-Current::Current(const Device& device) : device_(device) {
+// Where the driver refuses, which it does for a mode that it does not know, the thread keeps its own.
+RelaxedCapture::RelaxedCapture(const Driver& driver)
+    : driver_(driver), exchanged_(driver.exchange_capture_mode(&before_) == kSuccess) {}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (exchanged_) driver_.exchange_capture_mode(&before_);
+}
+
+Current::Current(const Device& device) : device_(device), relaxed_(device.driver()) {
   const Code code = device_.driver().context_push(device_.context_);
   if (code != kSuccess) throw CapacityError(device_.driver().error_text(code, "cuCtxPushCurrent"));
 }
@@ -79,11 +90,30 @@ Current::~Current() {
 }
 
 QuietCurrent::QuietCurrent(const Device& device)
-    : device_(device), pushed_(device.driver().context_push(device.context_) == kSuccess) {}
+    : device_(device),
+      relaxed_(device.driver()),
+      pushed_(device.driver().context_push(device.context_) == kSuccess) {}
 
 QuietCurrent::~QuietCurrent() {
   ContextHandle popped = nullptr;
   if (pushed_) device_.driver().context_pop(&popped);
+}
+
+std::string bind_thread(const Device& device) {
+  const Driver& driver = device.driver();
+  int mode = kCaptureRelaxed;
+  if (const Code code = driver.exchange_capture_mode(&mode); code != kSuccess) {
+    return driver.error_text(code, "cuThreadExchangeStreamCaptureMode");
+  }
+  const Code code = driver.context_set(device.context_);
+  return code == kSuccess ? std::string() : driver.error_text(code, "cuCtxSetCurrent");
+}
+
+std::string capture_refusal(const Device& device, StreamHandle stream) {
+  int status = kNotCapturing;
+  const Code code = device.driver().stream_is_capturing(stream, &status);
+  if (code != kSuccess) return device.driver().error_text(code, "cuStreamIsCapturing");
+  return status == kNotCapturing ? std::string() : "the engine's stream is being captured into a graph";
 }
 
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device) {

@@ -30,6 +30,7 @@ class Device {
  private:
   friend class Current;
   friend class QuietCurrent;
+  friend std::string bind_thread(const Device& device);
   Device(int ordinal, const Driver& driver) : driver_(driver), ordinal_(ordinal) {}
 
   const Driver driver_;
@@ -42,8 +43,25 @@ class Device {
   bool host_addresses_work_ = false;
 };
 
-// Makes a device this thread's current one for a scope, and leaves what was current before as it was: the
-// calling thread may be the engine's.
+// Lets this thread call the driver while another captures a graph, for a scope: in the mode that every thread
+// starts with, registration, allocation or a look at an event would fail and invalidate the engine's capture
+// (vllm-project/vllm#48053). Nothing of ours is enqueued on a stream that is captured.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver);
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Driver& driver_;
+  int before_ = kCaptureRelaxed;
+  const bool exchanged_;
+};
+
+// Makes a device this thread's current one for a scope, with relaxed capture, and leaves both as they were:
+// the calling thread may be the engine's. Pushing a primary context that is retained makes no other; the
+// runtime's cudaSetDevice would make device 0's in every thread that never chose one.
 class Current {
  public:
   // Throws CapacityError when the context is refused.
@@ -54,6 +72,7 @@ class Current {
 
  private:
   const Device& device_;
+  const RelaxedCapture relaxed_;
 };
 
 // The same where nothing can be done about a refusal: in destructors.
@@ -66,8 +85,16 @@ class QuietCurrent {
 
  private:
   const Device& device_;
+  const RelaxedCapture relaxed_;
   const bool pushed_;
 };
+
+// The same for the rest of a thread of our own. Empty, or why the context was refused.
+std::string bind_thread(const Device& device);
+
+// Empty, or why nothing of ours may touch the engine's stream now: it is being captured, and an event of it
+// would draw our streams into the graph. Precondition: its device is current.
+std::string capture_refusal(const Device& device, StreamHandle stream);
 
 // Registers host memory with a device, for all contexts (cuMemHostRegister, portable).
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device);

@@ -55,7 +55,10 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuDevicePrimaryCtxRelease", d.primary_context_release);
   need("cuCtxPushCurrent", d.context_push);
   need("cuCtxPopCurrent", d.context_pop);
+  need("cuCtxSetCurrent", d.context_set);
   need("cuCtxGetDevice", d.context_get_device);
+  need("cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode);
+  need("cuStreamIsCapturing", d.stream_is_capturing);
   need("cuStreamCreate", d.stream_create);
   need("cuStreamDestroy", d.stream_destroy);
   need("cuStreamSynchronize", d.stream_synchronize);
@@ -73,6 +76,9 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuMemFree", d.mem_free);
   need("cuMemcpyHtoDAsync", d.copy_to_device);
   need("cuMemcpyDtoHAsync", d.copy_to_host);
+  need("cuMemcpyAsync", d.copy_any);
+  need("cuMemsetD8Async", d.memset_bytes);
+  need("cuPointerGetAttribute", d.pointer_attribute);
   need("cuMemcpy2DAsync", d.copy_2d);
   if (!loaded.missing.empty()) return loaded;
   if (const Code code = d.driver_get_version(&d.version); code != kSuccess) {

@@ -12,6 +12,13 @@ using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
 inline constexpr Code kErrorNotReady = 600;
 
+// CUstreamCaptureMode. Global is every thread's own until it changes it: while another thread captures a
+// graph in that mode, each potentially unsafe call of this one fails, and the capture with it.
+inline constexpr int kCaptureGlobal = 0;
+inline constexpr int kCaptureThreadLocal = 1;
+inline constexpr int kCaptureRelaxed = 2;
+inline constexpr int kNotCapturing = 0;  // CUstreamCaptureStatus
+
 using DeviceNumber = int;
 using ContextHandle = struct CUctx_st*;
 using StreamHandle = struct CUstream_st*;
@@ -30,6 +37,8 @@ inline constexpr int kAttributeMultiprocessors = 16;
 inline constexpr int kAttributeHostPointerIsDevicePointer = 91;
 inline constexpr unsigned kMemoryTypeHost = 1;
 inline constexpr unsigned kMemoryTypeDevice = 2;
+inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute: a CUmemorytype
+inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY, by a name that no default changes
 
 struct MemoryLocation {
   int type = 0;
@@ -95,7 +104,10 @@ struct Driver {
   Code (*primary_context_release)(DeviceNumber) = nullptr;
   Code (*context_push)(ContextHandle) = nullptr;
   Code (*context_pop)(ContextHandle*) = nullptr;
+  Code (*context_set)(ContextHandle) = nullptr;
   Code (*context_get_device)(DeviceNumber*) = nullptr;
+  Code (*exchange_capture_mode)(int* mode) = nullptr;
+  Code (*stream_is_capturing)(StreamHandle, int* status) = nullptr;
   Code (*stream_create)(StreamHandle*, unsigned flags) = nullptr;
   Code (*stream_destroy)(StreamHandle) = nullptr;
   Code (*stream_synchronize)(StreamHandle) = nullptr;
@@ -113,6 +125,9 @@ struct Driver {
   Code (*mem_free)(DeviceAddress) = nullptr;
   Code (*copy_to_device)(DeviceAddress, const void*, size_t, StreamHandle) = nullptr;
   Code (*copy_to_host)(void*, DeviceAddress, size_t, StreamHandle) = nullptr;
+  Code (*copy_any)(DeviceAddress, DeviceAddress, size_t, StreamHandle) = nullptr;
+  Code (*memset_bytes)(DeviceAddress, unsigned char, size_t, StreamHandle) = nullptr;
+  Code (*pointer_attribute)(void*, int attribute, DeviceAddress) = nullptr;
   Code (*copy_2d)(const Copy2D*, StreamHandle) = nullptr;
   BatchCopy12080 batch_12080 = nullptr;  // with a driver of 12.8 and later 12
   BatchCopy13000 batch_13000 = nullptr;  // with a driver of 13.0 and later

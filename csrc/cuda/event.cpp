@@ -44,4 +44,13 @@ std::string Event::wait() {
   return code == kSuccess ? std::string() : driver.error_text(code, "cuEventSynchronize");
 }
 
+std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream) {
+  const Current here(*device);
+  const auto handle = reinterpret_cast<StreamHandle>(stream);
+  if (const std::string refusal = capture_refusal(*device, handle); !refusal.empty()) {
+    throw ContractError(refusal);
+  }
+  return std::make_shared<Event>(device, handle);
+}
+
 }  // namespace flexkv::cuda

@@ -43,4 +43,8 @@ class Event : public StreamEvent {
   EventHandle handle_ = nullptr;
 };
 
+// Of what the engine's `stream` has been given so far. Throws ContractError while that is being captured into
+// a graph, whose events mean nothing outside it, and CapacityError.
+std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
+
 }  // namespace flexkv::cuda

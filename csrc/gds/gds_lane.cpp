@@ -297,10 +297,7 @@ void GdsLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   pthread_setname_np(thread_.native_handle(), "flexkv-gdslane");
 }
 
-std::shared_ptr<StreamEvent> GdsLane::record(StreamId stream) {
-  const cuda::Current here(*device_);
-  return std::make_shared<cuda::Event>(device_, reinterpret_cast<cuda::StreamHandle>(stream));
-}
+std::shared_ptr<StreamEvent> GdsLane::record(StreamId stream) { return cuda::record_engine(device_, stream); }
 
 void GdsLane::join() {
   if (thread_.joinable()) thread_.join();

@@ -14,14 +14,18 @@
 
 namespace flexkv {
 
-// Registers nothing with nobody, and refuses the extents it is told to.
-class FakeRegistrar : public Registrar {
+// Registers with the fake driver, but for the piece of this number.
+class RefusingRegistrar : public Registrar {
  public:
-  explicit FakeRegistrar(int refused = -1) : refused_(refused) {}
-  std::string add(void*, int64_t) override { return added_++ == refused_ ? "refused" : ""; }
-  void remove(void*) override {}
+  RefusingRegistrar(std::shared_ptr<Registrar> inner, int refused)
+      : inner_(std::move(inner)), refused_(refused) {}
+  std::string add(void* base, int64_t bytes) override {
+    return added_++ == refused_ ? "refused" : inner_->add(base, bytes);
+  }
+  void remove(void* base) override { inner_->remove(base); }
 
  private:
+  const std::shared_ptr<Registrar> inner_;
   const int refused_;
   int added_ = 0;
 };
@@ -33,13 +37,14 @@ struct CudaShape {
   bool block_first = false;
   bool digests = false;
   int64_t extent_slots = 4;
+  bool exact_slots = false;  // no gap between the pages of two slots; for pages of whole 4 KiB
 };
 
 struct CudaWorld {
   static constexpr double kLongS = 60;
 
   CudaWorld(const CudaShape& shape, const fake_cuda::Settings& settings, const cuda::CopySwitches& switches,
-            int refused_extent = -1)
+            int refused_piece = -1)
       : shape_(shape), memory(static_cast<size_t>(shape.layers * shape.blocks * shape.run_bytes)) {
     fake_cuda::reset(settings);
     loaded = cuda::find_functions(fake_cuda::finder());
@@ -55,9 +60,10 @@ struct CudaWorld {
                       layer});
     }
     view = std::make_shared<KvView>(runs, shape.blocks, page);
-    const int64_t slot_bytes = round_up(page, kIoAlignBytes) + kIoAlignBytes;
+    const int64_t slot_bytes = round_up(page, kIoAlignBytes) + (shape.exact_slots ? 0 : kIoAlignBytes);
     pool = HostPool::create({slot_bytes, shape.blocks, shape.extent_slots * slot_bytes}, {});
-    pool->pin(std::make_shared<FakeRegistrar>(refused_extent));
+    // An extent is a piece here.
+    pool->pin(std::make_shared<RefusingRegistrar>(cuda::make_registrar(device), refused_piece), {.tries = 0});
     REQUIRE(pool->wait_ready(shape.blocks, kLongS));
     const auto deadline = deadline_in(kLongS);
     while (pool->pinned_slots() < shape.blocks && seconds_until(deadline) > 0) std::this_thread::yield();

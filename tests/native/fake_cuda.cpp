@@ -29,11 +29,6 @@ World& world() {
   return *one;
 }
 
-std::vector<int>& contexts() {
-  thread_local std::vector<int> devices;
-  return devices;
-}
-
 void require(bool good, const char* rule) {
   if (!good) world().violations.emplace_back(rule);
 }
@@ -72,6 +67,12 @@ void reset(const Settings& settings) {
   if (!w.streams.empty()) w.violations.emplace_back("streams of an earlier test are left");
   if (!w.registered.empty()) w.violations.emplace_back("memory of an earlier test is still registered");
   w.registered.clear();
+  if (!w.primary_contexts.empty()) w.violations.emplace_back("contexts of an earlier test are left");
+  w.primary_contexts.clear();
+  if (!w.captures.empty()) w.violations.emplace_back("a capture of an earlier test is left");
+  w.captures.clear();
+  w.registrations_to_refuse = 0;
+  w.launches_to_fail = 0;
   w.fail_in = -1;
   w.break_next = false;
 }

@@ -1,6 +1,7 @@
 // A FAKE CUDA driver for tests: host memory stands for device memory, each stream is a thread that works
 // through its queue, and events mean what the real ones mean (waiting for one that was never recorded waits
-// for nothing; what is waited for is what was recorded at the time of the call). It checks the rules of the
+// for nothing; what is waited for is what was recorded at the time of the call). Contexts are counted a
+// device and current a thread, and graph capture forbids calls by CUDA's rules. It checks the rules of the
 // calls it knows, and fails on request. It shows ordering and bookkeeping; it says nothing about speed, nor
 // about a real driver's bugs.
 #pragma once
@@ -19,7 +20,8 @@ struct Settings {
   int version = 13000;
   int devices = 1;
   int max_pitch = 1 << 30;
-  bool batch_corrupts = false;  // a driver whose batched copies lose a byte
+  bool batch_corrupts = false;   // a driver whose batched copies lose a byte
+  bool kernel_corrupts = false;  // a kernel that changes one
 };
 
 struct Calls {
@@ -30,6 +32,9 @@ struct Calls {
   int64_t waits = 0;
   std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream
   std::vector<cuda::SourceOrder> orders;
+  std::vector<size_t> registered_bytes;  // of each call that registered, in order
+  int64_t refused_registrations = 0;
+  int64_t unregistered = 0;
 };
 
 // Drops all state. No stream may exist.
@@ -43,6 +48,27 @@ std::vector<std::string> violations();
 bool take_violation(const std::string& words);
 // Host memory that is registered now, by its address: bytes.
 std::map<void*, size_t> registered();
+
+// The device that is current for this thread; -1: none.
+int current_device();
+// What the runtime's cudaSetDevice does since CUDA 12: makes the device's primary context, where there is
+// none, and that current. For the engine's threads, and as a control.
+void set_device(int device);
+// References to primary contexts that exist, by device.
+std::map<int, int64_t> primary_contexts();
+
+// The engine captures a graph on its stream, from this thread, in one of cuda::kCapture...; end_capture says
+// whether it came out whole.
+void begin_capture(uintptr_t stream, int mode = cuda::kCaptureGlobal);
+bool end_capture(uintptr_t stream);
+// This thread's mode.
+int capture_mode();
+
+// The next `count` registrations of host memory are refused.
+void refuse_registrations(int64_t count);
+// The next `count` kernels are not launched; kAlways: none from now on.
+inline constexpr int64_t kAlways = INT64_MAX;
+void fail_launches(int64_t count);
 
 // The n-th copy call from now (0: the next) fails at once; -1: none.
 void fail_copy(int64_t nth);

@@ -15,6 +15,15 @@
 
 namespace flexkv::fake_cuda {
 
+inline constexpr cuda::Code kInvalidValue = 1;
+inline constexpr cuda::Code kOutOfMemory = 2;
+inline constexpr cuda::Code kInvalidDevice = 101;
+inline constexpr cuda::Code kIllegalAddress = 700;
+inline constexpr cuda::Code kAlreadyRegistered = 712;
+inline constexpr cuda::Code kCaptureUnsupported = 900;
+inline constexpr cuda::Code kCaptureIsolation = 905;
+inline constexpr cuda::Code kCaptureImplicit = 906;
+
 struct FakeStream {
   std::deque<std::function<void()>> queue;
   bool held = false;
@@ -26,6 +35,13 @@ struct FakeStream {
   std::thread thread;
 };
 
+struct FakeCapture {
+  FakeStream* stream = nullptr;
+  int mode = cuda::kCaptureGlobal;
+  std::thread::id thread;
+  bool whole = true;
+};
+
 struct World {
   std::mutex mutex;
   std::condition_variable changed;
@@ -34,6 +50,10 @@ struct World {
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
   std::map<void*, size_t> registered;
+  std::map<int, int64_t> primary_contexts;
+  std::vector<FakeCapture> captures;
+  int64_t registrations_to_refuse = 0;
+  int64_t launches_to_fail = 0;
   int64_t fail_in = -1;
   bool break_next = false;
 };
@@ -43,12 +63,44 @@ World& world();
 // Devices of this thread's contexts, the current one last.
 std::vector<int>& contexts();
 
-// Notes a broken rule. Precondition, here and of the next two: the lock is held.
+// This thread's capture mode.
+int& own_capture_mode();
+
+// What a potentially unsafe call gets: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, and then captures
+// are invalid. Precondition, here and of the next four: the lock is held.
+cuda::Code unsafe_call();
+// The capture that this stream is part of; null: none.
+FakeCapture* capture_of(const FakeStream* stream);
+// Notes a broken rule.
 void require(bool good, const char* rule);
 FakeStream* new_stream(bool held, int device);
 void push(FakeStream* stream, std::function<void()> work);
 
 // Precondition: the lock is not held.
 void end_stream(FakeStream* stream);
+
+inline FakeStream* as_stream(cuda::StreamHandle handle) { return reinterpret_cast<FakeStream*>(handle); }
+
+// The driver's functions for memory (fake_cuda_memory.cpp).
+cuda::Code host_register(void* memory, size_t bytes, unsigned flags);
+cuda::Code host_unregister(void* memory);
+cuda::Code host_alloc(void** memory, size_t bytes, unsigned);
+cuda::Code host_free(void* memory);
+cuda::Code mem_alloc(cuda::DeviceAddress* address, size_t bytes);
+cuda::Code mem_free(cuda::DeviceAddress address);
+cuda::Code copy_to_device(cuda::DeviceAddress dst, const void* src, size_t bytes, cuda::StreamHandle stream);
+cuda::Code copy_to_host(void* dst, cuda::DeviceAddress src, size_t bytes, cuda::StreamHandle stream);
+cuda::Code copy_any(cuda::DeviceAddress dst, cuda::DeviceAddress src, size_t bytes,
+                    cuda::StreamHandle stream);
+cuda::Code copy_2d(const cuda::Copy2D* copy, cuda::StreamHandle stream);
+cuda::Code batch(cuda::DeviceAddress* dsts, cuda::DeviceAddress* srcs, size_t* sizes, size_t count,
+                 cuda::BatchAttributes* attributes, size_t* indices, size_t attribute_count,
+                 cuda::StreamHandle stream);
+cuda::Code batch_12080(cuda::DeviceAddress* dsts, cuda::DeviceAddress* srcs, size_t* sizes, size_t count,
+                       cuda::BatchAttributes* attributes, size_t* indices, size_t attribute_count,
+                       size_t* failed, cuda::StreamHandle stream);
+cuda::Code memset_bytes(cuda::DeviceAddress address, unsigned char value, size_t bytes,
+                        cuda::StreamHandle stream);
+cuda::Code pointer_attribute(void* answer, int attribute, cuda::DeviceAddress address);
 
 }  // namespace flexkv::fake_cuda

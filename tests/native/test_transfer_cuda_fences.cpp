@@ -175,7 +175,9 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  auto world = make_world(true);
+  // Without a kernel, whose failure would fail no page.
+  const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
+  auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);
   const int64_t ticket = world->submit(world->op(OpKind::kH2D, {1, 2}, {1, 2}));
   const int64_t waits = fake_cuda::calls().waits;

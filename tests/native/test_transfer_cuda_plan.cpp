@@ -9,15 +9,22 @@
 using namespace flexkv;
 using namespace flexkv::cuda;
 
-TEST_CASE("cuda plan: the path follows from the length of the runs and from what there is") {
+TEST_CASE("cuda plan: the path of a run follows from its own length and from what there is") {
   const Capabilities all{true, true, 1 << 20};
-  CHECK(choose_path(kKernelBelowBytesWithBatch - 1, all) == Path::kKernel);
-  CHECK(choose_path(kKernelBelowBytesWithBatch, all) == Path::kBatch);
+  CHECK(longest_kernel_run(all) == 32 << 10);  // the common length itself is the kernel's
+  CHECK(engine_path(all) == Path::kBatch);
   const Capabilities no_batch{true, false, 1 << 20};
-  CHECK(choose_path(kKernelBelowBytes - 1, no_batch) == Path::kKernel);
-  CHECK(choose_path(kKernelBelowBytes, no_batch) == Path::kPitched);
-  CHECK(choose_path(1, {false, true, 1 << 20}) == Path::kBatch);
-  CHECK(choose_path(1, {false, false, 0}) == Path::kSingle);
+  CHECK(longest_kernel_run(no_batch) == 256 << 10);
+  CHECK(engine_path(no_batch) == Path::kPitched);
+  CHECK(engine_path({false, false, 0}) == Path::kSingle);
+
+  // MLA with an indexer: by the mean of 36 KiB the short runs went with the long ones.
+  const Segment segments[] = {
+      {1 << 20, 1, 32 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
+  const SplitRuns split = split_runs(segments, longest_kernel_run(all));
+  CHECK(split.by_kernel == std::vector<Segment>{segments[0], segments[2]});
+  CHECK(split.by_engine == std::vector<Segment>{segments[1]});
+  CHECK(split_runs(segments, longest_kernel_run({false, true, 1 << 20})).by_kernel.empty());
 }
 
 TEST_CASE("cuda plan: copies that continue each other are one, empty ones none") {
@@ -31,6 +38,25 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
   CHECK(copies[0].bytes == 600);
   CHECK(copies[1].device == base + 600);
   CHECK(copies[1].host == host + 1000);
+}
+
+TEST_CASE("cuda plan: no copy and no rows have bytes of two pieces of registered memory") {
+  std::byte host[4096];
+  const Segment segment{1 << 20, 300, 300, 0, 0};
+  // Neighbours at both ends; the third page's slot was registered apart.
+  const PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
+  const auto copies = list_copies(std::span(&segment, 1), pages);
+  REQUIRE(copies.size() == 2);
+  CHECK(copies[0].bytes == 600);
+  CHECK(copies[1].host == host + 600);
+
+  std::vector<Copy> rows;
+  for (uintptr_t i = 0; i < 8; ++i) rows.push_back({(1 << 20) + i * 256, host + i * 400, 100, i < 5 ? 0 : 1});
+  const auto groups = group_rows(rows, 1 << 20);
+  REQUIRE(groups.size() == 2);
+  CHECK(groups[0].rows == 5);
+  for (Copy& row : rows) row.piece = 0;  // control: in one piece they are one copy
+  CHECK(group_rows(rows, 1 << 20).size() == 1);
 }
 
 TEST_CASE("cuda plan: rows of equal steps are one pitched copy, in the order that needs fewer") {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 
 from flexkv import c_ext
@@ -40,3 +43,16 @@ def test_the_thresholds_are_told() -> None:
     assert c_ext.CUDA_THRESHOLDS["most_batch_copies"] <= 4096
     assert c_ext.CUDA_THRESHOLDS["sub_batch_bytes"] <= 8 << 20
     assert c_ext.CUDA_THRESHOLDS["pieces_in_flight"] == 2
+
+
+def test_a_kernel_that_cannot_be_started_is_warned_of_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    lane = SimpleNamespace(failed_launches=0, notes="the copy kernel is not used any more: no image")
+    world.engine.cuda_lane = lane  # type: ignore[assignment]
+    for failed in (0, 1, 1):
+        lane.failed_launches = failed
+        world.submit(world.op(OpKind.D2H, [failed]))
+        world.results(1)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "the copy kernel is not used any more: no image" in line

@@ -1,0 +1,244 @@
+// Memory and what moves it: registration, copies, kernels.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "fake_cuda_device.h"
+
+namespace flexkv::fake_cuda {
+
+using cuda::BatchAttributes;
+using cuda::Code;
+using cuda::Copy2D;
+using cuda::DeviceAddress;
+using cuda::StreamHandle;
+
+namespace {
+
+// Precondition: the lock is held.
+void require_current(int device, const char* rule) {
+  require(!contexts().empty() && contexts().back() == device, rule);
+}
+
+// The real calls wait until the whole device is idle. Precondition: the lock is held.
+void require_idle_devices() {
+  for (const FakeStream* stream : world().streams) {
+    require(stream->moving == 0, "memory freed while work is in flight: it waits for the whole device");
+  }
+}
+
+// Whether this copy call is to fail. Precondition: the lock is held.
+bool fails_now() {
+  World& w = world();
+  if (w.fail_in < 0) return false;
+  return w.fail_in-- == 0;
+}
+
+void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
+  World& w = world();
+  w.calls.bytes += static_cast<int64_t>(bytes);
+  w.calls.bytes_of_device[stream->device] += static_cast<int64_t>(bytes);
+  const bool breaks = w.break_next;
+  ++stream->moving;
+  push(stream, [=] {
+    if (!breaks) std::memcpy(dst, src, bytes);
+    const std::lock_guard lock(world().mutex);
+    if (breaks) stream->error = kIllegalAddress;
+    --stream->moving;
+  });
+}
+
+// The registration that `memory` lies in; the map's end: in none. Precondition: the lock is held.
+std::map<void*, size_t>::const_iterator registration_of(const void* memory) {
+  const auto& all = world().registered;
+  auto next = all.upper_bound(const_cast<void*>(memory));
+  if (next == all.begin()) return all.end();
+  --next;
+  const auto* base = static_cast<const std::byte*>(next->first);
+  return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
+}
+// Whether a copy may have these bytes at once: all of one registration or of none (LMCache/LMCache#2413).
+// Precondition: the lock is held.
+bool of_one_registration(const void* memory, size_t bytes) {
+  const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
+  return bytes == 0 || registration_of(memory) == registration_of(last);
+}
+
+// Precondition: the lock is held.
+void check_stream(StreamHandle stream) {
+  require(stream != nullptr, "a copy on the legacy null stream");
+  require_current(as_stream(stream)->device, "a copy on a stream of a device that is not current");
+  require(capture_of(as_stream(stream)) == nullptr, "a copy on a stream that is captured");
+}
+
+}  // namespace
+
+Code host_register(void* memory, size_t bytes, unsigned flags) {
+  const std::lock_guard lock(world().mutex);
+  require(!contexts().empty(), "host_register without a current context");
+  require((flags & cuda::kHostRegisterPortable) != 0, "memory registered for one device alone");
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  if (world().registrations_to_refuse > 0) {
+    --world().registrations_to_refuse;
+    ++world().calls.refused_registrations;
+    return kOutOfMemory;
+  }
+  const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
+  if (registration_of(memory) != world().registered.end() ||
+      registration_of(last) != world().registered.end()) {
+    return kAlreadyRegistered;
+  }
+  world().registered.emplace(memory, bytes);
+  world().calls.registered_bytes.push_back(bytes);
+  return cuda::kSuccess;
+}
+Code host_unregister(void* memory) {
+  const std::lock_guard lock(world().mutex);
+  require(!contexts().empty(), "host_unregister without a current context");
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  ++world().calls.unregistered;
+  return world().registered.erase(memory) == 1 ? cuda::kSuccess : kInvalidValue;
+}
+Code host_alloc(void** memory, size_t bytes, unsigned) {
+  const std::lock_guard lock(world().mutex);
+  require(!contexts().empty(), "memory allocated without a current context");
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  *memory = ::operator new(bytes);
+  return cuda::kSuccess;
+}
+Code host_free(void* memory) {
+  const std::lock_guard lock(world().mutex);
+  require_idle_devices();
+  require(!contexts().empty(), "memory freed without a current context");
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  ::operator delete(memory);
+  return cuda::kSuccess;
+}
+Code mem_alloc(DeviceAddress* address, size_t bytes) {
+  void* memory = nullptr;
+  const Code code = host_alloc(&memory, bytes, 0);
+  if (code == cuda::kSuccess) *address = reinterpret_cast<uintptr_t>(memory);
+  return code;
+}
+Code mem_free(DeviceAddress address) { return host_free(reinterpret_cast<void*>(address)); }
+Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHandle stream) {
+  const std::lock_guard lock(world().mutex);
+  check_stream(stream);
+  ++world().calls.single;
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  if (fails_now() || !of_one_registration(src, bytes)) return kInvalidValue;
+  if (!of_one_registration(reinterpret_cast<const void*>(dst), bytes)) return kInvalidValue;
+  enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dst), src, bytes);
+  return cuda::kSuccess;
+}
+Code copy_to_host(void* dst, DeviceAddress src, size_t bytes, StreamHandle stream) {
+  return copy_to_device(reinterpret_cast<uintptr_t>(dst), reinterpret_cast<const void*>(src), bytes, stream);
+}
+Code copy_any(DeviceAddress dst, DeviceAddress src, size_t bytes, StreamHandle stream) {
+  return copy_to_device(dst, reinterpret_cast<const void*>(src), bytes, stream);
+}
+Code memset_bytes(DeviceAddress address, unsigned char value, size_t bytes, StreamHandle stream) {
+  const std::lock_guard lock(world().mutex);
+  check_stream(stream);
+  FakeStream* one = as_stream(stream);
+  ++one->moving;
+  push(one, [=] {
+    std::memset(reinterpret_cast<void*>(address), value, bytes);
+    const std::lock_guard inner(world().mutex);
+    --one->moving;
+  });
+  return cuda::kSuccess;
+}
+// All memory is the device's but what was registered.
+Code pointer_attribute(void* answer, int attribute, DeviceAddress address) {
+  const std::lock_guard lock(world().mutex);
+  if (attribute != cuda::kPointerMemoryType) return kInvalidValue;
+  const bool host = registration_of(reinterpret_cast<void*>(address)) != world().registered.end();
+  *static_cast<unsigned*>(answer) = host ? cuda::kMemoryTypeHost : cuda::kMemoryTypeDevice;
+  return cuda::kSuccess;
+}
+Code copy_2d(const Copy2D* copy, StreamHandle stream) {
+  const std::lock_guard lock(world().mutex);
+  check_stream(stream);
+  ++world().calls.pitched;
+  const auto most = static_cast<size_t>(world().settings.max_pitch);
+  require(copy->src_pitch <= most && copy->dst_pitch <= most, "a pitch beyond the device's");
+  require(copy->src_pitch >= copy->width && copy->dst_pitch >= copy->width, "a pitch below the width");
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  if (fails_now()) return kInvalidValue;
+  const bool from_host = copy->src_type == cuda::kMemoryTypeHost;
+  const auto* src = from_host ? static_cast<const std::byte*>(copy->src_host)
+                              : reinterpret_cast<const std::byte*>(copy->src_device);
+  auto* dst =
+      from_host ? reinterpret_cast<std::byte*>(copy->dst_device) : static_cast<std::byte*>(copy->dst_host);
+  const bool whole = of_one_registration(src, (copy->height - 1) * copy->src_pitch + copy->width) &&
+                     of_one_registration(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
+  if (!whole) return kInvalidValue;
+  for (size_t row = 0; row < copy->height; ++row) {
+    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
+  }
+  return cuda::kSuccess;
+}
+Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count, BatchAttributes* attributes,
+           size_t* indices, size_t attribute_count, StreamHandle stream) {
+  const std::lock_guard lock(world().mutex);
+  check_stream(stream);
+  Calls& calls = world().calls;
+  ++calls.batch;
+  calls.largest_batch = std::max(calls.largest_batch, static_cast<int64_t>(count));
+  require(count > 0 && count <= kMostBatchCopies, "a batch beyond what drivers bear");
+  require(attribute_count == 1 && indices[0] == 0, "the first attributes must hold from copy 0");
+  calls.orders.push_back(attributes->order);
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  if (fails_now()) return kInvalidValue;
+  for (size_t i = 0; i < count; ++i) {
+    require(sizes[i] > 0, "an empty copy in a batch");
+    if (!of_one_registration(reinterpret_cast<const void*>(dsts[i]), sizes[i]) ||
+        !of_one_registration(reinterpret_cast<const void*>(srcs[i]), sizes[i])) {
+      return kInvalidValue;
+    }
+    const size_t lost = world().settings.batch_corrupts && i + 1 == count ? 1 : 0;
+    enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dsts[i]), reinterpret_cast<const void*>(srcs[i]),
+                 sizes[i] - lost);
+  }
+  return cuda::kSuccess;
+}
+Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
+                 BatchAttributes* attributes, size_t* indices, size_t attribute_count, size_t* failed,
+                 StreamHandle stream) {
+  *failed = 0;  // faults here if the caller used the other parameters
+  return batch(dsts, srcs, sizes, count, attributes, indices, attribute_count, stream);
+}
+
+namespace {
+
+std::string launch(const cuda::CopyJob& job, int multiprocessors, void* stream) {
+  const std::lock_guard lock(world().mutex);
+  ++world().calls.kernel;
+  require(stream != nullptr, "a kernel on the legacy null stream");
+  require(multiprocessors <= kMostMultiprocessors, "the kernel takes too many multiprocessors");
+  if (fails_now()) return "the fake kernel was not launched";
+  if (world().launches_to_fail > 0) {
+    if (world().launches_to_fail != kAlways) --world().launches_to_fail;
+    return "the fake kernel has no image for this device";
+  }
+  // The tables are read when the kernel runs, as on a device.
+  auto* one = static_cast<FakeStream*>(stream);
+  require_current(one->device, "a kernel on a stream of a device that is not current");
+  ++one->moving;
+  const bool corrupts = world().settings.kernel_corrupts;
+  push(one, [job, one, corrupts] {
+    cuda::run_on_cpu(job, 3);
+    if (corrupts && !job.to_device)
+      *reinterpret_cast<std::byte*>(job.pages[0].host + job.chunks[0].page_offset) ^= std::byte{1};
+    const std::lock_guard inner(world().mutex);
+    --one->moving;
+  });
+  return {};
+}
+
+}  // namespace
+
+cuda::KernelLauncher kernel_launcher() { return &launch; }
+
+}  // namespace flexkv::fake_cuda

@@ -1,0 +1,84 @@
+// What threads of a process share in CUDA: contexts, and the rules of graph capture.
+#include <utility>
+
+#include "fake_cuda_device.h"
+
+namespace flexkv::fake_cuda {
+
+std::vector<int>& contexts() {
+  thread_local std::vector<int> devices;
+  return devices;
+}
+
+int& own_capture_mode() {
+  thread_local int mode = cuda::kCaptureGlobal;
+  return mode;
+}
+
+FakeCapture* capture_of(const FakeStream* stream) {
+  for (FakeCapture& capture : world().captures) {
+    if (capture.stream == stream) return &capture;
+  }
+  return nullptr;
+}
+
+// cudaThreadExchangeStreamCaptureMode's documentation has these rules. It leaves open which calls are
+// potentially unsafe, but for cudaMalloc; the fake takes all for it that are not enqueued on a stream, and
+// copies (vllm-project/vllm#48053).
+cuda::Code unsafe_call() {
+  cuda::Code code = cuda::kSuccess;
+  for (FakeCapture& capture : world().captures) {
+    const bool own = capture.thread == std::this_thread::get_id();
+    const bool forbidden =
+        own ? capture.mode != cuda::kCaptureRelaxed && own_capture_mode() != cuda::kCaptureRelaxed
+            : capture.mode == cuda::kCaptureGlobal && own_capture_mode() == cuda::kCaptureGlobal;
+    if (!forbidden) continue;
+    capture.whole = false;
+    code = kCaptureUnsupported;
+  }
+  return code;
+}
+
+int current_device() { return contexts().empty() ? -1 : contexts().back(); }
+
+void set_device(int device) {
+  const std::lock_guard lock(world().mutex);
+  const bool made = world().primary_contexts[device] > 0;
+  require(made, "a context on a device that nobody asked for");
+  // Never given back, as the runtime's.
+  if (!made) ++world().primary_contexts[device];
+  if (contexts().empty()) contexts().push_back(device);
+  contexts().back() = device;
+}
+
+std::map<int, int64_t> primary_contexts() {
+  const std::lock_guard lock(world().mutex);
+  return world().primary_contexts;
+}
+
+void begin_capture(uintptr_t stream, int mode) {
+  const std::lock_guard lock(world().mutex);
+  world().captures.push_back({reinterpret_cast<FakeStream*>(stream), mode, std::this_thread::get_id(), true});
+}
+
+bool end_capture(uintptr_t stream) {
+  const std::lock_guard lock(world().mutex);
+  const FakeCapture* capture = capture_of(reinterpret_cast<FakeStream*>(stream));
+  const bool whole = capture != nullptr && capture->whole;
+  std::erase_if(world().captures, [&](const FakeCapture& one) { return &one == capture; });
+  return whole;
+}
+
+int capture_mode() { return own_capture_mode(); }
+
+void refuse_registrations(int64_t count) {
+  const std::lock_guard lock(world().mutex);
+  world().registrations_to_refuse = count;
+}
+
+void fail_launches(int64_t count) {
+  const std::lock_guard lock(world().mutex);
+  world().launches_to_fail = count;
+}
+
+}  // namespace flexkv::fake_cuda

@@ -1,0 +1,115 @@
+// A copy kernel that cannot be started, or copies wrong: found at start or at its first failure, and no page
+// fails for it. Over the fake driver; nothing here ran on a GPU.
+#include <doctest/doctest.h>
+
+#include "cuda/event.h"
+#include "cuda_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
+
+void moves(CudaWorld& world) {
+  world.fill(0, 8);
+  world.fill(1, 9);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {3, 5})).status == Status::kOk);
+  CHECK(world.slot_holds(5, 9));
+  CHECK(world.run(world.op(OpKind::kH2D, {7, 8}, {5, 3})).status == Status::kOk);
+  CHECK(world.holds(7, 9));
+  CHECK(world.holds(8, 8));
+}
+
+}  // namespace
+
+TEST_CASE("cuda kernel: one without an image for the device fails its self-test and is not used") {
+  CudaWorld world({}, {}, kAll);
+  CHECK(world.lane->copier().capabilities().kernel);  // control
+  fake_cuda::fail_launches(fake_cuda::kAlways);
+  const cuda::CudaLane lane(world.device, fake_cuda::kernel_launcher(), kAll);
+  CHECK_FALSE(lane.copier().capabilities().kernel);
+  CHECK(lane.copier().capabilities().batch);
+  CHECK(lane.copier().notes() == "no copy kernel: self-test: the fake kernel has no image for this device");
+  CHECK(lane.copier().failed_launches() == 0);
+}
+
+TEST_CASE("cuda kernel: one that changes a byte fails its self-test") {
+  CudaWorld world({}, {.kernel_corrupts = true}, kAll);
+  CHECK(world.lane->copier().notes() == "no copy kernel: self-test: other bytes came back");
+  const int64_t tested = fake_cuda::calls().kernel;
+  moves(world);
+  CHECK(fake_cuda::calls().kernel == tested);
+}
+
+TEST_CASE(
+    "cuda kernel: a launch that fails later is not tried again, and its pages arrive by the copy engine") {
+  for (const int version : {13000, 12040}) {
+    CAPTURE(version);
+    CudaWorld world({}, {.version = version}, kAll);
+    const cuda::Path engine = version == 13000 ? cuda::Path::kBatch : cuda::Path::kPitched;
+    moves(world);
+    CHECK(world.lane->copier().count(cuda::Path::kKernel).pieces == 2);
+    CHECK(world.lane->copier().count(engine).pieces == 0);
+    fake_cuda::fail_launches(1);
+    moves(world);
+    CHECK(world.lane->copier().count(cuda::Path::kKernel).pieces == 2);
+    CHECK(world.lane->copier().count(engine).pieces == 2);
+    CHECK(world.lane->copier().failed_launches() == 1);
+    CHECK(world.lane->copier().notes().find(
+              "the copy kernel is not used any more: the fake kernel has no image") != std::string::npos);
+  }
+}
+
+TEST_CASE("cuda kernel: short and long runs of one page each go their own way") {
+  fake_cuda::reset();
+  const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
+  {
+    const auto device = cuda::Device::open(0, loaded.driver);
+    const cuda::Current here(*device);
+    cuda::Copier copier(device, fake_cuda::kernel_launcher(), kAll);
+    const cuda::Stream stream(device);
+    constexpr int64_t kLong = 72 << 10, kShort = 4 << 10;
+    std::vector<std::byte> pool(2 * 2 * (kLong + kShort)), host(2 * (kLong + kShort));
+    for (size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::byte>(i * 13 + (i >> 8));
+    const auto base = reinterpret_cast<uintptr_t>(pool.data());
+    // Two layers, each with rows of a cache and of an index, of a pool of two blocks.
+    const Segment segments[] = {{base, kLong, kLong, 0, 0},
+                                {base + 2 * kLong, kShort, kShort, kLong, 0},
+                                {base + 2 * (kLong + kShort), kLong, kLong, kLong + kShort, 1},
+                                {base + 2 * (2 * kLong + kShort), kShort, kShort, 2 * kLong + kShort, 1}};
+    const cuda::PageEnds page{1, host.data()};
+    CHECK(copier.enqueue(cuda::Direction::kToHost, segments, std::span(&page, 1), true, 0, stream.handle())
+              .empty());
+    CHECK(cuda::Event(device, stream.handle()).wait().empty());
+    CHECK(copier.count(cuda::Path::kKernel).bytes == 2 * kShort);
+    CHECK(copier.count(cuda::Path::kBatch).bytes == 2 * kLong);
+    for (const Segment& segment : segments) {
+      const auto* run = reinterpret_cast<const std::byte*>(run_address(segment, 1));
+      CHECK(std::equal(run, run + segment.run_bytes, host.data() + segment.page_offset));
+    }
+  }
+  for (const std::string& rule : fake_cuda::violations()) FAIL_CHECK("broken rule: " << rule);
+}
+
+TEST_CASE("cuda kernel: copies end where the registration of their memory does") {
+  for (const cuda::CopySwitches& switches :
+       {cuda::CopySwitches{true, false}, cuda::CopySwitches{false, false}}) {
+    CudaShape shape;
+    shape.block_first = true;  // neighbouring blocks and slots continue each other at both ends
+    shape.exact_slots = true;
+    shape.run_bytes = 4096;
+    CudaWorld world(shape, {}, switches);
+    world.fill(2, 2);
+    world.fill(5, 5);
+    CHECK(world.run(world.op(OpKind::kD2H, {2, 3, 4, 5}, {2, 3, 4, 5})).status == Status::kOk);
+    CHECK(world.slot_holds(2, 2));
+    CHECK(world.slot_holds(5, 5));
+    // Control: a copy across the end of an extent, which is a piece here, is refused.
+    const cuda::Current here(*world.device);
+    const cuda::Stream stream(world.device);
+    CHECK(world.device->driver().copy_to_host(world.pool->slot(3),
+                                              reinterpret_cast<uintptr_t>(world.memory.data()), 2 * 3 * 4096,
+                                              stream.handle()) != cuda::kSuccess);
+  }
+}
