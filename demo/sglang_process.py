@@ -83,15 +83,17 @@ class SglangProcess:
         RuntimeError: there is no environment, or the engine did not start, answer or end in time; with its log's end.
     """
 
+    python = FOLDER / "bin" / "python"
+    """Of the environment that SGLang is in."""
+
     def __init__(self, model: Path, log: Path, arguments: Mapping[str, Any], **environment: str) -> None:
-        python = FOLDER / "bin" / "python"
-        if not python.exists():
-            raise RuntimeError(f"{python} does not exist: `make env-sglang` makes SGLang's environment")
+        if not self.python.exists():
+            raise RuntimeError(f"{self.python} does not exist: `make env-sglang` makes SGLang's environment")
         self._log = log
         settings = {**ENGINE, "model_path": str(model), **arguments}
         theirs_in, self._orders = os.pipe()
         self._answers, theirs_out = os.pipe()
-        command = [str(python), "-W", "ignore", "-m", "demo.sglang_child"]
+        command = [str(self.python), "-W", "ignore", "-m", "demo.sglang_child"]
         command += [str(theirs_in), str(theirs_out), json.dumps(settings)]
         environ = {**os.environ, **ENVIRONMENT, **environment}
         environ.pop("PYTHONPATH", None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -16,12 +14,15 @@ from rich.table import Table
 from flexkv import c_ext
 from flexkv.cli.bench.base import ComparisonRow
 from flexkv.cli.bench.disk_rows import disk_rows
+from flexkv.cli.bench.picture import draw
+from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.torch_baseline import index_select_rows, small_copy_rows
 from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
 from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config.sizes import format_size
 
-KIB = 1 << 10
+PARTS = ("lanes", "torch", "small", "transform", "disk")
+"""Of the measurement, in order: the lanes, then what they are compared with."""
 LEGEND = """\
 A block of the engine's pool lies there in one run a layer; each row copies the same bytes in runs of that length.
 H2D: host memory to the pool, a load. D2H: pool to host memory, a store. Both: one beside the other, added up.
@@ -68,11 +69,18 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     help="On a disk to measure too: pages from there to the pool, by every way.",
 )
 @click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="Measure that alone; may be given several times. All of them by default.",
+)
+@click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
     callback=_writable,
-    help="Also write the rows there.",
+    help="Also write the rows there, as they are measured.",
 )
 @click.option(
     "--png",
@@ -86,6 +94,7 @@ def transfer(
     megabytes: int,
     repeats: int,
     folder: Path | None,
+    parts: tuple[str, ...],
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
@@ -101,37 +110,52 @@ def transfer(
             f"No GPU ({found['reason']}): these are the lanes of plain memory, and say nothing of a GPU."
         )
     total_bytes = megabytes << 20
+    wanted = parts or PARTS
     bench = TransferBench(device, total_bytes, repeats)
-    with _doing(console, "copying"):
-        rows = bench.run()
-    console.print(_table(rows, bench.limit_gbps))
-    console.print(LEGEND, highlight=False)
-    with _doing(console, "comparing"):
-        compared = index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats)
-        with bench.storing() as store:
-            compared += small_copy_rows(device, store)
-        compared += transform_rows(device, bench.multiprocessors, total_bytes, repeats)
-    if folder is not None:
+    facts = {
+        "device": device,
+        "megabytes": megabytes,
+        "repeats": repeats,
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "limit_gbps": bench.limit_gbps,
+        "thresholds": c_ext.CUDA_THRESHOLDS,
+    }
+    results = ResultFile(json_file, facts)
+    if "lanes" in wanted:
+        with _doing(console, "copying"):
+            for rows in bench.run():
+                results.add_rows(rows)
+        results.part_ended("lanes")
+        console.print(_table(results.rows, bench.limit_gbps))
+        console.print(LEGEND, highlight=False)
+    beside = {
+        "torch": lambda: index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats),
+        "small": lambda: _small_copies(device, bench),
+        "transform": lambda: transform_rows(device, bench.multiprocessors, total_bytes, repeats),
+    }
+    if chosen := [part for part in beside if part in wanted]:
+        with _doing(console, "comparing"):
+            for part in chosen:
+                results.compare(beside[part]())
+                results.part_ended(part)
+    if folder is not None and "disk" in wanted:
         with _doing(console, "reading from disk"):
-            compared += disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats)
-    console.print(_comparison_table(compared))
-    load = os.getloadavg()[0]
-    console.print(f"load average {load:.1f} on {os.cpu_count()} CPUs", highlight=False)
+            results.compare(disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats))
+        results.part_ended("disk")
+    if results.compared:
+        console.print(_comparison_table(results.compared))
+    console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", highlight=False)
     if device is not None:
         for name, value in c_ext.CUDA_THRESHOLDS.items():
             console.print(f"{name} = {value}", highlight=False)
-    if json_file is not None:
-        content = {
-            "device": device,
-            "cpus": os.cpu_count(),
-            "load": load,
-            "limit_gbps": bench.limit_gbps,
-            "rows": [asdict(row) for row in rows],
-            "comparisons": [asdict(row) for row in compared],
-        }
-        json_file.write_text(json.dumps(content, indent=1))
     if png_file is not None:
-        _draw(rows, compared, png_file)
+        draw(results.rows, results.compared, png_file)
+
+
+def _small_copies(device: int | None, bench: TransferBench) -> list[ComparisonRow]:
+    with bench.storing() as store:
+        return small_copy_rows(device, store)
 
 
 @contextmanager
@@ -203,31 +227,3 @@ def _need_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise click.UsageError("--png needs matplotlib: pip install matplotlib") from error
-
-
-def _draw(rows: list[TransferRow], compared: list[ComparisonRow], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 5), layout="constrained")
-    axes, others = figure.subplots(1, 2)
-    for direction in dict.fromkeys(row.direction for row in rows):
-        chosen = [row for row in rows if row.direction == direction]
-        axes.plot(
-            [row.run_bytes / KIB for row in chosen], [row.gbps for row in chosen], marker="o", label=direction
-        )
-    for what, direction in dict.fromkeys((row.what, row.direction) for row in compared if row.gbps):
-        same = [row for row in compared if (row.what, row.direction) == (what, direction) and row.gbps]
-        others.plot(
-            [row.run_bytes / KIB for row in same],
-            [row.gbps for row in same],
-            marker="o",
-            label=f"{what}, {direction}",
-        )
-    for part, title in ((axes, "lanes"), (others, "beside them")):
-        part.set_title(title)
-        part.set_xscale("log", base=2)
-        part.set_xlabel("run, KiB")
-        part.set_ylabel("GB/s")
-        part.set_ylim(bottom=0)
-        part.legend(fontsize="small")
-    figure.savefig(path)

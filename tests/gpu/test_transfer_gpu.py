@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,10 @@ class GpuWorld:
         self.pool = HostPool(-(-page // 4096) * 4096, BLOCKS)
         self.pool.pin(device)
         assert self.pool.wait_ready(BLOCKS, LONG_S)
+        ends_s = time.monotonic() + LONG_S
+        while self.pool.pinned_slots < BLOCKS:  # before that nothing would be the kernel's
+            assert time.monotonic() < ends_s, f"{self.pool.pinned_slots} of {BLOCKS} slots are pinned"
+            time.sleep(0.01)
         self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
         self.engine.attach_view(0, self.view, self.pool, owners=[self.pool_memory])
         self.ids = itertools.count(1)
@@ -82,6 +87,11 @@ class GpuWorld:
         assert self.engine.wait(self.submit(kind, blocks, slots, layerwise), LONG_S)
         (result,) = self.engine.poll()
         assert result.status is OpStatus.OK, result.reason
+
+    def paths(self) -> dict[str, int]:
+        """Bytes that each path has moved."""
+        assert self.engine.cuda_lane is not None
+        return {path: moved for path, _, moved, _ in self.engine.cuda_lane.counts() if moved}
 
     def close(self) -> None:
         assert self.engine.close(LONG_S)
@@ -127,6 +137,15 @@ def test_every_byte_arrives_and_no_other_is_touched(
     for block, source in ((9, 0), (7, 2), (6, 5)):
         expected[block] = before[source]
     assert torch.equal(world.by_block, expected)
+    paths = world.paths()
+    assert sum(paths.values()) == 7 * layers * run_bytes
+    batch, kernel = ways
+    if not kernel or not c_ext.cuda_info()["built"]:
+        assert "kernel" not in paths
+    elif not block_first and run_bytes <= 16384:
+        assert list(paths) == ["kernel"]
+    if not batch:
+        assert "batch" not in paths
 
 
 # A control hands in a stream that has nothing to do: each fence test must then see wrong bytes, else it shows nothing.

@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +34,9 @@ class TransferRow:
     """One measurement.
 
     Attributes:
-        path: how the runs were copied.
+        path: how most of the bytes were copied.
+        path_bytes: bytes by each path, of all copies that were made for this row; empty for plain memory.
+        pinned: the GPU took all of the host pool's slots, or refused some (`TransferBench` waits for either).
         multiprocessors: that the path takes from the engine's kernels.
         gbps: 1e9 bytes a second, median; of both directions together where `direction` says so.
         share_of_limit: of one contiguous copy of the same bytes; None for both ways.
@@ -50,13 +52,27 @@ class TransferRow:
     share_of_limit: float | None
     share_of_one_way: float | None
     single_calls_gbps: float | None
+    path_bytes: dict[str, int] = field(default_factory=dict)
+    pinned: bool = True
 
 
 def copy_path(engine: TransferEngine) -> tuple[str, int]:
     """What moved most of the bytes between the engine's pool and host memory, and the multiprocessors it takes."""
+    return chosen_path(path_bytes(engine))
+
+
+def path_bytes(engine: TransferEngine) -> dict[str, int]:
+    """Bytes that each path of the engine's GPU has copied; empty without one."""
     if engine.cuda_lane is None:
+        return {}
+    return {path: moved for path, _, moved, _ in engine.cuda_lane.counts()}
+
+
+def chosen_path(moved: Mapping[str, int]) -> tuple[str, int]:
+    """The path of most bytes, and the multiprocessors it takes."""
+    if not moved:
         return "cpu", 0
-    path = max(engine.cuda_lane.counts(), key=lambda count: count[2])[0]
+    path = max(moved, key=lambda name: moved[name])
     return path, c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
 
 
@@ -75,6 +91,7 @@ class TransferBench:
         self._memory = np.zeros(total_bytes, np.uint8) if device is None else None
         self._device_memory = None if device is None else c_ext.DeviceMemory(device, total_bytes)
         self._ids = itertools.count(1)
+        self._pinned = True
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
 
     @property
@@ -82,14 +99,12 @@ class TransferBench:
         """Of the GPU; 0 without one."""
         return 0 if self._device_memory is None else self._device_memory.multiprocessors
 
-    def run(self) -> list[TransferRow]:
-        rows = []
+    def run(self) -> Iterator[list[TransferRow]]:
+        """The rows of one length of run after the other."""
         for run_bytes in RUN_BYTES:
             blocks = self._total // (run_bytes * LAYERS)
-            if blocks < 1:
-                continue
-            rows += self._measure(run_bytes, blocks)
-        return rows
+            if blocks >= 1:
+                yield self._measure(run_bytes, blocks)
 
     def _median(self, once: Callable[[], float]) -> float:
         once()  # touches memory, starts threads
@@ -136,6 +151,8 @@ class TransferBench:
             ends_s = time.monotonic() + WAIT_S
             while self._device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
                 time.sleep(0.01)
+            # The kernel reads registered memory alone: a row that was measured before says so.
+            self._pinned = self._device is None or pool.pinned_slots >= blocks
             engine.attach_view(0, view, pool)
             yield engine
         finally:
@@ -167,9 +184,11 @@ class TransferBench:
         self, engine: TransferEngine, direction: str, kinds: list[OpKind], run_bytes: int, blocks: int
     ) -> TransferRow:
         share = np.array_split(np.random.default_rng(0).permutation(blocks).astype(np.int32), len(kinds))
+        before = path_bytes(engine)
         seconds = self._median(lambda: self._transfer(engine, kinds, share))
         gbps = blocks * run_bytes * LAYERS / seconds / 1e9
-        path, multiprocessors = copy_path(engine)
+        moved = {path: count - before[path] for path, count in path_bytes(engine).items()}
+        path, multiprocessors = chosen_path(moved)
         limit = self.limit_gbps.get(direction)
         single = None
         if self._device_memory is not None and direction in DIRECTIONS:
@@ -177,7 +196,16 @@ class TransferBench:
             once = self._median(lambda: memory.time_copies(direction == "H2D", run_bytes, calls))
             single = calls * run_bytes / once / 1e9
         return TransferRow(
-            run_bytes, direction, path, multiprocessors, gbps, gbps / limit if limit else None, None, single
+            run_bytes,
+            direction,
+            path,
+            multiprocessors,
+            gbps,
+            share_of_limit=gbps / limit if limit else None,
+            share_of_one_way=None,
+            single_calls_gbps=single,
+            path_bytes={path: count for path, count in moved.items() if count},
+            pinned=self._pinned,
         )
 
     def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:

@@ -1,19 +1,30 @@
-"""The page of a GPU's results: what it says of each goal follows from the rows, and what did not run is not made up."""
+"""The page of a GPU's results: what it says of each goal follows from the rows, and what did not run is not made up.
+
+Nothing here is a GPU's: the rows are made up, and the steps of the stages are small programs.
+"""
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_results import Goal, closing_words, goals, outcomes, render, status_text, waiting_rows
+from benchmarks import gpu_machine, gpu_plan
+from benchmarks.gpu_goals import Goal, goals
+from benchmarks.gpu_page import failed_tests, outcomes, render
+from benchmarks.gpu_plan import LIMITS_S, STAGES, plan
+from benchmarks.gpu_results import closing_words, status_text, waiting_rows
+from benchmarks.gpu_stages import Stage, Step, read_stage, run_stage
 from flexkv import c_ext
 
+ROOT = Path(__file__).resolve().parents[3]
 MACHINE = {"date": "2026-01-01", "GPU": "none, made up for a test"}
-TESTS = {"passed": 1, "failed": 0, "skipped": 0}
 MIB = 1 << 20
 
 
@@ -29,6 +40,8 @@ def lane_row(
         "share_of_limit": share,
         "share_of_one_way": both,
         "single_calls_gbps": None,
+        "path_bytes": {path: 64 << 20},
+        "pinned": True,
     }
 
 
@@ -48,6 +61,8 @@ def beside(what: str, run_bytes: int = 4096, **values: object) -> dict[str, Any]
 def bench() -> dict[str, Any]:
     note = "cuFile, GPUDirect Storage (nvidia-fs 2.20) to GPU 0"
     return {
+        "thresholds": {"transform_multiprocessors": 8},
+        "parts": [],
         "limit_gbps": {"H2D": 50.0, "D2H": 50.0},
         "rows": [
             lane_row(MIB, "H2D", "batch", 0.95, None),
@@ -91,21 +106,24 @@ def test_compatibility_mode_and_what_did_not_run_are_no_results() -> None:
     assert set(verdicts(content)) == {"not measured"}
 
 
-def test_the_page_has_every_row_and_figure() -> None:
-    page = render(MACHINE, {**TESTS, "failed": 2}, bench())
-    assert "| failed | 2 |" in page
-    assert page.count("| disk to pool, staged |") == 1
-    assert "| the same, 32 KiB | >= 0.65 | 0.6 | **missed** |" in page
-    assert "One contiguous copy: H2D 50.0, D2H 50.0" in page
-    assert Goal("a", 1.0, None).verdict == "not measured"
+def test_a_row_that_was_measured_before_memory_was_pinned_counts_for_no_goal() -> None:
+    content = bench()
+    content["rows"].append({**lane_row(MIB, "H2D", "batch", 0.1, None), "pinned": False})
+    assert verdicts(content)[0] == "reached"
+    content["rows"][-1]["pinned"] = True
+    assert verdicts(content)[0] == "**missed**"
 
 
-def test_the_tests_are_counted(tmp_path: Path) -> None:
+REPORT = """<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3">
+<testcase name="test_a"/><testcase name="test_b[1]"><failure message="assert 1 == 2&#10;more"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_tests_are_counted_and_the_failed_ones_named(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"></testsuite></testsuites>'
-    )
+    report.write_text(REPORT)
     assert outcomes(report) == {"passed": 3, "failed": 3, "skipped": 3}
+    assert failed_tests(report) == [("test_b[1]", "assert 1 == 2")]
 
 
 def test_the_closing_words_name_the_rows_that_wait() -> None:
@@ -135,13 +153,269 @@ def test_rows_that_have_run_are_named_no_more() -> None:
     assert waiting_rows(table.replace("**not yet on a GPU**", "runs on a GPU")) == ["row 0", "row 2", "row 3"]
 
 
-def test_without_a_gpu_nothing_is_written() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_gpu_nothing_is_written(stage: str, tmp_path: Path) -> None:
     found = c_ext.cuda_info()
     if found["built"] and found["device_count"]:
         pytest.skip("there is a GPU")
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-m", "benchmarks.gpu_results"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "benchmarks.gpu_results", stage, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "nothing was run" in done.stderr
-    assert not (root / "docs" / "gpu-results.md").exists()
+    assert "nothing was run: no NVIDIA driver" in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not (ROOT / "docs" / "gpu-results.md").exists()
+
+
+def test_without_results_no_page_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_results",
+        "render",
+        "--out",
+        str(tmp_path),
+        "--page",
+        str(page),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, page.exists()) == (1, False)
+    assert "nothing is written" in done.stderr
+
+
+def program(text: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", text)
+
+
+def write_rows(out: Path, name: str, then: str = "") -> Step:
+    """A stand-in for a part of the bench: it writes the made-up rows, as the real one does, before it ends."""
+    path = out / f"bench-{name}.json"
+    text = f"import pathlib, time; pathlib.Path({str(path)!r}).write_text({json.dumps(bench())!r}); {then}"
+    return Step(name, program(text), 60.0, path.name)
+
+
+def test_limits_leave_room_in_twenty_minutes() -> None:
+    assert all(limit_s < 480 for limit_s in LIMITS_S.values())
+    assert sum(LIMITS_S[name] for name in ("build", "smoke", "bench")) < 1200
+    assert set(STAGES) == {"build", "smoke", "bench", "tests", "sanitize"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_step_names_files_and_tests_that_there_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_plan, "not_here", dict)
+    stage = plan(name, tmp_path, 0, None)
+    assert len({step.name for step in stage.steps}) == len(stage.steps) > 0
+    results = [step.result for step in stage.steps if step.result]
+    assert len(set(results)) == len(results)
+    for step in stage.steps:
+        assert step.limit_s <= stage.limit_s
+        for word in step.command:
+            assert not word.startswith("tests/") or (ROOT / word).exists(), word
+    assert [step.missing for step in stage.steps if step.missing] == (
+        ["no --folder was given"] if name == "bench" else []
+    )
+
+
+@pytest.mark.parametrize(
+    "chosen", [("tests/gpu/test_transfer_gpu.py", "tests/gpu/test_large_moves_gpu.py", "-k", gpu_plan.SMOKE)]
+    + [("tests/gpu/test_compute_sanitizer.py", "-k", words) for words in gpu_plan.SANITIZED.values()]
+)  # fmt: skip
+def test_what_a_step_chooses_is_some_of_the_tests(chosen: tuple[str, ...]) -> None:
+    command = [*gpu_plan.PYTEST, "--collect-only", *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert " deselected" in done.stdout
+
+
+def test_what_the_machine_lacks_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_machine, "gpus", lambda: 1)
+    lacking = gpu_machine.not_here()
+    assert lacking["a device other than 0"] == "1 GPU(s) in this machine"
+    assert "SGLang on the GPU" in lacking
+    assert "GPUDirect Storage, direct" in lacking
+    steps = {step.name: step.missing for step in plan("tests", tmp_path, 0, None).steps}
+    assert steps["SGLang"] == lacking["SGLang on the GPU"] == "sglang is not installed"
+    monkeypatch.setattr(gpu_machine, "gpus", lambda: 2)
+    assert "a device other than 0" not in gpu_machine.not_here()
+
+
+def test_a_machine_without_tools_says_what_is_unknown() -> None:
+    said = gpu_machine.said(["no-such-program"])
+    assert said == "unknown: no no-such-program here"
+    assert gpu_machine.said([sys.executable, "-c", "import sys; sys.exit('refused')"]) == "unknown: refused"
+    facts = gpu_machine.machine(0)
+    assert all(facts.values())
+    assert facts["torch"]
+
+
+def test_a_step_that_takes_too_long_is_cut_with_all_it_started(tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    text = (
+        "import pathlib, subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); print('said', flush=True); time.sleep(600)"
+    )
+    stage = Stage("bench", 60.0, (Step("slow", program(text), 5.0), Step("next", program("print(1)"), 30.0)))
+    assert run_stage(stage, tmp_path, MACHINE) == ["cut", "passed"]
+    slow, after = read_stage(tmp_path, "bench")["steps"]
+    assert slow["why"] == "ended after 5 s"
+    assert slow["tail"].strip() == "said"
+    assert after["state"] == "passed"
+    wait_for_end(int(started.read_text()))
+
+
+def started_step(out: Path) -> int:
+    """The process of the second step of `two_steps`, once it runs."""
+    ends_s = time.monotonic() + 60.0
+    while not ((out / "pid").exists() and (out / "pid").read_text()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+    return int((out / "pid").read_text())
+
+
+def wait_for_end(pid: int) -> None:
+    ends_s = time.monotonic() + 30.0
+    while alive(pid):
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stage_without_time_left_begins_nothing(tmp_path: Path) -> None:
+    stage = Stage("bench", 1.0, (Step("one", program("print(1)"), 30.0),))
+    assert run_stage(stage, tmp_path, MACHINE) == ["not run"]
+    assert read_stage(tmp_path, "bench")["machine"] == MACHINE
+
+
+def test_a_required_step_that_fails_ends_its_stage(tmp_path: Path) -> None:
+    bad = Step("core", program("import sys; print('broken'); sys.exit(3)"), 30.0, required=True)
+    stage = Stage("build", 60.0, (bad, Step("after", program("print(1)"), 30.0)))
+    assert run_stage(stage, tmp_path, MACHINE) == ["failed", "not run"]
+    first, second = read_stage(tmp_path, "build")["steps"]
+    assert (first["why"], first["tail"].strip()) == ("exit 3", "broken")
+    assert second["why"] == "the stage ended before it"
+
+
+KILLED = """
+import pathlib, sys
+from benchmarks.gpu_stages import run_stage
+from tests.unit.benchmarks.test_gpu_results import MACHINE, two_steps
+out = pathlib.Path(sys.argv[1])
+run_stage(two_steps(out, "time.sleep(600)"), out, MACHINE, {"vLLM": "no wheel"})
+"""
+
+
+def two_steps(out: Path, second: str) -> Stage:
+    """The first counts how often it runs; the second says which process it is, and does what is given."""
+    count = f"open({str(out / 'count')!r}, 'a').write('x')"
+    said = (
+        f"import os, pathlib, time; pathlib.Path({str(out / 'pid')!r}).write_text(str(os.getpid())); {second}"
+    )
+    return Stage("bench", 120.0, (write_rows(out, "lanes", count), Step("second", program(said), 90.0)))
+
+
+def test_a_run_killed_in_the_middle_is_rendered_and_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    runner = subprocess.Popen(command, cwd=ROOT)
+    step = started_step(tmp_path)
+    runner.send_signal(signal.SIGKILL)  # no time to write anything more
+    runner.wait(30.0)
+    wait_for_end(step)
+
+    page = render(tmp_path)
+    assert "| bench | lanes | passed |" in page
+    assert "| bench: second | the call was cut while it ran |" in page
+    assert "| vLLM | no wheel |" in page
+    assert "| stage tests | never called |" in page
+    assert "| GPU | none, made up for a test |" in page
+    assert "| the same, 32 KiB | >= 0.65 | 0.6 | **missed** |" in page
+    assert page.count("| disk to pool, staged |") == 1
+    assert "One contiguous copy: H2D 50.0, D2H 50.0" in page
+    assert "batch 64 MiB" in page
+
+    assert run_stage(two_steps(tmp_path, "print(2)"), tmp_path, MACHINE) == ["passed", "passed"]
+    assert (tmp_path / "count").read_text() == "x", "what had a result was run again"
+    assert "bench: second" not in render(tmp_path)
+    run_stage(two_steps(tmp_path, "print(3)"), tmp_path, MACHINE, again=True)
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_a_terminated_run_takes_its_step_along(tmp_path: Path) -> None:
+    runner = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT)
+    step = started_step(tmp_path)
+    runner.terminate()
+    assert runner.wait(30.0) == 128 + signal.SIGTERM
+    wait_for_end(step)
+
+
+def test_the_page_counts_tests_and_names_those_that_failed(tmp_path: Path) -> None:
+    report = f"import pathlib; pathlib.Path({str(tmp_path / 'tests-lanes.xml')!r}).write_text({REPORT!r})"
+    stage = Stage("tests", 60.0, (Step("lanes", program(report), 30.0, "tests-lanes.xml"),))
+    run_stage(stage, tmp_path, MACHINE)
+    page = render(tmp_path)
+    assert "| tests: lanes | 3 | 3 | 3 |" in page
+    assert "| test_b[1] | assert 1 == 2 |" in page
+    assert "not measured" in page
+    assert "Not measured." in page
+    assert Goal("a", 1.0, None).verdict == "not measured"
+
+
+def test_results_of_two_machines_are_told_apart(tmp_path: Path) -> None:
+    for name, number in (("build", 1), ("smoke", 1), ("bench", 2)):
+        run_stage(
+            Stage(name, 60.0, (Step("one", program("print(1)"), 30.0),)),
+            tmp_path,
+            {"GPU": f"number {number}"},
+        )
+    page = render(tmp_path)
+    assert "Stages build, smoke:" in page
+    assert "Stages bench:" in page
+    assert "| GPU | number 2 |" in page
+
+
+def test_the_rows_of_the_real_bench_render(tmp_path: Path) -> None:
+    """On this machine they are of plain memory, and say so."""
+    if c_ext.cuda_info()["device_count"]:
+        pytest.skip("there is a GPU")
+    command = (
+        sys.executable,
+        "-m",
+        "flexkv",
+        "bench",
+        "transfer",
+        "--megabytes",
+        "1",
+        "--repeats",
+        "1",
+        "--part",
+    )
+    steps = tuple(
+        Step(
+            part, (*command, part, "--json", str(tmp_path / f"bench-{part}.json")), 60.0, f"bench-{part}.json"
+        )
+        for part in ("lanes", "transform")
+    )
+    assert run_stage(Stage("bench", 120.0, steps), tmp_path, MACHINE) == ["passed", "passed"]
+    out = tmp_path / "page.md"
+    renders = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_results",
+        "render",
+        "--out",
+        str(tmp_path),
+        "--page",
+        str(out),
+    ]
+    done = subprocess.run(renders, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert "| layout transform |" in out.read_text()
+    assert "| 4096 | H2D | cpu | 0 |" in out.read_text()
+    assert out.with_suffix(".png").exists() or "no picture: " in done.stdout

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from flexkv import c_ext
 from flexkv.cli import bench_command
+from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.bench_command import command
 
 
@@ -85,6 +86,53 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     # What did not run says why; and nothing that went through plain memory is called GDS.
     assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
     assert not any("GDS" in row["note"] or "GPUDirect" in row["note"] for row in compared)
+
+
+@pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
+def test_a_part_alone_writes_its_rows_alone(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["transfer", "--megabytes", "1", "--repeats", "1", "--json", str(out), "--part"]
+    assert CliRunner().invoke(command, [*arguments, "transform"]).exit_code == 0
+    content = json.loads(out.read_text())
+    assert (content["rows"], content["parts"]) == ([], ["transform"])
+    assert {row["what"] for row in content["comparisons"]} == {"layout transform"}
+    assert content["thresholds"] == c_ext.CUDA_THRESHOLDS
+    assert CliRunner().invoke(command, [*arguments, "nonsense"]).exit_code == 2
+
+
+@pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("cut")
+
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(bench_command, "transform_rows", fail)
+    done = CliRunner().invoke(command, ["transfer", "--megabytes", "1", "--repeats", "1", "--json", str(out)])
+    assert str(done.exception) == "cut"
+    content = json.loads(out.read_text())
+    assert content["parts"] == ["lanes", "torch", "small"]
+    assert {row["run_bytes"] for row in content["rows"]} >= {4096, 32768}
+    assert {row["what"] for row in content["comparisons"]} == {"torch index_select + copy", "4 KiB copy, p99"}
+    assert content["limit_gbps"]["H2D"] > 0
+
+
+def test_a_length_of_run_is_kept_as_soon_as_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "rows.json"
+    seen = []
+
+    class Bench(TransferBench):
+        def run(self):
+            for rows in super().run():
+                yield rows
+                seen.append(len(json.loads(out.read_text())["rows"]))
+
+    monkeypatch.setattr(bench_command, "TransferBench", Bench)
+    arguments = ["transfer", "--megabytes", "1", "--repeats", "1", "--json", str(out), "--part", "lanes"]
+    assert CliRunner().invoke(command, arguments).exit_code == 0
+    assert seen == sorted(set(seen))
+    assert len(seen) > 3
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -1,0 +1,94 @@
+"""What a machine with a GPU is, and what of it is missing. Imports nothing that has to be built first."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SAYS_S = 30.0
+"""A program that names a version and takes longer does not answer."""
+DRIVER = Path("/proc/driver/nvidia/version")
+STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
+PACKAGES = ("torch", "vllm", "sglang", "tensorrt_llm", "cuda-bindings", "nvidia-cufile", "nvidia-cufile-cu12")
+NONE = "none"
+
+
+def machine(device: int) -> dict[str, str]:
+    """What it is, by name; what cannot be found out says why in its place."""
+    query = ["nvidia-smi", f"--id={device}", "--format=csv,noheader"]
+    query.append("--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max")
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "GPU, driver, memory, PCIe generation and width": said(query),
+        "GPUs": str(gpus()),
+        "nvcc": said([os.environ.get("FLEXKV_NVCC") or "nvcc", "--version"]).splitlines()[-1],
+        "nvidia-fs": STORAGE_DRIVER.read_text().strip() if STORAGE_DRIVER.exists() else NONE,
+        "system": f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} CPUs",
+        "commit": said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]),
+    }
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def said(command: list[str]) -> str:
+    """What a program prints, or why it prints nothing; never empty."""
+    if shutil.which(command[0]) is None:
+        return f"unknown: no {command[0]} here"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SAYS_S)
+    except subprocess.TimeoutExpired:
+        return f"unknown: {command[0]} did not answer in {SAYS_S:.0f} s"
+    if done.returncode != 0 or not done.stdout.strip():
+        return f"unknown: {(done.stderr or done.stdout).strip()[:120] or 'no answer'}"
+    return done.stdout.strip()
+
+
+def gpus() -> int:
+    """As nvidia-smi lists them; 0 where it does not."""
+    listed = said(["nvidia-smi", "--list-gpus"])
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def not_here() -> dict[str, str]:
+    """What cannot run on this machine, and why; by the name that the page uses."""
+    found = {}
+    if (count := gpus()) < 2:
+        for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):
+            found[name] = f"{count} GPU(s) in this machine"
+    for module, name in (("vllm", "vLLM"), ("sglang", "SGLang"), ("tensorrt_llm", "TensorRT-LLM")):
+        if importlib.util.find_spec(module) is None:
+            found[f"{name} on the GPU"] = f"{module} is not installed"
+    if not STORAGE_DRIVER.exists():
+        found["GPUDirect Storage, direct"] = "nvidia-fs is not loaded"
+    return found
+
+
+def refusal() -> str:
+    """Why nothing can be run on this machine; empty where it can. Asks the driver in a process of its own."""
+    if not DRIVER.exists():
+        return "no NVIDIA driver is loaded"
+    program = "import json; from flexkv import c_ext; print(json.dumps(c_ext.cuda_info()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode != 0:
+        return f"the native core cannot be loaded: {done.stderr.strip()[-200:]}"
+    info = json.loads(done.stdout)
+    if not info["device_count"]:
+        return str(info["reason"])
+    return "" if info["built"] else "the native core was built without CUDA"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return NONE

@@ -1,0 +1,136 @@
+"""What each stage of a visit to a GPU runs, and for how long at most.
+
+build, smoke and bench take 20 minutes together at most, so that one visit gives the figures; tests and sanitize are for
+another. Where a part is missing its step says so and is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.gpu_machine import not_here
+from benchmarks.gpu_stages import Stage, Step
+
+LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 470.0, "tests": 470.0, "sanitize": 470.0}
+"""Each below eight minutes; the first three below twenty together."""
+STAGES = tuple(LIMITS_S)
+NEED_A_CORE = STAGES[1:]
+"""These run the native core that `build` has made."""
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+TEST_FILES = {
+    "lanes": ("test_transfer_gpu.py", 240.0),
+    "large moves": ("test_large_moves_gpu.py", 120.0),
+    "staged transfers": ("test_gds_gpu.py", 180.0),
+    "disk lane": ("test_gds_lane_gpu.py", 120.0),
+    "rotation": ("test_rotation_gpu.py", 60.0),
+    "layerwise": ("test_layerwise_gpu.py", 60.0),
+}
+"""Step -> its file in tests/gpu, and for how long at most."""
+ENGINES = {
+    "vLLM": ("vLLM on the GPU", "test_vllm_gpu.py"),
+    "SGLang": ("SGLang on the GPU", "test_sglang_gpu.py"),
+    "TensorRT-LLM": ("TensorRT-LLM on the GPU", "test_tensorrt_llm.py"),
+}
+SMOKE = "(every_byte and 4096 and not 80) or capture or digests"
+"""Tests of the lanes that one minute is enough for: a few of every path."""
+SANITIZED = {
+    "memcheck lanes": "memcheck and test_transfer_gpu",
+    "memcheck staged transfers": "memcheck and test_gds_gpu",
+    "memcheck disk lane": "memcheck and test_gds_lane_gpu",
+    "memcheck rotation": "memcheck and test_rotation_gpu",
+    "initcheck lanes": "initcheck and test_transfer_gpu",
+    "controls": "would_have_spoken",
+}
+
+
+def plan(name: str, out: Path, device: int, folder: Path | None) -> Stage:
+    """The stage `name`.
+
+    Args:
+        out: the folder of results.
+        folder: on the disk to measure; None leaves disks out.
+    """
+    makers: dict[str, Callable[[], list[Step]]] = {
+        "build": _build,
+        "smoke": lambda: _smoke(out, device),
+        "bench": lambda: _bench(out, device, folder),
+        "tests": lambda: _tests(out),
+        "sanitize": lambda: _sanitize(out),
+    }
+    return Stage(name, LIMITS_S[name], tuple(makers[name]()))
+
+
+def _build() -> list[Step]:
+    return [
+        Step(
+            "core",
+            (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+            LIMITS_S["build"],
+            required=True,
+            # For the GPUs of a data centre that has them now; a build for every architecture takes three times as long.
+            environ={"FLEXKV_CUDA": "1", "FLEXKV_CUDA_ARCHS": "90"},
+        )
+    ]
+
+
+def _smoke(out: Path, device: int) -> list[Step]:
+    info = (sys.executable, "-m", "flexkv", "info")
+    quick = _bench_command(out, "smoke-lanes.json", device, 64, 2, "lanes")
+    return [
+        Step("info", info, 60.0),
+        _pytest(out, "smoke", "a few tests", 120.0, ("tests/gpu/test_transfer_gpu.py",
+                "tests/gpu/test_large_moves_gpu.py", "-k", SMOKE)),
+        Step("lanes, quick", quick, 60.0, "smoke-lanes.json"),
+    ]  # fmt: skip
+
+
+def _bench(out: Path, device: int, folder: Path | None) -> list[Step]:
+    def part(name: str, megabytes: int, repeats: int, limit_s: float, *more: str, missing: str = "") -> Step:
+        result = f"bench-{name}.json"
+        command = _bench_command(out, result, device, megabytes, repeats, name)
+        return Step(name, (*command, *more), limit_s, result, missing)
+
+    disk = () if folder is None else ("--folder", str(folder))
+    return [
+        part("lanes", 1024, 9, 200.0),
+        part("small", 1024, 9, 60.0),
+        part("transform", 1024, 9, 90.0),
+        part("torch", 1024, 5, 90.0),
+        part("disk", 512, 5, 150.0, *disk, missing="" if disk else "no --folder was given"),
+    ]
+
+
+def _bench_command(
+    out: Path, result: str, device: int, megabytes: int, repeats: int, part: str
+) -> tuple[str, ...]:
+    options = ("--device", str(device), "--megabytes", str(megabytes), "--repeats", str(repeats))
+    bench = (sys.executable, "-m", "flexkv", "bench", "transfer")
+    return (*bench, *options, "--part", part, "--json", str(out / result))
+
+
+def _tests(out: Path) -> list[Step]:
+    steps = [
+        _pytest(out, "tests", name, limit_s, (f"tests/gpu/{file}",))
+        for name, (file, limit_s) in TEST_FILES.items()
+    ]
+    lacking = not_here()
+    for name, (needed, file) in ENGINES.items():
+        steps.append(
+            _pytest(out, "tests", name, 240.0, (f"tests/gpu/{file}",), missing=lacking.get(needed, ""))
+        )
+    return steps
+
+
+def _sanitize(out: Path) -> list[Step]:
+    file = "tests/gpu/test_compute_sanitizer.py"
+    return [_pytest(out, "sanitize", name, 240.0, (file, "-k", chosen)) for name, chosen in SANITIZED.items()]
+
+
+def _pytest(
+    out: Path, stage: str, name: str, limit_s: float, chosen: tuple[str, ...], missing: str = ""
+) -> Step:
+    result = f"{stage}-{name.replace(' ', '-')}.xml"
+    return Step(name, (*PYTEST, f"--junitxml={out / result}", *chosen), limit_s, result, missing)

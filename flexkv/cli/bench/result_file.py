@@ -1,0 +1,52 @@
+"""The JSON of `flexkv bench transfer`, written again after every group of rows: a cut run keeps what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexkv.cli.bench.base import ComparisonRow
+from flexkv.cli.bench.transfer_bench import TransferRow
+
+
+class ResultFile:
+    """What was measured so far.
+
+    Args:
+        path: where it is written; None keeps it in memory alone.
+        facts: what is known before anything is measured.
+    """
+
+    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
+        self._path = path
+        self.rows: list[TransferRow] = []
+        self.compared: list[ComparisonRow] = []
+        self._content: dict[str, Any] = {**facts, "rows": [], "comparisons": [], "parts": []}
+        self._write()
+
+    def add_rows(self, rows: Iterable[TransferRow]) -> None:
+        self.rows += rows
+        self._write()
+
+    def compare(self, rows: Iterable[ComparisonRow]) -> None:
+        self.compared += rows
+        self._write()
+
+    def part_ended(self, part: str) -> None:
+        """All rows of `part` are there."""
+        self._content["parts"].append(part)
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._content["rows"] = [asdict(row) for row in self.rows]
+        self._content["comparisons"] = [asdict(row) for row in self.compared]
+        # In place of the last one at once: whoever reads meanwhile sees a whole one.
+        beside = self._path.with_name(f".{self._path.name}.part")
+        beside.write_text(json.dumps(self._content, indent=1))
+        os.replace(beside, self._path)

@@ -1,0 +1,45 @@
+"""flexkv as the linker of the real SGLang on a GPU: the same tokens computed, and loaded after a flush."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from demo.model import prompt_tokens, write_model
+from demo.sglang_process import SglangProcess, linker
+from tests.gpu.needs import GPU
+
+pytestmark = GPU
+ENGINE = {"device": "cuda", "attention_backend": "triton", "dtype": "float32"}
+TOKENS = 8
+STORED_S = 30.0
+
+
+class GpuSglang(SglangProcess):
+    """Of the environment that the tests run in."""
+
+    python = Path(sys.executable)
+
+
+@pytest.mark.timeout(600)
+def test_loaded_tokens_are_those_that_were_computed(tmp_path: Path) -> None:
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    model = write_model(tmp_path, "tiny")
+    asked = [{"ids": prompt_tokens(333, stream), "tokens": TOKENS} for stream in range(3)]
+    with GpuSglang(model, tmp_path / "plain.log", ENGINE) as engine:
+        plain = [engine.call("generate", requests=[one])[0] for one in asked]
+    told = ENGINE | linker(host__bytes=64 << 20)
+    with GpuSglang(model, tmp_path / "flexkv.log", told) as engine:
+        computed = [engine.call("generate", requests=[one])[0] for one in asked]
+        ends_s = time.monotonic() + STORED_S
+        loaded: list[dict[str, int]] = []
+        # Stores end a little after the answers; what is not stored yet is computed again, and not loaded.
+        while not (loaded and all(answer["host"] for answer in loaded)):
+            assert time.monotonic() < ends_s, "nothing was loaded"
+            assert engine.call("flush")
+            loaded = [engine.call("generate", requests=[one])[0] for one in asked]
+    for answers in (computed, loaded):
+        assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in plain]
