@@ -22,6 +22,15 @@ __interface__: str
 def build_info() -> dict[str, bool | str | int]:
     """What this module was built with: cuda, sanitizer, compiler, cpp_standard."""
 
+def load_nvtx(library: str) -> None:
+    """The lanes' threads name their work to a profiler from now on, by the NVTX of `library`, a name or a path.
+
+    For good, as threads may be inside a range: where a library was loaded before, nothing changes.
+
+    Raises:
+        ConfigError: it cannot be loaded, or lacks nvtxRangePushA or nvtxRangePop.
+    """
+
 # --- layout -------------------------------------------------------------------------------------------------
 
 class KvView:

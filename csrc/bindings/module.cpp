@@ -1,6 +1,7 @@
 // flexkv.c_ext: the native core's Python module.
 #include <pybind11/pybind11.h>
 
+#include "base/nvtx.h"
 #include "bindings/bindings.h"
 #include "bindings/call_guard.h"
 #include "bindings/errors.h"
@@ -39,6 +40,7 @@ PYBIND11_MODULE(c_ext, m) {
   m.attr("__interface__") = FLEXKV_INTERFACE;  // flexkv/native_core.py compares it
   m.def("build_info", &flexkv::build_info,
         "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
+  m.def("load_nvtx", &flexkv::nvtx::load, py::arg("library"), py::call_guard<py::gil_scoped_release>());
   flexkv::bind_errors(m);
   flexkv::bind_gds(m);
   flexkv::bind_index(m);

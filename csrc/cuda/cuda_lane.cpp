@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/nvtx.h"
 #include "cuda/event.h"
 #include "transfer/run_digests.h"
 
@@ -147,6 +148,7 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
 }
 
 void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuing) {
+  const nvtx::Range range("flexkv issue");
   const Direction direction = direction_of(issuing->item->kind());
   const auto number = static_cast<size_t>(direction);
   const StreamHandle stream = streams[number]->handle();
@@ -192,6 +194,9 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       next = std::move(issued[direction].front());
       issued[direction].pop_front();
     }
+    // Of a profiler's time line: from when the piece before it had arrived until this one has.
+    const nvtx::Range range(direction == static_cast<size_t>(Direction::kToDevice) ? "flexkv H2D"
+                                                                                   : "flexkv D2H");
     if (const std::string error = next.event ? next.event->wait() : std::string(); next.error.empty()) {
       next.error = error;
     }

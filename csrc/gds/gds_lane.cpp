@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/nvtx.h"
 #include "cuda/event.h"
 #include "gds/slab_gate.h"
 #include "storage/striping.h"
@@ -179,6 +180,7 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
   const PageMove& first = tasks.front().move;
   const GdsGroup& group = groups[static_cast<size_t>(first.group)];
   const bool is_read = first.kind == OpKind::kGdsRead;
+  const nvtx::Range range(is_read ? "flexkv disk to pool" : "flexkv pool to disk");
   const KvView& view = first.view->view();
   const PageMap map = PageMap::stripe(view, place_of(*group.codec, stripe, view), is_read);
   std::vector<StagedPage> pages;

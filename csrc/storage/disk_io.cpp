@@ -4,6 +4,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/nvtx.h"
 #include "io/thread_queue.h"
 #include "storage/disk.h"
 
@@ -216,6 +217,7 @@ bool Disk::pick(PageTask& task) {
 }
 
 void Disk::submit_ios(IoQueue& queue) {
+  const nvtx::Range range("flexkv disk submit");
   while (!unsubmitted_.empty() && under_way_ < options_.depth) {
     queue.submit(ios_[unsubmitted_.front()].request);
     unsubmitted_.pop_front();
@@ -244,6 +246,7 @@ void Disk::io_done(const IoDone& done) {
 
 // The oldest of those that have arrived, as much of them as is checked while the disk works off what it has.
 void Disk::end_arrived(std::vector<Ended>& ended) {
+  const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;
   while (!arrived_.empty() && checked < kCheckedBytesInRow) {
     const size_t at = arrived_.front();

@@ -4,6 +4,8 @@
 
 #include <exception>
 
+#include "base/nvtx.h"
+
 namespace flexkv {
 namespace {
 
@@ -19,6 +21,7 @@ void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMo
   std::vector<MoveResult> results;
   while (const std::shared_ptr<WorkItem> item = source->take(lane)) {
     results.clear();
+    const nvtx::Range range("flexkv copy");
     for (size_t i = 0; i < item->positions().size(); ++i) {
       results.push_back(move_page(*mover, *item, i));
       item->touch();

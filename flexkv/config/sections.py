@@ -26,6 +26,7 @@ from flexkv.config.values import (
     Words,
     auto_or_count,
     off_is_a_word,
+    off_on_or_path,
     on_and_off_are_words,
 )
 
@@ -446,4 +447,10 @@ class ObserveConfig(Section):
         60.0,
         description="SGLang and TensorRT-LLM log what was counted once in so many seconds in which something was. vLLM "
         "logs it with its own statistics.",
+    )
+    nvtx: Annotated[str, BeforeValidator(off_on_or_path)] = Field(
+        "off",
+        description="`on`: the threads of the lanes and the stages of layerwise pipelines name their work by NVTX, so "
+        "that a profiler (Nsight Systems) shows it beside the engine's kernels. An absolute path is that of the "
+        "library. `off` loads and calls nothing.",
     )

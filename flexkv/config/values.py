@@ -34,6 +34,14 @@ def on_and_off_are_words(value: object) -> object:
     return "on" if value is True else off_is_a_word(value)
 
 
+def off_on_or_path(value: object) -> object:
+    """`off`, `on`, or a file's absolute path."""
+    value = on_and_off_are_words(value)
+    if value not in ("off", "on") and not (isinstance(value, str) and value.startswith("/")):
+        raise ValueError("expected off, on, or the absolute path of a library")
+    return value
+
+
 def none_is_a_word(value: object) -> object:
     """An environment variable has no null."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value

@@ -9,6 +9,7 @@ from typing import Any
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.transfer import nvtx
 from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.host_pool import HostPool
@@ -68,11 +69,13 @@ def open_lanes(
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
+        ConfigError: `observe.nvtx` names no library that there is.
     """
     transfer = config.transfer
     with ExitStack() as opened:
         if gds_lane is not None:
             opened.callback(gds_lane.close)
+        nvtx.enable(config.observe.nvtx)
         device = cuda_device_of(tensors)
         engine = TransferEngine(
             mover=mover,

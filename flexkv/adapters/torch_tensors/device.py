@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
+from flexkv.transfer.nvtx import span
 
 LOOK_EVERY_S = 0.0005
 """How often a wait with a deadline looks at an event: CUDA's own wait has none."""
@@ -53,7 +54,7 @@ class TorchStream(Stream):
         if self._error:
             return
         try:
-            with self._module.stream(self._native):
+            with span(stage), self._module.stream(self._native):
                 work()
         except Exception as error:  # whatever a transform or a source raises is what its layer failed of
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from flexkv.config.sections import SMALL_MACHINE_CPUS
 from flexkv.errors import ClosedError
 from flexkv.observe import NamedThread
 from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
+from flexkv.transfer.nvtx import span
 
 ONE_THREAD = "layers"
 """What all streams are where they share a thread."""
@@ -66,7 +67,8 @@ class HostStream(Stream):
         if self._error:
             return
         try:
-            work()
+            with span(stage):
+                work()
         except Exception as error:  # whatever a transform or a source raises is what its layer failed of
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 

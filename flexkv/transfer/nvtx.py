@@ -1,0 +1,79 @@
+"""Named ranges for a profiler such as Nsight Systems, by NVTX: of the lanes' threads, and of the layerwise stages.
+
+Off unless `enable` was called: no library is looked for or loaded, and `span` gives one and the same empty context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+
+from flexkv import c_ext
+from flexkv.errors import ConfigError
+
+OFF, ON = "off", "on"
+LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
+"""Of NVTX 3, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; and of CUDA toolkits before 12.9."""
+
+_library: ctypes.CDLL | None = None
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class _Range:
+    """One range of the calling thread."""
+
+    __slots__ = ("_library", "_name")
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._library, self._name = library, f"flexkv {name}".encode()
+
+    def __enter__(self) -> None:
+        self._library.nvtxRangePushA(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._library.nvtxRangePop()
+
+
+def enable(setting: str) -> None:
+    """Turns ranges on in this process as `observe.nvtx` says, for good; `off` leaves everything as it is.
+
+    Args:
+        setting: `off`, `on`, or the path of a library.
+
+    Raises:
+        ConfigError: there is no such library, or it is none of NVTX; says where it was looked for.
+    """
+    global _library
+    if setting == OFF or _library is not None:
+        return
+    refusals = []
+    for path in _candidates() if setting == ON else [setting]:
+        try:
+            c_ext.load_nvtx(path)
+        except ConfigError as error:
+            refusals.append(str(error))
+            continue
+        _library = ctypes.CDLL(path)
+        _library.nvtxRangePushA.argtypes = [ctypes.c_char_p]
+        return
+    hint = "; pip install nvidia-nvtx brings one, or name its path" if setting == ON else ""
+    raise ConfigError(f"observe.nvtx={setting}: {'; '.join(refusals)}{hint}")
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """A range "flexkv `name`" of the calling thread; where ranges are off, nothing."""
+    return _NOTHING if _library is None else _Range(_library, name)
+
+
+def _candidates() -> Iterator[str]:
+    """What the loader finds, then what lies in wheels."""
+    yield from LIBRARIES
+    for folder in sys.path:
+        for name in LIBRARIES:
+            yield from map(str, sorted(Path(folder or ".", "nvidia").glob(f"*/lib/{name}")))

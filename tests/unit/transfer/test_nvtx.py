@@ -1,0 +1,133 @@
+"""Ranges for a profiler: off they load and call nothing, on every thread's are balanced. The NVTX here is a fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from build_support.preflight import compiler
+from flexkv import c_ext
+from flexkv.config import load_config
+from flexkv.errors import ConfigError
+from flexkv.transfer import nvtx
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN_S = 180
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake, compiled."""
+    library = tmp_path_factory.mktemp("nvtx") / "libfake_nvtx.so"
+    source = Path(__file__).with_name("fake_nvtx.c")
+    command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC", str(source)]
+    subprocess.run([*command, "-o", str(library)], check=True, timeout=RUN_S)
+    return library
+
+
+def run_child(fake: Path, folder: Path, check: bool = True, **environment: str) -> Any:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FLEXKV_OBSERVE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.transfer.nvtx_child", str(fake), str(folder)],
+        cwd=ROOT,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    if not check:
+        return done
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_lane_and_stage_names_its_work_and_ends_it(fake: Path, tmp_path: Path) -> None:
+    found = run_child(fake, tmp_path, FLEXKV_OBSERVE_NVTX=str(fake))
+    assert found["mapped"]
+    assert {
+        "flexkv copy",
+        "flexkv disk submit",
+        "flexkv disk verify",
+        "flexkv disk to pool",
+        "flexkv pool to disk",
+        "flexkv transform",
+        "flexkv scatter",
+        "flexkv outer",
+        "flexkv inner",
+    } == set(found["names"])
+    assert len(found["threads"]) >= 4
+    for pushes, pops, depth, lowest in found["threads"]:
+        assert (pushes, depth, lowest) == (pops, 0, 0)
+        assert pushes > 0
+
+
+def test_off_is_the_default_and_nothing_is_loaded(fake: Path, tmp_path: Path) -> None:
+    assert load_config(None, {}).observe.nvtx == "off"
+    found = run_child(fake, tmp_path)
+    assert found == {"mapped": False, "threads": [], "names": []}
+
+
+def test_off_calls_nothing_of_a_library_that_is_there(fake: Path, tmp_path: Path) -> None:
+    found = run_child(fake, tmp_path, LD_PRELOAD=str(fake))
+    assert found == {"mapped": True, "threads": [], "names": []}
+
+
+def test_a_library_that_is_none_refuses_the_start_by_name(fake: Path, tmp_path: Path) -> None:
+    for library, words in (("/no/such.so", "/no/such.so"), ("/proc/self/exe", "observe.nvtx=/proc/self/exe")):
+        done = run_child(fake, tmp_path, check=False, FLEXKV_OBSERVE_NVTX=library)
+        assert done.returncode == 1
+        assert "ConfigError" in done.stderr
+        assert words in done.stderr
+
+
+def test_on_looks_in_wheels_too(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(path: str) -> None:
+        if not path.startswith("/"):
+            raise ConfigError(f"{path}: not found")
+        loaded.append(path)
+
+    wheel = tmp_path / "nvidia" / "cu13" / "lib"
+    wheel.mkdir(parents=True)
+    (wheel / nvtx.LIBRARIES[0]).symlink_to(fake)
+    monkeypatch.setattr(c_ext, "load_nvtx", load)
+    monkeypatch.setattr(nvtx, "_library", None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    nvtx.enable("on")
+    assert loaded == [str(wheel / nvtx.LIBRARIES[0])]
+
+
+def test_on_without_a_library_says_where_it_looked_and_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: str) -> None:
+        raise ConfigError(f"{path}: not found")
+
+    monkeypatch.setattr(c_ext, "load_nvtx", refuse)
+    monkeypatch.setattr(nvtx, "_library", None)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(
+        ConfigError, match=r"observe\.nvtx=on: libnvtx3interop\.so\.1: not found; .*nvidia-nvtx"
+    ):
+        nvtx.enable("on")
+    nvtx.enable("off")
+    assert nvtx.span("a") is nvtx.span("b")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("on", "on"), (True, "on"), (False, "off"), ("/a/b.so", "/a/b.so")]
+)
+def test_the_setting_is_off_on_or_a_path(given: object, kept: str) -> None:
+    assert load_config({"observe.nvtx": given}, {}).observe.nvtx == kept
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected off, on, or the absolute path"):
+        load_config({"observe.nvtx": "libnvtx.so"}, {})
